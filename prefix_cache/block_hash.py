@@ -1,0 +1,159 @@
+"""What identifies a block: everything that determines its content, chained from the first token.
+
+::
+
+    root ──► block 0 ──► block 1 ──► ...      block = SHA-256(parent, token ids, spans that overlap)
+     │                                        root  = SHA-256(cache salt, LoRA name)
+     └ differs per salt, so all blocks after it do
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["BlockHash", "ContentSpan", "content_hash", "extend_block_hashes", "whole_input_hash"]
+
+BlockHash = NewType("BlockHash", bytes)
+"""A SHA-256 digest, 32 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Positions of a sequence whose content is not told by their token ids.
+
+    Attributes:
+        kind: what lies there ("image", "audio", "prompt_embeds", ...).
+        offset: first position of the span in the sequence, in tokens.
+        length: tokens covered.
+        content_hash: digest of the whole content, see :func:`content_hash`.
+    """
+
+    kind: str
+    offset: int
+    length: int
+    content_hash: bytes
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise ValueError(f"a content span cannot start before position 0, got {self.offset}")
+        if self.length < 1:
+            raise ValueError(f"a content span covers at least one token, got {self.length}")
+
+    @property
+    def end(self) -> int:
+        """First position after the span."""
+        return self.offset + self.length
+
+
+def content_hash(data: Tensor) -> bytes:
+    """SHA-256 over dtype, shape and bytes of a dense tensor of any type and device (32 bytes)."""
+    flat = data.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256()
+    digest.update(_length_prefixed(str(data.dtype).encode()))
+    digest.update(struct.pack(f"<Q{data.dim()}q", data.dim(), *data.shape))
+    # Seen as bytes because numpy has no bfloat16.
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def extend_block_hashes(
+    hashes: list[BlockHash],
+    token_ids: Sequence[int] | NDArray[np.integer],
+    block_size: int,
+    *,
+    spans: Sequence[ContentSpan] = (),
+    salt: str | None = None,
+    lora_name: str | None = None,
+) -> None:
+    """Append the hashes of the blocks that became full; the work is that of the new blocks only.
+
+    Args:
+        hashes: of the leading blocks of the same sequence; extended in place.
+        token_ids: the whole sequence so far, ``(num_tokens,)``. Token ids count everywhere, under
+            a span too: give placeholders a fixed id.
+        block_size: tokens per block.
+        spans: all content of the sequence that is not tokens, in any order. A block covers each
+            span that overlaps it with the span's place relative to the block, so the second half
+            of an image differs from its first half, and from the same image one token later.
+        salt: requests share blocks only under the same salt; ``None`` and ``""`` differ.
+        lora_name: the adapter that computed the blocks, if any.
+
+    Raises:
+        ValueError: if ``block_size`` is below 1, or ``hashes`` covers more than ``token_ids``.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_full_blocks = len(token_ids) // block_size
+    if len(hashes) > num_full_blocks:
+        raise ValueError(
+            f"got {len(hashes)} block hashes for {len(token_ids)} tokens, "
+            f"which fill only {num_full_blocks} blocks of {block_size}"
+        )
+    if len(hashes) == num_full_blocks:
+        return
+    parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
+    # The order in which spans are listed says nothing about the content.
+    ordered_spans = sorted(
+        spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash)
+    )
+    for start in range(len(hashes) * block_size, num_full_blocks * block_size, block_size):
+        end = start + block_size
+        overlapping = [span for span in ordered_spans if span.offset < end and span.end > start]
+        parent = _block_hash(parent, token_ids[start:end], start, overlapping)
+        hashes.append(parent)
+
+
+def whole_input_hash(
+    token_ids: Sequence[int] | NDArray[np.integer],
+    *,
+    spans: Sequence[ContentSpan] = (),
+    salt: str | None = None,
+) -> BlockHash:
+    """Hash of a whole input, as if it were one block: the key for bidirectional encoders.
+
+    Raises:
+        ValueError: for an empty input.
+    """
+    if len(token_ids) == 0:
+        raise ValueError("an empty input has no hash")
+    hashes: list[BlockHash] = []
+    extend_block_hashes(hashes, token_ids, len(token_ids), spans=spans, salt=salt)
+    return hashes[0]
+
+
+def _block_hash(
+    parent: BlockHash,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    start: int,
+    spans: Sequence[ContentSpan],
+) -> BlockHash:
+    """Every field has a fixed size or its length before it, so no two contents encode alike."""
+    digest = hashlib.sha256(b"block")
+    digest.update(parent)
+    digest.update(struct.pack("<QQ", len(token_ids), len(spans)))
+    digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    for span in spans:
+        digest.update(_length_prefixed(span.kind.encode()))
+        digest.update(_length_prefixed(span.content_hash))
+        digest.update(struct.pack("<qq", span.offset - start, span.length))
+    return BlockHash(digest.digest())
+
+
+def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:
+    digest = hashlib.sha256(b"root")
+    for field in (salt, lora_name):
+        digest.update(b"\0" if field is None else b"\1" + _length_prefixed(field.encode()))
+    return BlockHash(digest.digest())
+
+
+def _length_prefixed(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data

@@ -1,0 +1,3 @@
+"""What several tests share."""
+
+__all__: list[str] = []
