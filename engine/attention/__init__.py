@@ -1,0 +1,20 @@
+"""Attention over paged keys and values: one interface, several backends."""
+
+from __future__ import annotations
+
+from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.layer import Attention, AttentionStep
+from engine.attention.reference import ReferenceBackend
+from engine.attention.registry import BACKEND_NAMES, get_backend
+from engine.attention.torch_backend import TorchBackend
+
+__all__ = [
+    "BACKEND_NAMES",
+    "Attention",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionStep",
+    "ReferenceBackend",
+    "TorchBackend",
+    "get_backend",
+]

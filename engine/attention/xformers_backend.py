@@ -1,0 +1,168 @@
+"""Attention with xformers on CUDA.
+
+Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their
+keys and run torch's flash attention with a block-diagonal bias: the paged kernels take no long
+causal queries.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.paged_rows import query_lens, write_kv
+from engine.attention.xformers_masks import decode_bias, prefill_bias, sequence_slots
+from prefix_cache import LayerKVCache
+
+__all__ = ["XformersBackend"]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+# Keys that split-K reads at once; a page must hold a whole number of such tiles.
+_KEY_TILES = (64, 32, 16)
+_MIN_CAPABILITY = (8, 0)
+
+
+class XformersBackend(AttentionBackend):
+    """Attention on NVIDIA GPUs of compute capability 8.0 and later, in half precision.
+
+    Args:
+        device: where queries and pages live.
+        block_size: tokens per block, a multiple of 16.
+    """
+
+    name: ClassVar[str] = "xformers"
+
+    def __init__(self, device: torch.device, block_size: int) -> None:
+        self._device = device
+        self._key_tile = _key_tile(block_size)
+        # Made with the first layer of a step, which brings the geometry of the pages.
+        self._decode_bias: Any = None
+        self._prefill_bias: Any = None
+        self._prefill_rows: Tensor | None = None
+        self._ready = False
+
+    @classmethod
+    def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """CUDA, half precision, blocks of a multiple of 16 tokens, and xformers installed."""
+        if device.type != "cuda":
+            raise ValueError(f"the xformers backend runs on CUDA devices only, not on {device}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"the xformers backend needs float16 or bfloat16, got {dtype}")
+        _key_tile(block_size)
+        if find_spec("xformers") is None:
+            raise ValueError("the xformers backend needs the xformers package; it is not installed")
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_CAPABILITY:
+            raise ValueError(
+                f"the xformers backend needs compute capability 8.0 or later, "
+                f"{device} has {capability[0]}.{capability[1]}"
+            )
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Forget the step before; see :meth:`_prepare`."""
+        self._ready = False
+
+    def _prepare(self, metadata: AttentionMetadata, chunks_per_page: int) -> None:
+        """Make the biases, and the rows that prefills gather."""
+        num_decodes, block_size = metadata.num_decodes, metadata.block_size
+        seq_lens = metadata.seq_lens.tolist()
+        self._decode_bias = self._prefill_bias = self._prefill_rows = None
+        if num_decodes:
+            self._decode_bias = decode_bias(
+                seq_lens[:num_decodes],
+                metadata.block_table[:num_decodes],
+                chunks_per_page,
+                block_size,
+            )
+        if num_decodes < metadata.num_reqs:
+            lengths = query_lens(metadata)[num_decodes:]
+            self._prefill_bias = prefill_bias(lengths, seq_lens[num_decodes:], self._device)
+            if lengths != seq_lens[num_decodes:]:
+                slots = sequence_slots(
+                    metadata.block_table[num_decodes:],
+                    metadata.seq_lens[num_decodes:].to(self._device),
+                    block_size,
+                )
+                rows_between_pages = (chunks_per_page - 1) * block_size
+                self._prefill_rows = slots + slots // block_size * rows_between_pages
+        self._ready = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.forward`."""
+        if not self._ready:
+            self._prepare(metadata, kv_cache.chunks_per_page)
+        write_kv(key, value, kv_cache, metadata.row_mapping)
+        parts: list[Tensor] = []
+        if self._decode_bias is not None:
+            # The kernel wants both views equally long. What is cut off holds no key: the last
+            # chunk of the buffer is a value chunk, of this layer or of a later one.
+            keys = kv_cache.keys[: kv_cache.values.shape[0]]
+            decodes = query[: metadata.num_decodes]
+            attended = self._attend(
+                decodes, keys, kv_cache.values, self._decode_bias, scale, paged=True
+            )
+            parts.append(attended)
+        if self._prefill_bias is not None:
+            prefills = query[metadata.num_decodes :]
+            if self._prefill_rows is None:
+                keys, values = key[metadata.num_decodes :], value[metadata.num_decodes :]
+            else:
+                keys = kv_cache.keys.index_select(0, self._prefill_rows)
+                values = kv_cache.values.index_select(0, self._prefill_rows)
+            parts.append(
+                self._attend(prefills, keys, values, self._prefill_bias, scale, paged=False)
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, bias: Any, scale: float, *, paged: bool
+    ) -> Tensor:
+        """Call xformers; shapes as packed tokens ``(tokens, heads, head_dim)``."""
+        from xformers.ops.fmha import memory_efficient_attention_forward
+
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads = keys.shape[1]
+        group = num_heads // num_kv_heads
+        query = query.reshape(1, num_tokens, num_kv_heads, group, head_dim)
+        # Grouped heads are told by a stride of 0, not by copies.
+        keys = keys[None, :, :, None].expand(-1, -1, -1, group, -1)
+        values = values[None, :, :, None].expand(-1, -1, -1, group, -1)
+        operator = _split_k_operator(self._key_tile) if paged else None
+        attended = memory_efficient_attention_forward(
+            query, keys, values, attn_bias=bias, scale=scale, op=operator
+        )
+        output: Tensor = attended.reshape(num_tokens, num_heads, head_dim)
+        return output
+
+
+def _key_tile(block_size: int) -> int:
+    """The widest tile of keys that divides a page."""
+    for tile in _KEY_TILES:
+        if block_size % tile == 0:
+            return tile
+    raise ValueError(
+        f"the xformers backend needs a block_size that is a multiple of {_KEY_TILES[-1]}, "
+        f"got {block_size}"
+    )
+
+
+@cache
+def _split_k_operator(key_tile: int) -> Any:
+    """Triton split-K that reads ``key_tile`` keys at once, as pages smaller than 64 need."""
+    from xformers.ops.fmha import triton_splitk
+
+    name = f"{triton_splitk.FwOp.NAME}_pages{key_tile}"
+    return type(name, (triton_splitk.FwOp,), {"BLOCK_N": key_tile, "NAME": name})

@@ -1,0 +1,59 @@
+"""The gated MLP of Llama-like decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from engine.layers.linear import Linear
+
+__all__ = ["GatedMLP"]
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``, gate and up in one product.
+
+    Args:
+        hidden_size: width of input and output.
+        intermediate_size: width of gate and of up.
+        activation: transformers' name of the activation.
+        bias: whether the projections have biases.
+        dtype: of the weights.
+        device: of the weights.
+
+    Raises:
+        ValueError: transformers knows no such activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        if activation not in ACT2FN:
+            raise ValueError(f"unknown activation {activation!r}; known are {sorted(ACT2FN)}")
+        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
+        down = {"down_proj": hidden_size}
+        self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
+        self.activation = ACT2FN[activation]
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
+        yield from self.gate_up.targets(prefix)
+        yield from self.down.targets(prefix)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(rows, hidden_size)`` to the same shape."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        output: Tensor = self.down(self.activation(gate).mul_(up))
+        return output

@@ -1,0 +1,42 @@
+"""Root-mean-square layer norm, with the residual addition that goes before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["RMSNorm"]
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight``, computed in float32 whatever the type of x.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Args:
+        hidden_size: width of the last dimension.
+        eps: added to the mean square.
+        dtype: of the weight.
+        device: of the weight.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        weight = torch.empty(hidden_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``(..., hidden_size)``."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # As in transformers: rounded to x's type before the weight is applied.
+        normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
+        return normed.to(x.dtype).mul_(self.weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        return self.forward(residual.add_(x))

@@ -1,0 +1,115 @@
+"""Rotary position embeddings, in every variant that a config can ask for.
+
+Source: Su et al., "RoFormer", 2021. Frequencies of the scaled variants come from transformers'
+``ROPE_INIT_FUNCTIONS``, so that new ones arrive with it.
+
+Two variants choose their frequencies by the length of the sequence: ``dynamic`` beyond the
+trained length, and ``longrope`` on either side of it. transformers decides anew in every forward
+pass, so that keys cached early and keys cached late disagree. Here the choice is made once, for
+``max_model_len``: a key then depends on its token and position alone, which prefix caching needs.
+Up to the trained length both give what transformers gives; set ``max_model_len`` accordingly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+__all__ = ["RotaryEmbedding", "apply_rotary", "rope_frequencies"]
+
+
+def rope_frequencies(config: PreTrainedConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """The inverse frequencies that a config asks for.
+
+    Args:
+        config: a transformers config; its ``rope_parameters`` are read.
+        max_model_len: longest sequence that will run; see the module's note.
+
+    Returns:
+        ``(rotary_dim / 2,)`` float32 inverse frequencies, and the factor on cosine and sine.
+
+    Raises:
+        ValueError: the config has no rope parameters, or asks for an unknown variant.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise ValueError(f"{type(config).__name__} has no rope_parameters")
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        return _default_frequencies(config, parameters), 1.0
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ValueError(f"unknown rope_type {rope_type!r}; known are {known}")
+    # Only dynamic and longrope look at seq_len.
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+        config, torch.device("cpu"), seq_len=max_model_len
+    )
+    return inv_freq, scaling
+
+
+def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, float]) -> Tensor:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / (parameters["rope_theta"] ** exponents)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of every position up to ``max_model_len``, computed once.
+
+    Args:
+        inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
+        scaling: factor on cosine and sine.
+        max_model_len: number of positions.
+        dtype: of the activations.
+        device: of the table.
+    """
+
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        scaling: float,
+        max_model_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling)
+        # (max_model_len, rotary_dim): half cosines, half sines, so that a step gathers once.
+        self.table = nn.Buffer(table.to(dtype=dtype, device=device), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather what :func:`apply_rotary` wants, once a step for all layers.
+
+        Args:
+            positions: ``(num_tokens,)``.
+
+        Returns:
+            Cosines ``(num_tokens, 1, rotary_dim)`` and sines of the same shape, whose first half
+            is negated: ``x cos + swap(x) sin`` then is the rotation.
+        """
+        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads in place.
+
+    Args:
+        x: ``(num_tokens, num_heads, head_dim)``; a view of a wider tensor is fine. Channels past
+            ``rotary_dim`` stay as they are.
+        cos: as :class:`RotaryEmbedding` gives it.
+        sin: as :class:`RotaryEmbedding` gives it.
+
+    Returns:
+        ``x``.
+    """
+    rotary_dim = cos.shape[-1]
+    rotated = x if x.shape[-1] == rotary_dim else x[..., :rotary_dim]
+    swapped = rotated.roll(rotary_dim // 2, -1)
+    rotated.mul_(cos).addcmul_(swapped, sin)
+    return x

@@ -1,0 +1,16 @@
+"""Models over packed tokens, loaded from Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from engine.models.base import CausalModel
+from engine.models.decoder import DecoderModel
+from engine.models.decoder_config import DecoderConfig
+from engine.models.registry import SUPPORTED_ARCHITECTURES, load_model
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "CausalModel",
+    "DecoderConfig",
+    "DecoderModel",
+    "load_model",
+]

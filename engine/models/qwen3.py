@@ -1,0 +1,21 @@
+"""Qwen3: normalised heads of Q and K, and a head size of its own."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from engine.models.decoder_config import DecoderConfig
+from engine.models.qwen2 import active_window
+
+__all__ = ["qwen3_config"]
+
+
+def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
+    """``attention_bias`` covers all four projections of the attention."""
+    return DecoderConfig.from_transformers(
+        config,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        qk_norm=True,
+        sliding_window=active_window(config),
+    )

@@ -1,0 +1,256 @@
+"""Every backend against the reference, and the reference against transformers' attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from engine.attention import ReferenceBackend, TorchBackend, get_backend
+from engine.attention.backend import AttentionBackend
+from engine.attention.reference import causal_mask
+from engine.attention.torch_backend import bucket_by_length
+from engine.attention.xformers_backend import XformersBackend
+from tests.support.paged_batch import (
+    layer_of,
+    metadata_for,
+    paged_memory,
+    random_block_table,
+    with_garbage,
+)
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of a step's requests, decodes first, and the heads."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+
+
+SHAPES = {
+    "prefill": Shape((5, 1, 17)[::2], (5, 17), 4),
+    "prefill of one token": Shape((1,), (1,), 4),
+    "decodes": Shape((1, 1, 1), (9, 33, 2), 4),
+    "decodes of very unequal length": Shape((1,) * 6, (3, 90, 95, 4, 40, 2), 16),
+    "chunk after a cached prefix": Shape((6, 7), (6 + 16, 7 + 3), 4),
+    "mixed": Shape((1, 1, 8, 5), (12, 40, 8, 21), 16),
+    "block size 1": Shape((1, 4, 3), (7, 4, 11), 1),
+    "one kv head": Shape((1, 4), (7, 10), 4, num_kv_heads=1),
+    "no grouping": Shape((1, 4), (7, 10), 4, num_kv_heads=4),
+    "prefix longer than a query tile": Shape((300,), (340,), 16),
+}
+
+
+def run(backend: AttentionBackend, shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two steps over one memory, so that nothing of the first survives in the second.
+
+    Returns:
+        The outputs of both steps in all layers, and the memory's bytes afterwards.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    memory = paged_memory(
+        num_blocks=2 + sum(-(-length // shape.block_size) for length in shape.seq_lens),
+        block_size=shape.block_size,
+        num_layers=NUM_LAYERS,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    with_garbage(memory, generator)
+    outputs = []
+    for _ in range(2):
+        table = random_block_table(
+            shape.seq_lens, shape.block_size, memory.config.num_blocks, generator
+        )
+        metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
+        backend.begin_step(metadata)
+        for index in range(NUM_LAYERS):
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            qkv = torch.randn(metadata.num_tokens, heads, shape.head_dim, generator=generator)
+            query, key, value = qkv.split(
+                (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
+            )
+            outputs.append(
+                backend.forward(query, key, value, layer_of(memory, index), metadata, 0.3)
+            )
+    return torch.cat(outputs), memory.buffer
+
+
+class MaterialisedXformers(XformersBackend):
+    """xformers' own biases, materialised to dense masks; only its CUDA kernels are replaced."""
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, bias: Any, scale: float, *, paged: bool
+    ) -> Tensor:
+        width = keys.shape[0]
+        if paged:
+            # The unpaged width first; the paged mask that comes back covers the used pages.
+            width = bias.block_tables.numel() * bias.page_size
+        mask = bias.materialize((query.shape[0], width))
+        keys, values = keys[: mask.shape[1]], values[: mask.shape[1]]
+        group = query.shape[1] // keys.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * scale
+        weights = (scores + mask).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_torch_backend_equals_the_reference(shape: Shape):
+    expected, expected_memory = run(ReferenceBackend(), shape)
+    output, memory = run(TorchBackend(CPU, torch.float32), shape)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(memory, expected_memory)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_torch_backend_equals_the_reference_on_any_batch(data: st.DataObject):
+    num_decodes = data.draw(st.integers(0, 5))
+    num_prefills = data.draw(st.integers(0 if num_decodes else 1, 3))
+    prefills = data.draw(st.lists(st.integers(2, 20), min_size=num_prefills, max_size=num_prefills))
+    query_lens = (1,) * num_decodes + tuple(prefills)
+    cached = data.draw(
+        st.lists(st.integers(0, 40), min_size=len(query_lens), max_size=len(query_lens))
+    )
+    seq_lens = tuple(q + c for q, c in zip(query_lens, cached, strict=True))
+    num_kv_heads, group = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1)]))
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    shape = Shape(query_lens, seq_lens, block_size, num_kv_heads * group, num_kv_heads, 8)
+    expected, _ = run(ReferenceBackend(), shape)
+    output, _ = run(TorchBackend(CPU, torch.float32), shape)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decodes of very unequal length", "mixed"])
+def test_xformers_biases_and_rows_equal_the_reference(name: str):
+    pytest.importorskip("xformers", exc_type=ImportError)
+    shape = Shape(SHAPES[name].query_lens, SHAPES[name].seq_lens, block_size=16)
+    expected, expected_memory = run(ReferenceBackend(), shape)
+    output, memory = run(MaterialisedXformers(CPU, block_size=16), shape)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(memory, expected_memory)
+
+
+def test_reference_equals_transformers_attention_of_one_whole_sequence():
+    generator = torch.Generator().manual_seed(1)
+    memory = paged_memory(
+        num_blocks=8, block_size=4, num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=8
+    )
+    table = random_block_table([11], 4, 8, generator)
+    metadata = metadata_for(memory, [11], [11], table)
+    query, key, value = (torch.randn(11, heads, 8, generator=generator) for heads in (6, 2, 2))
+    output = ReferenceBackend().forward(query, key, value, layer_of(memory, 1), metadata, 0.35)
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]
+    module.is_causal = True  # type: ignore[assignment]
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    expected, _ = sdpa_attention_forward(module, q, k, v, attention_mask=None, scaling=0.35)
+    torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_causal_mask_is_aligned_to_the_last_token():
+    assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
+
+
+def test_rows_of_other_layers_and_requests_are_left_alone():
+    shape = SHAPES["mixed"]
+    generator = torch.Generator().manual_seed(0)
+    memory = with_garbage(
+        paged_memory(num_blocks=16, block_size=16, num_layers=2, num_kv_heads=2, head_dim=16),
+        generator,
+    )
+    before = memory.buffer.clone().view(torch.float32).view(-1, 2, 16)
+    table = random_block_table(shape.seq_lens, 16, 16, generator)
+    metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
+    qkv = torch.randn(3, metadata.num_tokens, 2, 16, generator=generator)
+    backend = TorchBackend(CPU, torch.float32)
+    backend.begin_step(metadata)
+    backend.forward(qkv[0], qkv[1], qkv[2], layer_of(memory, 1), metadata, 1.0)
+    after = memory.buffer.view(torch.float32).view(-1, 2, 16)
+    changed = (before != after).flatten(1).any(1).nonzero().flatten()
+    first_key_row = 2 * 16  # of layer 1, in a page of 2 layers
+    rows = torch.cat([metadata.row_mapping + first_key_row, metadata.row_mapping + 3 * 16])
+    assert changed.tolist() == sorted(rows.tolist())
+
+
+@given(st.lists(st.integers(1, 500), max_size=30))
+def test_buckets_hold_every_sequence_once_and_waste_at_most_a_quarter(lengths: list[int]):
+    buckets = bucket_by_length(lengths)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        members = [lengths[index] for index in bucket]
+        assert min(members) >= 0.75 * max(members)
+
+
+def test_auto_is_torch_on_a_cpu():
+    assert get_backend("auto", "cpu", torch.float32, 16).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "block_size", "message"),
+    [
+        ("flash", "cpu", torch.float32, 16, "known are auto, torch, xformers, reference"),
+        ("torch", "cpu", torch.int32, 16, "floating point"),
+        ("xformers", "cpu", torch.float16, 16, "CUDA devices only, not on cpu"),
+        ("xformers", "cuda", torch.float32, 16, "float16 or bfloat16, got torch.float32"),
+        ("xformers", "cuda", torch.float16, 24, "multiple of 16, got 24"),
+    ],
+)
+def test_unsupported_combination_says_what_is_needed(
+    name: str, device: str, dtype: torch.dtype, block_size: int, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        get_backend(name, device, dtype, block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["prefill", "decodes of very unequal length", "mixed"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_xformers_kernels_equal_the_reference_on_cuda(name: str, block_size: int):
+    pytest.importorskip("xformers", exc_type=ImportError)
+    shape = SHAPES[name]
+    outputs = []
+    for backend in (
+        get_backend("xformers", "cuda", torch.float16, block_size),
+        ReferenceBackend(),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        memory = paged_memory(
+            num_blocks=32,
+            block_size=block_size,
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=64,
+            dtype=torch.float16,
+            device="cuda",
+        )
+        memory.buffer.view(torch.float16).fill_(0.1)
+        table = random_block_table(shape.seq_lens, block_size, 32, generator)
+        on_cpu = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
+        metadata = dataclasses.replace(
+            on_cpu,
+            block_table=on_cpu.block_table.cuda(),
+            slot_mapping=on_cpu.slot_mapping.cuda(),
+            row_mapping=on_cpu.row_mapping.cuda(),
+        )
+        qkv = torch.randn(metadata.num_tokens, 8, 64, generator=generator).half().cuda()
+        query, key, value = qkv.split((4, 2, 2), dim=1)
+        backend.begin_step(metadata)
+        outputs.append(backend.forward(query, key, value, layer_of(memory, 1), metadata, 0.125))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

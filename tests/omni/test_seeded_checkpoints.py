@@ -1,0 +1,151 @@
+"""Seeded checkpoints load in transformers, and their output depends on the input."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from omni.seeded_checkpoints import (
+    SEEDED_MODELS,
+    build_causal_lm,
+    build_text_encoder,
+    resolve_model,
+)
+
+PROMPTS = ("What is the capital of", "Once upon a time there was a fox", "The library has")
+NUM_TOKENS = 24
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-untied", "qwen3", "llama", "mistral"])
+def test_greedy_tokens_vary_and_depend_on_the_input(seeded: Callable[[str], str], name: str):
+    folder = seeded(name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    answers = set()
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+        )
+        answer = tuple(output[0, -NUM_TOKENS:].tolist())
+        assert len(set(answer)) >= 5, f"{prompt!r} is answered by {answer}"
+        answers.add(answer)
+    assert len(answers) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEDED_MODELS if "benchmark" not in name])
+def test_tokenizer_fits_the_model_and_round_trips(seeded: Callable[[str], str], name: str):
+    folder = seeded(name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) <= AutoModel.from_pretrained(folder).config.vocab_size
+    if name == "bert":
+        assert tokenizer("the fox").input_ids[0] == tokenizer.cls_token_id
+        return
+    text = "Hello, what is this? é€😀\n  two  spaces"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|user|>\nhi<|eos|>\n<|assistant|>\n"
+
+
+def test_small_vocabularies_hold_their_tokenizer(tmp_path: Path):
+    folder = build_causal_lm(tmp_path, vocab_size=400)
+    assert len(AutoTokenizer.from_pretrained(folder)) <= 400
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path):
+    weights = [
+        (build_causal_lm(tmp_path / str(i), seed=seed) / "model.safetensors").read_bytes()
+        for i, seed in enumerate((0, 0, 1))
+    ]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_building_leaves_the_global_random_state_alone(tmp_path: Path):
+    before = torch.random.get_rng_state()
+    build_causal_lm(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_encoder_rows_depend_on_both_sides(tmp_path: Path):
+    model = AutoModel.from_pretrained(build_text_encoder(tmp_path))
+    ids = torch.tensor([[2, 40, 50, 60, 3]])
+    changed = ids.clone()
+    changed[0, 3] = 61
+    with torch.inference_mode():
+        rows, other = (model(input_ids=x).last_hidden_state[0] for x in (ids, changed))
+    assert (rows - other).abs().amax(dim=1).min() > 1e-3
+    assert model(input_ids=ids).pooler_output.shape == (1, 64)
+
+
+def test_other_references_are_returned_unchanged(tmp_path: Path):
+    for reference in ("Qwen/Qwen2-0.5B", "/models/mine", "seededish"):
+        assert resolve_model(reference, tmp_path) == reference
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_name_lists_the_known(tmp_path: Path):
+    with pytest.raises(ValueError, match="unknown seeded model 'seeded:gpt9'") as raised:
+        resolve_model("seeded:gpt9", tmp_path)
+    assert all(f"seeded:{name}" in str(raised.value) for name in SEEDED_MODELS)
+
+
+def test_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
+    assert Path(resolve_model("seeded:bert")).parent == tmp_path / "seeded"
+
+
+def test_model_is_built_once(tmp_path: Path):
+    folder = Path(resolve_model("seeded:qwen2", tmp_path))
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    assert resolve_model("seeded:qwen2", tmp_path) == str(folder)
+    assert (folder / "config.json").stat().st_mtime_ns == stamp
+
+
+def test_concurrent_builders_leave_one_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    together = threading.Barrier(3)
+
+    def build(directory: str | Path) -> Path:
+        path = Path(directory)
+        path.mkdir()
+        (path / "config.json").write_text("whole")
+        together.wait(timeout=30)  # nobody renames before everybody has built
+        return path
+
+    monkeypatch.setitem(SEEDED_MODELS, "qwen2", build)
+    results: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(resolve_model("seeded:qwen2", tmp_path)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    assert [f.name for f in (tmp_path / "seeded").iterdir()] == [Path(results[0]).name]
+    assert (Path(results[0]) / "config.json").read_text() == "whole"
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def build(directory: str | Path) -> Path:
+        Path(directory).mkdir()
+        raise OSError("disk full")
+
+    monkeypatch.setitem(SEEDED_MODELS, "qwen2", build)
+    with pytest.raises(OSError, match="disk full"):
+        resolve_model("seeded:qwen2", tmp_path)
+    assert list((tmp_path / "seeded").iterdir()) == []

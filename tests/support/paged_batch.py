@@ -1,0 +1,86 @@
+"""Random packed batches over paged memory, for tests of attention and of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionMetadata
+from prefix_cache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LayerKVCache,
+    PagedMemory,
+)
+
+__all__ = ["layer_of", "metadata_for", "paged_memory", "random_block_table", "with_garbage"]
+
+
+def paged_memory(
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PagedMemory:
+    """Memory of one full-attention group."""
+    spec = FullAttentionSpec(block_size, num_kv_heads, head_dim, dtype)
+    names = tuple(f"layers.{index}" for index in range(num_layers))
+    return PagedMemory(KVCacheConfig(num_blocks, (KVCacheGroup(names, spec),)), device)
+
+
+def with_garbage(memory: PagedMemory, generator: torch.Generator) -> PagedMemory:
+    """Fill all pages, the null block included, with numbers that would be noticed."""
+    memory.buffer.view(torch.float32).normal_(0.0, 3.0, generator=generator)
+    return memory
+
+
+def random_block_table(
+    num_tokens: Sequence[int], block_size: int, num_blocks: int, generator: torch.Generator
+) -> Tensor:
+    """A table that gives every request scattered blocks of its own; 0 where it needs none."""
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    needed = [-(-count // block_size) for count in num_tokens]
+    table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+    for request, count in enumerate(needed):
+        blocks = [free.pop() for _ in range(count)]
+        table[request, :count] = torch.tensor(blocks, dtype=torch.int32)
+    return table
+
+
+def metadata_for(
+    memory: PagedMemory, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor
+) -> AttentionMetadata:
+    """The metadata of a step; decodes (``query_len == 1``) must come first."""
+    num_decodes = sum(length == 1 for length in query_lens)
+    assert all(length == 1 for length in query_lens[:num_decodes]), "decodes come first"
+    block_size = memory.config.groups[0].spec.block_size
+    slots = [
+        int(block_table[request, position // block_size]) * block_size + position % block_size
+        for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    slot_mapping = torch.tensor(slots)
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    return AttentionMetadata(
+        query_start_loc=starts.to(torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        row_mapping=memory.row_mapping(0, slot_mapping),
+        num_decodes=num_decodes,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_size=block_size,
+    )
+
+
+def layer_of(memory: PagedMemory, layer_index: int) -> LayerKVCache:
+    """Views of one layer of the only group."""
+    return memory.layer(0, layer_index)
