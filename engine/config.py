@@ -1,0 +1,68 @@
+"""What a user may set about one engine."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["EngineConfig", "EngineSettings"]
+
+
+class EngineSettings(BaseModel):
+    """How an engine runs its model, whichever model that is; the ``engine:`` block in YAML.
+
+    Attributes:
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run code that the checkpoint brings; off unless asked for.
+        dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
+            CUDA and float32 on a CPU.
+        device: ``auto`` takes CUDA when there is one.
+        attention_backend: ``auto`` takes xformers on CUDA and torch elsewhere.
+        block_size: tokens per KV block.
+        num_blocks: blocks in the pool, the null block included; None sizes the pool for
+            ``max_num_seqs`` requests of ``max_model_len``, within ``memory_fraction``.
+        memory_fraction: share of the device's free memory that the pool may take when
+            ``num_blocks`` is None.
+        max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: token budget of one step.
+        enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
+        seed: of the engine's own generator, which seeds requests that bring no seed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    attention_backend: Literal["auto", "torch", "xformers", "reference"] = "auto"
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int | None = Field(default=None, ge=2)
+    memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_num_seqs: int = Field(default=16, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    enable_prefix_caching: bool = True
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _every_running_request_can_step(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), or running requests could not all "
+                "decode one token in a step"
+            )
+        return self
+
+
+class EngineConfig(EngineSettings):
+    """An engine's model and settings.
+
+    Attributes:
+        model: folder or hub id of a Hugging Face checkpoint.
+    """
+
+    model: str = Field(min_length=1)

@@ -1,0 +1,101 @@
+"""What an engine hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+__all__ = ["CompletionOutput", "FinishReason", "RequestMetrics", "RequestOutput", "TokenLogprobs"]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: a stop token or string, its length, the user, or a failure."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated position, of the model's raw distribution.
+
+    Attributes:
+        token_id: the chosen token.
+        logprob: its log-probability.
+        top: the likeliest tokens with their log-probabilities, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds; a time that has not come is None.
+
+    Attributes:
+        queue_s: from arrival to the first step that ran it.
+        first_token_s: from arrival to the first generated token.
+        total_s: from arrival to the end.
+        num_preemptions: how often it had to give its blocks back.
+    """
+
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt, as far as it has come.
+
+    Attributes:
+        index: which of the ``n`` completions.
+        text: all text so far; never half a character, never part of a stop string.
+        delta: what ``text`` grew by since the output before.
+        token_ids: all generated ids so far, a stop token included.
+        logprobs: one entry per generated token, or None when not asked for.
+        finish_reason: None while it goes on.
+        tensors: ``name -> (rows, ...)`` on the CPU: one row for every token whose forward pass
+            has run (the prompt and all generated tokens but the last). Only when finished.
+    """
+
+    index: int
+    text: str
+    delta: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of one request after a step that moved it.
+
+    Attributes:
+        request_id: as given to ``add_request``.
+        outputs: one entry per completion (``SamplingParams.n``), in order of their index.
+        finished: whether every completion has ended; nothing follows after that.
+        num_prompt_tokens: tokens (or embedding rows) of the prompt.
+        num_cached_tokens: prompt tokens whose computation the prefix cache saved.
+        error: the message of a request that failed alone, with ``FinishReason.ERROR``.
+        prompt_token_ids: the prompt's ids; empty for an :class:`EmbedsPrompt`.
+        metrics: times.
+    """
+
+    request_id: str
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: str | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,83 @@
+"""How one request's tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["SamplingParams"]
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class SamplingParams(BaseModel):
+    """How one request's tokens are chosen and when it ends.
+
+    Attributes:
+        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request).
+        min_tokens: no stop token, EOS or stop string counts before this many tokens.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this.
+        min_p: drop tokens less likely than this share of the likeliest.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in
+            the prompt or the output (CTRL, Keskar et al. 2019).
+        presence_penalty: subtracted once from every token that was generated.
+        frequency_penalty: subtracted per time that a token was generated.
+        seed: makes this request's draws repeatable whatever it is batched with.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: token ids that end the text.
+        ignore_eos: go on past the checkpoint's end-of-sequence tokens.
+        logprobs: report this many likeliest tokens' log-probabilities beside the chosen one's;
+            None reports none.
+        suppress_token_ids: never choose these.
+        n: independent completions of the same prompt.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: int = Field(default=16, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = Field(default=None, ge=0)
+    suppress_token_ids: tuple[TokenId, ...] = ()
+    n: int = Field(default=1, ge=1)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_string_is_a_list_of_one(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        # Strict validation, as of a configuration file, would refuse the list behind a validator.
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every text at once")
+        return value
+
+    @model_validator(mode="after")
+    def _min_fits_max(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
+            )
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0

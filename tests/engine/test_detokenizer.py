@@ -1,0 +1,145 @@
+"""Pieces of text join to the whole text, whatever the tokenizer and the ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from engine.detokenizer import IncrementalDetokenizer
+from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
+
+UNKNOWN_IDS = 5
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def whole_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], **options: bool) -> str:
+    options.setdefault("skip_special_tokens", True)
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False, **options)
+    assert isinstance(text, str)
+    return text
+
+
+def byte_pieces(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in data])
+    assert isinstance(ids, list)
+    return ids
+
+
+def byte_tokens(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+    """Ids of single bytes of a byte-level vocabulary, found by encoding."""
+    by_byte: dict[int, int] = {}
+    for character in map(chr, range(0x80, 0x800)):
+        ids = tokenizer.encode(character, add_special_tokens=False)
+        if len(ids) == len(character.encode()):
+            by_byte.update(zip(character.encode(), ids, strict=True))
+    by_byte.update({b: tokenizer.encode(chr(b))[0] for b in range(0x21, 0x7F)})
+    three, four = "\N{EURO SIGN}", "\N{FOX FACE}"
+    for character in (three, four):
+        ids = tokenizer.encode(character, add_special_tokens=False)
+        assert len(ids) == len(character.encode())
+        by_byte.update(zip(character.encode(), ids, strict=True))
+    return [by_byte[byte] for byte in data]
+
+
+@pytest.fixture(params=sorted(TOKENIZERS))
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+    build: Callable[[], PreTrainedTokenizerBase] = TOKENIZERS[request.param]
+    return build()
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool, data):
+    tokenizer = TOKENIZERS[kind]()
+    some_id = st.integers(0, len(tokenizer) + UNKNOWN_IDS)
+    ids = data.draw(st.lists(some_id, max_size=40))
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    told = ""
+    for count, token_id in enumerate(ids, start=1):
+        told += detokenizer.append([token_id])
+        so_far = whole_text(tokenizer, ids[:count], skip_special_tokens=skip_special_tokens)
+        assert so_far.startswith(told)
+    whole = whole_text(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    told += detokenizer.flush()
+    # An unfinished character at the end is dropped; decode shows it as U+FFFD.
+    assert told == whole or whole.endswith(REPLACEMENT)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
+@settings(max_examples=100)
+@given(text=st.text(max_size=30))
+def test_text_survives_and_no_piece_holds_half_a_character(kind: str, text: str):
+    tokenizer = TOKENIZERS[kind]()
+    text = text.replace(REPLACEMENT, "")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.append([token_id]) for token_id in ids] + [detokenizer.flush()]
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert "".join(pieces) == whole_text(tokenizer, ids)
+
+
+def test_character_of_several_tokens_comes_at_once():
+    tokenizer = byte_level()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.append([i]) for i in byte_tokens(tokenizer, "🦊".encode())]
+    assert pieces == ["", "", "", "🦊"]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_unfinished_character_is_dropped_at_the_end(cut: int):
+    fox = "🦊".encode()
+    byte_level_ids = byte_tokens(byte_level(), b"a" + fox + fox[:cut])
+    llama_ids = byte_pieces(llama_style(), b"a" + fox + fox[:cut])
+    for tokenizer, ids in ((byte_level(), byte_level_ids), (llama_style(), llama_ids)):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        assert detokenizer.append(ids) + detokenizer.flush() == "a🦊"
+
+
+def test_bytes_that_never_were_text_are_dropped_at_the_end():
+    tokenizer = llama_style()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    dog = tokenizer.convert_tokens_to_ids("▁dog")
+    assert detokenizer.append([dog, *byte_pieces(tokenizer, b"\xff" * 6)]) == "dog"
+    assert detokenizer.flush() == ""
+
+
+def test_first_space_is_lost_once_and_not_again_after_special_tokens():
+    tokenizer = llama_style()
+    the, dog = tokenizer.convert_tokens_to_ids(["▁the", "▁dog"])
+    bos = tokenizer.bos_token_id
+    assert isinstance(bos, int)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.append([i]) for i in (bos, the, bos, dog, bos, bos, the)]
+    assert pieces == ["", "the", "", " dog", "", "", " the"]
+
+
+def test_continuation_pieces_join_their_word():
+    tokenizer = word_piece()
+    text = "the quick dogs sleep"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert any(p.startswith("##") for p in tokenizer.convert_ids_to_tokens(ids))
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.append([i]) for i in ids) + detokenizer.flush() == text
+
+
+def test_what_is_decoded_again_does_not_grow_with_the_text(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    lengths: list[int] = []
+    decode = tokenizer.decode
+
+    def counted(ids, **options):
+        lengths.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    ids = tokenizer.encode("the dog, a fox. ", add_special_tokens=False) * 40
+    specials = [i for i in tokenizer.all_special_ids if i not in (None, *ids)]
+    IncrementalDetokenizer(tokenizer).append(ids + specials * 200 + ids)
+    assert max(lengths) <= 32 < len(ids)

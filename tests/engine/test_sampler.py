@@ -1,0 +1,281 @@
+"""What is drawn follows transformers' distribution and a request's own seed, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import SamplingParams
+from engine.sampler import Sampler, SamplerOutput, SamplingState
+
+VOCAB = 64
+EOS = 3
+
+
+def state(
+    params: SamplingParams,
+    *,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    seed: int = 0,
+    vocab_size: int = VOCAB,
+) -> SamplingState:
+    made = SamplingState(params, prompt, seed, {EOS}, vocab_size)
+    for token_id in output:
+        made.append(token_id)
+    return made
+
+
+def random_logits(rows: int, seed: int = 0, vocab_size: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(logits: Tensor, *states: SamplingState) -> SamplerOutput:
+    return Sampler().sample(logits, states)
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_first():
+    logits = random_logits(3)
+    logits[1, [5, 9]] = 50.0
+    greedy = SamplingParams(temperature=0.0)
+    output = sample(logits, *(state(greedy) for _ in range(3)))
+    assert output.token_ids == [int(logits[0].argmax()), 5, int(logits[2].argmax())]
+    assert output.logprobs == [None] * 3
+    assert output.errors == [None] * 3
+
+
+def test_logits_and_states_are_left_as_they_are():
+    logits = random_logits(2)
+    before = logits.clone()
+    params = SamplingParams(repetition_penalty=2.0, suppress_token_ids=(1,), top_k=3, logprobs=2)
+    states = [state(params, prompt=(4, 5)), state(SamplingParams(temperature=0.0))]
+    first = sample(logits, *states)
+    assert torch.equal(logits, before)
+    assert sample(logits, *states) == first
+
+
+def test_low_precision_logits_are_sampled_like_their_float32_values():
+    logits = random_logits(2).to(torch.bfloat16)
+    states = [state(SamplingParams(seed=1, logprobs=3)), state(SamplingParams(temperature=0.0))]
+    assert sample(logits, *states) == sample(logits.float(), *states)
+
+
+rows_of_batch = st.lists(
+    st.builds(
+        lambda params, seed, output: (params, seed, tuple(output)),
+        st.builds(
+            SamplingParams,
+            temperature=st.sampled_from([0.0, 1e-5, 0.7, 1.0, 3.0]),
+            top_k=st.sampled_from([0, 0, 1, 5, 1000]),
+            top_p=st.sampled_from([1.0, 1.0, 0.3, 0.95]),
+            min_p=st.sampled_from([0.0, 0.0, 0.1]),
+            repetition_penalty=st.sampled_from([1.0, 1.3]),
+            frequency_penalty=st.sampled_from([0.0, 0.5]),
+            presence_penalty=st.sampled_from([0.0, -0.5]),
+            min_tokens=st.sampled_from([0, 3]),
+            suppress_token_ids=st.sampled_from([(), (1, 2)]),
+            logprobs=st.sampled_from([None, 0, 3]),
+        ),
+        st.integers(0, 2**63 - 1),
+        st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=150)
+@given(rows=rows_of_batch, logits_seed=st.integers(0, 1000), data=st.data())
+def test_a_request_draws_the_same_whatever_it_is_batched_with(rows, logits_seed: int, data):
+    logits = random_logits(len(rows), logits_seed)
+    states = [state(p, seed=seed, output=output, prompt=(7,)) for p, seed, output in rows]
+    together = sample(logits, *states)
+    order = data.draw(st.permutations(range(len(rows))))
+    shuffled = sample(logits[order], *(states[row] for row in order))
+    for place, row in enumerate(order):
+        alone = sample(logits[row : row + 1], states[row])
+        assert together.token_ids[row] == shuffled.token_ids[place] == alone.token_ids[0]
+        expected = alone.logprobs[0]
+        for found in (together.logprobs[row], shuffled.logprobs[place]):
+            if expected is None:
+                assert found is None
+            else:
+                assert found is not None
+                assert found.token_id == expected.token_id
+                assert found.logprob == pytest.approx(expected.logprob, abs=1e-6)
+
+
+def test_draws_at_a_large_vocabulary_do_not_depend_on_the_batch():
+    vocab_size, rows = 5003, 33
+    logits = random_logits(rows, vocab_size=vocab_size)
+    states = [
+        state(SamplingParams(top_p=1.0 if row % 2 else 0.9), seed=row, vocab_size=vocab_size)
+        for row in range(rows)
+    ]
+    together = sample(logits, *states).token_ids
+    assert together == [sample(logits[r : r + 1], states[r]).token_ids[0] for r in range(rows)]
+
+
+def test_resuming_after_preemption_repeats_the_draws():
+    logits = random_logits(20)
+    first, drawn = state(SamplingParams(), seed=5), []
+    for row in range(20):
+        (token_id,) = sample(logits[row : row + 1], first).token_ids
+        assert token_id is not None
+        drawn.append(token_id)
+        first.append(token_id)
+    resumed = state(SamplingParams(), seed=5, output=tuple(drawn[:7]))
+    for row in range(7, 20):
+        (token_id,) = sample(logits[row : row + 1], resumed).token_ids
+        assert token_id == drawn[row]
+        resumed.append(token_id)
+
+
+@pytest.mark.parametrize("varied", ["seed", "position"])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(temperature=0.6, top_k=7), SamplingParams(top_p=0.8)],
+    ids=["plain", "top_k", "top_p"],
+)
+def test_draws_follow_the_softmax(params: SamplingParams, varied: str):
+    """Chi-square of many draws, over seeds and over the positions of one request."""
+    draws, vocab_size = 8000, 12
+    logits = random_logits(1, vocab_size=vocab_size) / 3
+    drawer = state(params, vocab_size=vocab_size)
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for start in range(0, draws, 1000):
+        if varied == "seed":
+            states = [state(params, seed=start + i, vocab_size=vocab_size) for i in range(1000)]
+            ids = sample(logits.expand(1000, -1), *states).token_ids
+        else:
+            ids = []
+            for _ in range(200):
+                ids += sample(logits, drawer).token_ids
+                drawer.append(0)
+        chosen = torch.tensor([i for i in ids if i is not None])
+        counts += torch.bincount(chosen, minlength=vocab_size)
+    scaled = logits[0].double() / params.temperature
+    if params.top_k:
+        scaled[scaled < scaled.topk(params.top_k).values[-1]] = -torch.inf
+    if params.top_p < 1.0:
+        probabilities, order = scaled.softmax(-1).sort(descending=True)
+        scaled[order[probabilities.cumsum(-1) - probabilities >= params.top_p]] = -torch.inf
+    expected = scaled.softmax(-1) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    # The mean is the degrees of freedom; beyond this bound fewer than one in 10,000 would lie.
+    freedom = int(possible.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 8
+
+
+def test_min_tokens_keeps_eos_and_stop_tokens_away():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [EOS, 10, 11]] = torch.tensor([9.0, 8.0, 7.0])
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(10,))
+    request = state(params)
+    chosen = []
+    for _ in range(3):
+        (token_id,) = sample(logits, request).token_ids
+        assert token_id is not None
+        chosen.append(token_id)
+        request.append(token_id)
+    assert chosen == [11, 11, EOS]
+
+
+def test_eos_that_is_ignored_may_come_before_min_tokens():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS] = 9.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True)
+    assert sample(logits, state(params)).token_ids == [EOS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_never_come(temperature: float):
+    logits = torch.zeros(50, VOCAB)
+    logits[:, 8:16] = 20.0
+    params = SamplingParams(temperature=temperature, suppress_token_ids=tuple(range(8, 15)))
+    output = sample(logits, *(state(params, seed=row) for row in range(50)))
+    assert output.token_ids == [15] * 50
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 4, 1000])
+def test_logprobs_are_of_the_raw_distribution(wanted: int):
+    logits = random_logits(2)
+    params = SamplingParams(
+        temperature=0.3, top_k=2, repetition_penalty=3.0, suppress_token_ids=(0,), logprobs=wanted
+    )
+    output = sample(logits, state(params, prompt=(5,)), state(SamplingParams(temperature=0.0)))
+    expected = logits.log_softmax(-1)[0]
+    found = output.logprobs[0]
+    assert output.logprobs[1] is None
+    assert found is not None
+    assert found.token_id == output.token_ids[0]
+    assert found.logprob == pytest.approx(float(expected[found.token_id]))
+    assert [i for i, _ in found.top] == expected.argsort(descending=True)[:wanted].tolist()
+    assert [value for _, value in found.top] == pytest.approx(
+        expected.sort(descending=True).values[:wanted].tolist()
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(math.nan, "row 1.*NaN"), (math.inf, "row 1.*infinity"), (-math.inf, "row 1.*probability 0")],
+)
+def test_a_broken_row_fails_alone(temperature: float, broken: float, message: str):
+    logits = random_logits(3)
+    params = SamplingParams(temperature=temperature, logprobs=1)
+    states = [state(params, seed=row) for row in range(3)]
+    whole = sample(logits, *states)
+    if broken == -math.inf:
+        logits[1] = broken
+    else:
+        logits[1, 40] = broken
+    output = sample(logits, *states)
+    assert output.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
+    assert output.logprobs == [whole.logprobs[0], None, whole.logprobs[2]]
+    assert output.errors[0] is output.errors[2] is None
+    assert output.errors[1] is not None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(output.errors[1])
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e300])
+def test_extreme_temperatures_draw_a_token(temperature: float):
+    logits = random_logits(4) * 1e30
+    output = sample(logits, *[state(SamplingParams(temperature=temperature))] * 4)
+    assert output.errors == [None] * 4
+    if temperature < 1.0:
+        assert output.token_ids == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("field", ["suppress_token_ids", "stop_token_ids"])
+def test_ids_outside_the_vocabulary_are_refused(field: str):
+    with pytest.raises(ValueError, match=rf"{field} holds {VOCAB}.*0 to {VOCAB - 1}"):
+        state(SamplingParams(**{field: (0, VOCAB)}))
+
+
+def test_suppressing_everything_is_refused():
+    with pytest.raises(ValueError, match="no token is left"):
+        state(SamplingParams(suppress_token_ids=tuple(range(VOCAB))))
+    others = tuple(i for i in range(VOCAB) if i != EOS)
+    state(SamplingParams(suppress_token_ids=others))
+    with pytest.raises(ValueError, match="no token is left"):
+        state(SamplingParams(suppress_token_ids=others, min_tokens=1))
+
+
+def test_ids_that_only_the_tokenizer_knows_are_no_error():
+    SamplingState(SamplingParams(min_tokens=1), [], 0, {VOCAB + 1}, VOCAB)
+    request = state(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=(1, VOCAB + 9))
+    assert sample(random_logits(1), request).errors == [None]
+
+
+def test_one_state_per_row_is_needed():
+    with pytest.raises(ValueError, match=r"\(2, 64\) for 1 requests"):
+        sample(random_logits(2), state(SamplingParams()))
