@@ -1,0 +1,171 @@
+"""Puts an engine together: checkpoint, model, memory, tables, scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine.attention.registry import get_backend
+from engine.checkpoint import Checkpoint
+from engine.config import EngineConfig
+from engine.input_batch import InputBatch
+from engine.input_processor import InputLimits, InputProcessor
+from engine.memory_plan import MemoryPlan, plan_memory
+from engine.model_runner import ModelRunner
+from engine.models.registry import load_model
+from engine.scheduler import Scheduler
+from engine.tokenizer import eos_token_ids, load_tokenizer
+from prefix_cache import KVCacheManager, PagedMemory, group_layers
+
+__all__ = ["EngineParts", "build_engine_parts", "resolve_device", "resolve_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    limits: InputLimits
+    memory_plan: MemoryPlan
+    input_processor: InputProcessor
+    kv_cache_manager: KVCacheManager
+    scheduler: Scheduler
+    model_runner: ModelRunner
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` takes CUDA when there is one.
+
+    Raises:
+        ValueError: the device is not known or not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not known: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
+    return device
+
+
+def resolve_dtype(
+    name: str, checkpoint_dtype: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """``auto`` is the checkpoint's type on CUDA, float32 on a CPU, where half types are slow."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu" or checkpoint_dtype is None:
+        return torch.float32
+    return checkpoint_dtype
+
+
+def build_engine_parts(config: EngineConfig, output_names: Collection[str] | None) -> EngineParts:
+    """Load the checkpoint and reserve the memory.
+
+    Raises:
+        ValueError: something does not work out; says what and how to mend it.
+    """
+    checkpoint = Checkpoint.open(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
+    max_model_len = _max_model_len(config, checkpoint)
+    model = load_model(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+    tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=config.trust_remote_code)
+    groups = group_layers({layer.layer_name: layer.spec for layer in model.attention_layers})
+    kv_config, plan = plan_memory(
+        config,
+        groups,
+        weights_bytes=model.weight_nbytes,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+    )
+    kv_cache_manager = KVCacheManager(
+        kv_config,
+        enable_prefix_caching=config.enable_prefix_caching,
+        output_names=output_names,
+    )
+    input_batch = InputBatch(
+        max_num_seqs=max(config.max_num_seqs, 2),  # the warm-up runs two
+        max_model_len=max(max_model_len, 3),
+        block_sizes=[group.spec.block_size for group in groups],
+    )
+    runner = ModelRunner(
+        model,
+        kv_cache_manager=kv_cache_manager,
+        memory=PagedMemory(kv_config, device),
+        backends=[
+            get_backend(config.attention_backend, device, dtype, group.spec.block_size)
+            for group in groups
+        ],
+        input_batch=input_batch,
+        device=device,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, 5),
+    )
+    emitted = runner.warm_up()
+    _check_output_names(output_names, emitted, kv_cache_manager)
+    limits = InputLimits(
+        max_model_len=max_model_len,
+        hidden_size=model.hidden_size,
+        vocab_size=checkpoint.config.get_text_config().vocab_size,
+        has_lm_head=model.vocab_size > 0,
+        block_size=config.block_size,
+        usable_tokens=plan.num_tokens,
+        dtype=dtype,
+    )
+    return EngineParts(
+        tokenizer=tokenizer,
+        limits=limits,
+        memory_plan=plan.with_stage_outputs(kv_cache_manager.stage_outputs.nbytes_by_name),
+        input_processor=InputProcessor(
+            tokenizer,
+            limits,
+            eos_token_ids=eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer),
+            seed=config.seed,
+        ),
+        kv_cache_manager=kv_cache_manager,
+        scheduler=Scheduler(
+            kv_cache_manager,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ),
+        model_runner=runner,
+    )
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    limit: int = checkpoint.config.get_text_config().max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is longer than the {limit} positions that the "
+            f"checkpoint {config.model!r} allows (max_position_embeddings)"
+        )
+    return config.max_model_len
+
+
+def _check_output_names(
+    wanted: Collection[str] | None, emitted: Collection[str], manager: KVCacheManager
+) -> None:
+    missing = sorted(set(wanted or ()) - set(manager.stage_outputs.shapes))
+    if missing:
+        raise ValueError(
+            f"the model has no per-token output {', '.join(map(repr, missing))}; "
+            f"it emits {', '.join(sorted(emitted))}"
+        )

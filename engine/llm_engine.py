@@ -1,0 +1,310 @@
+"""The engine: requests in, tokens, text and per-token tensors out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.engine_builder import build_engine_parts
+from engine.model_runner import SampledToken
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from engine.request import Request, RequestStatus
+from engine.request_group import RequestGroup
+from engine.sampling_params import SamplingParams
+from engine.scheduler_output import SchedulerOutput
+from engine.stats import EngineStats
+from prefix_cache import check_integrity
+
+__all__ = ["LLMEngine"]
+
+logger = logging.getLogger(__name__)
+
+_SINGLE_PROMPT = (str, TextPrompt, ChatPrompt, TokensPrompt, EmbedsPrompt)
+
+
+class LLMEngine:
+    """Runs one decoder: paged KV cache, continuous batching, prefix caching, mirrored outputs.
+
+    One thread drives it. Every call leaves the engine consistent, also one that raises.
+
+    Args:
+        config: what to run and with how much.
+        output_names: mirror only these per-token outputs; None mirrors all that the model emits,
+            an empty collection none.
+
+    Raises:
+        ValueError: the checkpoint, a limit or an output name does not work out; says how to mend.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, output_names: Collection[str] | None = None
+    ) -> None:
+        parts = build_engine_parts(config, output_names)
+        self.config = config
+        self.tokenizer = parts.tokenizer
+        self.memory_plan = parts.memory_plan
+        self.hidden_size = parts.limits.hidden_size
+        self.max_model_len = parts.limits.max_model_len
+        self._inputs = parts.input_processor
+        self._kv = parts.kv_cache_manager
+        self._scheduler = parts.scheduler
+        self._runner = parts.model_runner
+        self._declared_outputs = frozenset(output_names or ())
+        self._groups: dict[str, RequestGroup] = {}
+        self._group_of: dict[str, RequestGroup] = {}
+        self._stats = EngineStats()
+        for line in self.memory_plan.lines():
+            logger.info("%s: %s", config.model, line)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among the live ones.
+            prompt: text, chat messages, token ids or embeddings.
+            sampling: how tokens are chosen.
+            priority: lower runs earlier.
+            cache_salt: blocks are shared only within one salt.
+
+        Raises:
+            ValueError: this request cannot run; the engine is unchanged.
+        """
+        if request_id in self._groups:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        if "\x00" in request_id:
+            raise ValueError("a request_id must not contain a NUL character")
+        params = sampling or SamplingParams()
+        requests = self._inputs.process(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt
+        )
+        group = RequestGroup.of(request_id, requests)
+        self._groups[request_id] = group
+        for request in requests:
+            self._group_of[request.request_id] = group
+            self._scheduler.add(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the requests that moved, finished or not."""
+        started = time.perf_counter()
+        scheduled = self._scheduler.schedule()
+        self._note_first_run(scheduled)
+        try:
+            sampled = self._runner.execute(scheduled)
+        except Exception as error:  # every request of the step fails with it, none is lost
+            logger.exception("a step of %d tokens failed", scheduled.num_tokens)
+            outputs = self._fail_step(scheduled, error)
+        else:
+            self._scheduler.complete(scheduled)
+            outputs = self._process(scheduled, sampled)
+        self._stats.num_steps += 1
+        self._stats.busy_s += time.perf_counter() - started
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; an unknown id is ignored."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        for completion in group.completions:
+            if completion.finish_reason is None:
+                self._release(completion.request)
+        self._forget(group)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has work."""
+        return bool(self._groups)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to the end, in one batch as far as the limits let them.
+
+        Args:
+            prompts: one or several.
+            sampling: for all, or one per prompt.
+
+        Returns:
+            One finished output per prompt, in order.
+
+        Raises:
+            ValueError: a prompt cannot run (nothing has run then), or the lengths differ.
+        """
+        batch = [prompts] if isinstance(prompts, _SINGLE_PROMPT) else list(prompts)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            params = [sampling] * len(batch)
+        else:
+            params = list(sampling)
+        if len(params) != len(batch):
+            raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
+        ids = [f"generate-{index}" for index in range(len(batch))]
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, param in zip(ids, batch, params, strict=True):
+                self.add_request(request_id, prompt, param)
+            while len(done) < len(ids):
+                done.update({o.request_id: o for o in self.step() if o.finished})
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the request's state after every step that moved it; leaving early aborts it."""
+        request_id = "stream"
+        self.add_request(request_id, prompt, sampling)
+        try:
+            while request_id in self._groups:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield output
+        finally:
+            self.abort(request_id)
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether prefixes are reused; may be set while no request is live."""
+        return self._kv.enable_prefix_caching
+
+    @enable_prefix_caching.setter
+    def enable_prefix_caching(self, value: bool) -> None:
+        if self._groups:
+            raise ValueError(
+                f"prefix caching cannot be switched while {len(self._groups)} requests are live"
+            )
+        self._kv.enable_prefix_caching = value
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that was cached."""
+        self._kv.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return replace(
+            self._stats,
+            num_preemptions=self._scheduler.num_preemptions,
+            kv=self._kv.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
+        check_integrity(self._kv)
+
+    def close(self) -> None:
+        """Drop all requests."""
+        for request_id in tuple(self._groups):
+            self.abort(request_id)
+
+    def _note_first_run(self, scheduled: SchedulerOutput) -> None:
+        for item in scheduled.scheduled:
+            if item.request.times.first_scheduled is None:
+                item.request.times.first_scheduled = time.monotonic()
+                self._stats.prompt_tokens += item.request.num_prompt_tokens
+                self._stats.cached_tokens += item.request.num_cached_tokens or 0
+
+    def _process(
+        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
+    ) -> list[RequestOutput]:
+        moved: dict[str, RequestGroup] = {}
+        for token in sampled:
+            group = self._group_of[token.request.request_id]
+            moved[group.request_id] = group
+            if token.token_id is None:
+                group.error = token.error
+            else:
+                self._accept(group, token.request, token.token_id, token.logprobs)
+        for item in scheduled.scheduled:
+            if item.request.params.max_tokens == 0 and _is_computed(item.request):
+                group = self._group_of[item.request.request_id]
+                moved[group.request_id] = group
+                self._finish(group, item.request, FinishReason.LENGTH)
+        return [self._output(group) for group in moved.values()]
+
+    def _accept(
+        self,
+        group: RequestGroup,
+        request: Request,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        """Take one sampled token; end the completion if it is the last."""
+        request.append(token_id, logprobs)
+        self._stats.generated_tokens += 1
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+        reason = request.text.append(token_id)
+        if reason is None and request.num_tokens >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            self._runner.append_token(request, token_id)
+        else:
+            self._finish(group, request, reason)
+
+    def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
+        """End a completion: full-length rows by the block table it still holds, then free."""
+        tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
+        missing = self._declared_outputs - tensors.keys()
+        if missing:
+            group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
+        self._release(request)
+        group.finish(request, reason, tensors)
+
+    def _release(self, request: Request) -> None:
+        self._scheduler.finish(request)
+        self._runner.forget(request)
+
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        if group.error is not None:
+            return self._fail(group, group.error)
+        if group.finished:
+            self._forget(group)
+        return group.output()
+
+    def _fail(self, group: RequestGroup, error: str) -> RequestOutput:
+        """End every completion of a request with an error; its neighbours go on."""
+        group.error = error
+        for completion in group.completions:
+            if completion.finish_reason is None:
+                self._release(completion.request)
+                group.finish(completion.request, FinishReason.ERROR, {})
+        self._forget(group)
+        return group.output()
+
+    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        for request in scheduled.preempted:
+            self._runner.forget(request)
+        groups = {
+            group.request_id: group
+            for item in scheduled.scheduled
+            for group in [self._group_of[item.request.request_id]]
+        }
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return [self._fail(group, message) for group in groups.values()]
+
+    def _forget(self, group: RequestGroup) -> None:
+        self._groups.pop(group.request_id, None)
+        for completion in group.completions:
+            self._group_of.pop(completion.request.request_id, None)
+
+
+def _is_computed(request: Request) -> bool:
+    return (
+        request.status is RequestStatus.RUNNING
+        and request.num_computed_tokens == request.num_tokens
+    )

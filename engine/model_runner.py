@@ -1,0 +1,226 @@
+"""Runs one step of the model: inputs in, sampled tokens out, rows written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.layer import AttentionStep
+from engine.host_copy import HostCopy
+from engine.input_batch import GroupInputs, InputBatch, StepInputs
+from engine.models.base import CausalModel
+from engine.outputs import TokenLogprobs
+from engine.request import Request
+from engine.sampler import Sampler
+from engine.scheduler_output import ScheduledRequest, SchedulerOutput
+from prefix_cache import KVCacheManager, PagedMemory
+
+__all__ = ["ModelRunner", "SampledToken"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What a step chose for one request.
+
+    Attributes:
+        request: who it is for.
+        token_id: the chosen token; None if no token could be chosen.
+        logprobs: when asked for.
+        error: why no token could be chosen.
+    """
+
+    request: Request
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    error: str | None
+
+
+class ModelRunner:
+    """Holds the model, its paged memory and the persistent input tables.
+
+    Args:
+        model: already on ``device``; its attention layers are bound here.
+        kv_cache_manager: gives block ids; its stage-output cache receives every step's rows.
+        memory: the pages.
+        backends: one per KV-cache group.
+        input_batch: the persistent tables.
+        device: where the model runs.
+        max_num_batched_tokens: most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        kv_cache_manager: KVCacheManager,
+        memory: PagedMemory,
+        backends: Sequence[AttentionBackend],
+        input_batch: InputBatch,
+        device: torch.device,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._model = model
+        self._kv = kv_cache_manager
+        self._memory = memory
+        self._backends = tuple(backends)
+        self._batch = input_batch
+        self._device = device
+        self._host_copy = HostCopy(device, max_num_batched_tokens)
+        self._sampler = Sampler()
+        self._bind_layers()
+
+    def _bind_layers(self) -> None:
+        layers = {layer.layer_name: layer for layer in self._model.attention_layers}
+        for group_id, group in enumerate(self._memory.config.groups):
+            for layer_index, name in enumerate(group.layer_names):
+                layers[name].bind(self._memory.layer(group_id, layer_index), group_id)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        """Run the scheduled tokens, write their output rows, sample where a prompt has ended."""
+        inputs = self._prepare(output)
+        tensors = self._forward(inputs, self._input_embeds(inputs, output.scheduled))
+        self._start_host_copy(tensors)
+        sampled = self._sample(inputs, output.scheduled, tensors["hidden_states"])
+        self._write_outputs(inputs)
+        return sampled
+
+    def _start_host_copy(self, tensors: Mapping[str, Tensor]) -> None:
+        mirrors = self._kv.stage_outputs.mirrors
+        self._host_copy.start({name: rows for name, rows in tensors.items() if mirrors(name)})
+
+    def _write_outputs(self, inputs: StepInputs) -> None:
+        """Mirror the tensors that ``HostCopy`` was started with. Publishing comes after this."""
+        slot_mapping = torch.from_numpy(inputs.groups[self._kv.mirrored_group_id].slot_mapping)
+        self._kv.stage_outputs.write(slot_mapping, self._host_copy.finish())
+
+    @torch.inference_mode()
+    def warm_up(self) -> tuple[str, ...]:
+        """Run two made-up requests in the null block, so that output tensors are discovered.
+
+        Two requests of different lengths, so that a tensor with one row per request cannot be
+        taken for one with a row per token.
+
+        Returns:
+            The names of all that the model emits.
+        """
+        self._batch.add("warm-up 0", [0] * 3)
+        self._batch.add("warm-up 1", [0] * 2)
+        try:
+            inputs = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
+            token_ids = torch.from_numpy(inputs.token_ids).to(self._device)
+            tensors = self._forward(inputs, self._model.embed(token_ids))
+            if self._model.vocab_size:
+                self._model.compute_logits(tensors["hidden_states"][:1])
+            self._start_host_copy(tensors)
+            self._write_outputs(inputs)
+        finally:
+            self._batch.remove("warm-up 0")
+            self._batch.remove("warm-up 1")
+        return tuple(tensors)
+
+    def append_token(self, request: Request, token_id: int) -> None:
+        """Tell the tables the token that was accepted for a request."""
+        self._batch.append_token(request.request_id, token_id)
+
+    def forget(self, request: Request) -> None:
+        """Give back a request's row; one that has none is ignored."""
+        self._batch.remove(request.request_id)
+
+    def _prepare(self, output: SchedulerOutput) -> StepInputs:
+        for request in output.preempted:
+            self.forget(request)
+        for item in output.scheduled:
+            self._sync_tables(item)
+        return self._batch.prepare(
+            [item.request.request_id for item in output.scheduled],
+            [item.request.num_computed_tokens for item in output.scheduled],
+            [item.num_tokens for item in output.scheduled],
+        )
+
+    def _sync_tables(self, item: ScheduledRequest) -> None:
+        request_id = item.request.request_id
+        if request_id not in self._batch:
+            self._batch.add(request_id, item.request.token_ids)
+        last_slot = item.request.num_computed_tokens + item.num_tokens - 1
+        for group_id, group in enumerate(self._memory.config.groups):
+            known = self._batch.num_blocks(request_id, group_id)
+            if last_slot // group.spec.block_size >= known:
+                block_ids = self._kv.block_ids(request_id, group_id)
+                self._batch.append_blocks(request_id, block_ids[known:], group_id)
+
+    def _input_embeds(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
+
+        Token ids and given embeddings meet here: every position is looked up, then the positions
+        that a prompt gave as embeddings are overwritten. So both kinds share a batch.
+        """
+        token_ids = torch.from_numpy(inputs.token_ids).to(self._device, non_blocking=True)
+        embeds = self._model.embed(token_ids)
+        for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
+            given = item.request.prompt_embeds
+            computed = item.request.num_computed_tokens
+            if given is None or computed >= given.shape[0]:
+                continue
+            rows = given[computed : computed + item.num_tokens]
+            embeds[start : start + rows.shape[0]] = rows.to(self._device)
+        return embeds
+
+    def _forward(self, inputs: StepInputs, inputs_embeds: Tensor) -> dict[str, Tensor]:
+        metadata = [
+            self._attention_metadata(inputs, group_id, group)
+            for group_id, group in enumerate(inputs.groups)
+        ]
+        for backend, group_metadata in zip(self._backends, metadata, strict=True):
+            backend.begin_step(group_metadata)
+        positions = torch.from_numpy(inputs.positions).to(self._device, non_blocking=True)
+        tensors: dict[str, Tensor] = self._model(
+            inputs_embeds, positions, AttentionStep(self._backends, metadata)
+        )
+        return tensors
+
+    def _attention_metadata(
+        self, inputs: StepInputs, group_id: int, group: GroupInputs
+    ) -> AttentionMetadata:
+        query_lens = inputs.seq_lens - inputs.num_computed_tokens
+        slot_mapping = torch.from_numpy(group.slot_mapping).to(self._device, non_blocking=True)
+        return AttentionMetadata(
+            query_start_loc=torch.from_numpy(inputs.query_start_loc).int(),
+            seq_lens=torch.from_numpy(inputs.seq_lens).int(),
+            block_table=torch.from_numpy(group.block_table).to(self._device, non_blocking=True),
+            slot_mapping=slot_mapping,
+            row_mapping=self._memory.row_mapping(group_id, slot_mapping),
+            num_decodes=int((query_lens == 1).sum()),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(inputs.seq_lens.max()),
+            block_size=self._memory.config.groups[group_id].spec.block_size,
+        )
+
+    def _sample(
+        self,
+        inputs: StepInputs,
+        scheduled: Sequence[ScheduledRequest],
+        hidden_states: Tensor,
+    ) -> list[SampledToken]:
+        """Logits only for the rows that are sampled; on a CPU they are what costs most."""
+        last_rows = (inputs.query_start_loc[1:] - 1).tolist()
+        sampling = [
+            (item.request, row)
+            for item, row in zip(scheduled, last_rows, strict=True)
+            if item.samples
+        ]
+        if not sampling:
+            return []
+        rows = torch.tensor([row for _, row in sampling], device=self._device)
+        logits = self._model.compute_logits(hidden_states.index_select(0, rows))
+        chosen = self._sampler.sample(logits, [request.sampling for request, _ in sampling])
+        return [
+            SampledToken(request, None if error else token_id, logprobs, error)
+            for (request, _), token_id, logprobs, error in zip(
+                sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True
+            )
+        ]

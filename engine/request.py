@@ -1,0 +1,150 @@
+"""One sequence on its way through an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from engine.outputs import RequestMetrics, TokenLogprobs
+from engine.sampler import SamplingState
+from engine.sampling_params import SamplingParams
+from engine.stop_checker import CompletionText
+from prefix_cache import BlockHash, ContentSpan, content_hash, extend_block_hashes
+
+__all__ = ["Request", "RequestStatus", "RequestTimes", "embeds_spans"]
+
+
+class RequestStatus(Enum):
+    """Where a request is. A preempted request waits again, its tokens kept."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Clock readings of one request, in seconds of ``time.monotonic``."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    def metrics(self, num_preemptions: int) -> RequestMetrics:
+        """The same as durations since the arrival."""
+
+        def since_arrival(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.arrival
+
+        return RequestMetrics(
+            queue_s=since_arrival(self.first_scheduled),
+            first_token_s=since_arrival(self.first_token),
+            total_s=since_arrival(self.finished),
+            num_preemptions=num_preemptions,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence: its tokens, how far they are computed, and what it needs to go on.
+
+    ::
+
+        token_ids   | prompt ............ | generated ... | last |
+                    |<- num_computed_tokens ------------->|      |
+                    |<- num_cached_tokens ->| (of the prompt, at admission)
+        the last token is the input of the next forward pass
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        token_ids: prompt and output. Positions that ``prompt_embeds`` covers hold 0.
+        num_prompt_tokens: how many of them are the prompt.
+        prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
+        params: how tokens are chosen.
+        max_num_tokens: prompt and output together stop here.
+        priority: lower first.
+        arrival_index: order among equal priorities.
+        cache_salt: blocks are shared only within one salt.
+        sampling: this request's random source and token counts.
+        text: the output as text, and the rule that ends it.
+        spans: what block hashes cover beside the token ids.
+        block_hashes: of the blocks whose tokens are all known; extended on demand.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    prompt_embeds: Tensor | None
+    params: SamplingParams
+    max_num_tokens: int
+    priority: int
+    arrival_index: int
+    cache_salt: str | None
+    sampling: SamplingState
+    text: CompletionText
+    spans: tuple[ContentSpan, ...] = ()
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """Generated ids."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Sort key of the queues: priority first, then first come, first served."""
+        return (self.priority, self.arrival_index)
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take a sampled token."""
+        self.token_ids.append(token_id)
+        self.sampling.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Hash the blocks that have become full since the last call."""
+        if self.num_tokens // block_size > len(self.block_hashes):
+            extend_block_hashes(
+                self.block_hashes,
+                self.token_ids,
+                block_size,
+                spans=self.spans,
+                salt=self.cache_salt,
+            )
+
+
+def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block, so that two prompts share the blocks in which their rows agree.
+
+    Args:
+        prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
+        block_size: tokens per block.
+    """
+    rows = prompt_embeds.detach().to("cpu")
+    return tuple(
+        ContentSpan(
+            kind="prompt_embeds",
+            offset=block_index * block_size,
+            length=block_rows.shape[0],
+            content_hash=content_hash(block_rows),
+        )
+        for block_index, block_rows in enumerate(torch.split(rows, block_size))
+    )

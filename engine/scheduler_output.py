@@ -1,0 +1,50 @@
+"""What the scheduler decided for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import Request
+
+__all__ = ["ScheduledRequest", "SchedulerOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: the ``num_tokens`` after its computed ones.
+
+    Attributes:
+        request: the request; its ``num_computed_tokens`` is still that of before the step.
+        num_tokens: tokens to run.
+    """
+
+    request: Request
+    num_tokens: int
+
+    @property
+    def reaches_last_token(self) -> bool:
+        """Whether the step computes the newest token, so that the next one can be sampled."""
+        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step chooses a token for the request."""
+        return self.reaches_last_token and self.request.num_tokens < self.request.max_num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What the scheduler decided for one step.
+
+    Attributes:
+        scheduled: who runs how many tokens; requests with one token come first.
+        preempted: requests that gave their blocks back to make room.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step over all requests."""
+        return sum(item.num_tokens for item in self.scheduled)

@@ -1,0 +1,129 @@
+"""The worked numbers of the input-preparation design: three requests, block size 2, 12 columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.input_batch import InputBatch, StepInputs
+
+MAX_MODEL_LEN = 12
+BLOCK_SIZE = 2
+# token T_r_c of the design is written as 100 * r + c here
+PROMPTS = {"0": [0, 1, 2], "1": [100, 101], "2": [200 + c for c in range(8)]}
+
+
+def make_batch() -> InputBatch:
+    batch = InputBatch(max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_sizes=[BLOCK_SIZE])
+    for request_id, prompt in PROMPTS.items():
+        batch.add(request_id, prompt)
+    for request_id, blocks in {"0": [1, 2], "1": [3], "2": [4, 5, 6]}.items():
+        batch.append_blocks(request_id, blocks)
+    return batch
+
+
+def first_step(batch: InputBatch) -> StepInputs:
+    return batch.prepare(["0", "1", "2"], [0, 0, 0], [3, 2, 5])
+
+
+def second_step(batch: InputBatch) -> StepInputs:
+    batch.append_token("0", 3)
+    batch.append_token("1", 102)
+    batch.append_blocks("1", [7])
+    batch.append_blocks("2", [8])
+    return batch.prepare(["0", "1", "2"], [3, 2, 5], [1, 1, 3])
+
+
+def test_first_step_matches_the_worked_numbers() -> None:
+    step = first_step(make_batch())
+    assert step.request_indices.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
+    assert step.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
+    assert step.token_indices.tolist() == [0, 1, 2, 12, 13, 24, 25, 26, 27, 28]
+    assert step.token_ids.tolist() == [0, 1, 2, 100, 101, 200, 201, 202, 203, 204]
+    assert step.query_start_loc.tolist() == [0, 3, 5, 10]
+    assert step.seq_lens.tolist() == [3, 2, 5]
+    assert step.num_computed_tokens.tolist() == [0, 0, 0]
+    (group,) = step.groups
+    assert group.block_table_indices.tolist() == [0, 0, 1, 6, 6, 12, 12, 13, 13, 14]
+    assert group.slot_mapping.tolist() == [2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
+    assert group.block_table.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+
+
+def test_second_step_mixes_decodes_with_the_rest_of_a_chunked_prompt() -> None:
+    batch = make_batch()
+    first_step(batch)
+    step = second_step(batch)
+    assert step.request_indices.tolist() == [0, 1, 2, 2, 2]
+    assert step.positions.tolist() == [3, 2, 5, 6, 7]
+    assert step.token_indices.tolist() == [3, 14, 29, 30, 31]
+    assert step.token_ids.tolist() == [3, 102, 205, 206, 207]
+    assert step.query_start_loc.tolist() == [0, 1, 2, 5]
+    assert step.seq_lens.tolist() == [4, 3, 8]
+    assert step.num_computed_tokens.tolist() == [3, 2, 5]
+    (group,) = step.groups
+    assert group.block_table_indices.tolist() == [1, 7, 14, 15, 15]
+    assert group.slot_mapping.tolist() == [5, 14, 13, 16, 17]
+    assert group.block_table.tolist() == [[1, 2, 0, 0], [3, 7, 0, 0], [4, 5, 6, 8]]
+
+
+def test_a_freed_row_leaves_no_blocks_behind() -> None:
+    batch = make_batch()
+    batch.remove("2")
+    batch.add("3", [300])
+    batch.append_blocks("3", [9])
+    step = batch.prepare(["0", "3"], [0, 0], [3, 1])
+    assert step.groups[0].block_table.tolist() == [[1, 2], [9, 0]]
+    assert step.token_ids.tolist() == [0, 1, 2, 300]
+
+
+def test_rows_are_conserved() -> None:
+    batch = InputBatch(max_num_seqs=1, max_model_len=4, block_sizes=[1])
+    batch.add("a", [1])
+    with pytest.raises(ValueError, match="already has a row"):
+        batch.add("a", [1])
+    with pytest.raises(ValueError, match="all 1 rows are taken"):
+        batch.add("b", [1])
+    batch.remove("a")
+    batch.remove("a")
+    batch.add("b", [1])
+    assert batch.num_requests == 1
+
+
+@given(
+    shares=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 2, 3, 4, 16]),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_token_gets_its_own_place(
+    shares: list[tuple[int, int]], block_size: int, order: object
+) -> None:
+    """Against a loop over tokens."""
+    batch = InputBatch(max_num_seqs=8, max_model_len=18, block_sizes=[block_size])
+    next_block = 1
+    tables: list[list[int]] = []
+    for i, (computed, scheduled) in enumerate(shares):
+        batch.add(str(i), [1000 * i + c for c in range(computed + scheduled)])
+        count = -(-(computed + scheduled) // block_size)
+        tables.append(list(range(next_block, next_block + count)))
+        batch.append_blocks(str(i), tables[-1])
+        next_block += count
+    requests = list(range(len(shares)))
+    order.shuffle(requests)  # type: ignore[attr-defined]
+    step = batch.prepare(
+        [str(i) for i in requests],
+        [shares[i][0] for i in requests],
+        [shares[i][1] for i in requests],
+    )
+    ids, slots, positions = [], [], []
+    for i in requests:
+        computed, scheduled = shares[i]
+        for position in range(computed, computed + scheduled):
+            ids.append(1000 * i + position)
+            positions.append(position)
+            slots.append(tables[i][position // block_size] * block_size + position % block_size)
+    assert step.token_ids.tolist() == ids
+    assert step.positions.tolist() == positions
+    assert step.groups[0].slot_mapping.tolist() == slots
+    assert len(np.unique(step.groups[0].slot_mapping)) == len(slots)

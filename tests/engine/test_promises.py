@@ -1,0 +1,426 @@
+"""The engine's promises under random request streams.
+
+A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, and aborts,
+on a pool so small that blocks are evicted and requests preempted. Whatever happens, a request
+that finishes has to say what it says alone in an engine without cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import (
+    EmbedsPrompt,
+    EngineConfig,
+    FinishReason,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+from tests.support.greedy_reference import NEAR_TIE
+
+BLOCK_SIZE = 4
+MAX_PROMPT = 24
+POOL_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a stream: the first ``length`` tokens of a family, then a tail of its own."""
+
+    family: int
+    length: int
+    tail: int
+    max_tokens: int
+    as_embeds: bool
+    seeded: bool
+    priority: int
+    salt: str | None
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=1.0 if self.seeded else 0.0,
+            seed=self.tail if self.seeded else None,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            logprobs=2,
+        )
+
+    @property
+    def prompt(self) -> TokensPrompt | EmbedsPrompt:
+        generator = torch.Generator().manual_seed(self.family)
+        if self.as_embeds:
+            rows = torch.randn(MAX_PROMPT, 64, generator=generator)[: self.length]
+            tail = torch.full((self.tail % 3, 64), 0.1 * self.tail)
+            return EmbedsPrompt(torch.cat([rows, tail]))
+        ids = torch.randint(10, 700, (MAX_PROMPT,), generator=generator).tolist()
+        return TokensPrompt((*ids[: self.length], *[20 + self.tail] * (self.tail % 3)))
+
+
+asks = st.builds(
+    Ask,
+    family=st.integers(0, 2),
+    length=st.integers(1, MAX_PROMPT),
+    tail=st.integers(0, 5),
+    max_tokens=st.integers(0, 9),
+    as_embeds=st.booleans(),
+    seeded=st.booleans(),
+    priority=st.integers(0, 1),
+    salt=st.sampled_from([None, None, None, "other"]),
+)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), asks),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+class Alone:
+    """The uncached answer of each request, computed by itself on a pool that holds it."""
+
+    def __init__(self, checkpoint: str) -> None:
+        engine = LLMEngine(
+            EngineConfig(
+                model=checkpoint,
+                block_size=BLOCK_SIZE,
+                num_blocks=64,
+                max_num_seqs=1,
+                enable_prefix_caching=False,
+            )
+        )
+        self.answer = cache(lambda ask: engine.generate(ask.prompt, ask.params)[0])
+
+
+@pytest.fixture(scope="module")
+def alone(qwen2_checkpoint: str) -> Alone:
+    return Alone(qwen2_checkpoint)
+
+
+def small_engine(checkpoint: str, *, num_blocks: int = POOL_TOKENS // BLOCK_SIZE) -> LLMEngine:
+    return LLMEngine(
+        EngineConfig(
+            model=checkpoint,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks + 1,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(qwen2_checkpoint: str) -> LLMEngine:
+    return small_engine(qwen2_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
+    yield small_engine(qwen2_checkpoint, num_blocks=64)
+
+
+def assert_same(cached: RequestOutput, uncached: RequestOutput) -> None:
+    """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
+    for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
+        if ours.token_ids != theirs.token_ids:
+            assert theirs.logprobs is not None
+            first = next(
+                i
+                for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+                if a != b
+            )
+            (_, best), (_, second) = theirs.logprobs[first].top[:2]
+            assert best - second < NEAR_TIE
+            return
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.text == theirs.text
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for name, rows in theirs.tensors.items():
+            torch.testing.assert_close(ours.tensors[name], rows, atol=1e-5, rtol=0)
+
+
+def run_stream(
+    engine: LLMEngine, script: list[tuple[str, Ask | int]], alone: Alone
+) -> dict[str, RequestOutput]:
+    live: dict[str, Ask] = {}
+    done: dict[str, RequestOutput] = {}
+    streamed: dict[str, str] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            assert output.request_id in live, "an aborted or finished request moved"
+            completion = output.outputs[0]
+            streamed[output.request_id] = streamed.get(output.request_id, "") + completion.delta
+            assert streamed[output.request_id] == completion.text
+            if output.finished:
+                ask = live.pop(output.request_id)
+                done[output.request_id] = output
+                assert_same(output, alone.answer(ask))
+        engine.check_integrity()
+
+    for number, (event, argument) in enumerate(script):
+        if isinstance(argument, Ask):
+            request_id = f"r{number}"
+            engine.add_request(
+                request_id,
+                argument.prompt,
+                argument.params,
+                priority=argument.priority,
+                cache_salt=argument.salt,
+            )
+            live[request_id] = argument
+        elif event == "step":
+            for _ in range(argument):
+                step()
+        elif f"r{argument}" in live:
+            engine.abort(f"r{argument}")
+            live.pop(f"r{argument}")
+            engine.check_integrity()
+    while live:
+        assert engine.has_unfinished_requests
+        step()
+    kv = engine.stats().kv
+    assert kv is not None
+    assert kv.held == 0 and kv.free + kv.cached + 1 == kv.num_blocks
+    assert not engine.has_unfinished_requests
+    return done
+
+
+@settings(max_examples=300)
+@given(script=events)
+def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
+    engine: LLMEngine, alone: Alone, script: list[tuple[str, Ask | int]]
+) -> None:
+    run_stream(engine, script, alone)
+
+
+def test_the_random_streams_do_hit_evict_and_preempt(
+    engine: LLMEngine, alone: Alone, qwen2_checkpoint: str
+) -> None:
+    """Else the property above would prove nothing."""
+    busy = [
+        ("add", Ask(family, 22, tail, 9, as_embeds, False, 0, None))
+        for family in range(3)
+        for tail in (1, 2)
+        for as_embeds in (False, True)
+    ]
+    before = engine.stats()
+    run_stream(engine, busy, alone)
+    after = engine.stats()
+    assert before.kv is not None and after.kv is not None
+    assert after.cached_tokens > before.cached_tokens
+    assert after.kv.evictions > before.kv.evictions
+    assert after.num_preemptions > before.num_preemptions
+
+
+def one(engine: LLMEngine, ask: Ask) -> RequestOutput:
+    return engine.generate(ask.prompt, ask.params)[0]
+
+
+def test_promise_2_a_request_waits_for_the_prefix_another_is_computing(
+    qwen2_checkpoint: str, alone: Alone
+) -> None:
+    engine = small_engine(qwen2_checkpoint, num_blocks=64)
+    first = Ask(0, 24, 1, 4, False, False, 0, None)
+    second = Ask(0, 24, 2, 4, False, False, 0, None)
+    engine.add_request("first", first.prompt, first.params)
+    engine.add_request("second", second.prompt, second.params)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert done["first"].num_cached_tokens == 0
+    assert done["second"].num_cached_tokens == 24, "computed twice, or hit too late"
+    assert_same(done["second"], alone.answer(second))
+
+
+def test_promise_2_a_step_that_fails_publishes_nothing(
+    qwen2_checkpoint: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(qwen2_checkpoint, num_blocks=64)
+    ask = Ask(0, 16, 0, 4, False, False, 0, None)
+    write = engine._kv.stage_outputs.write
+    calls = iter([True])
+
+    def failing_write(*args: object) -> None:
+        if next(calls, False):
+            raise OSError("no memory for rows")
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._kv.stage_outputs, "write", failing_write)
+    failed = one(engine, ask)
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert failed.error is not None and "no memory for rows" in failed.error
+    engine.check_integrity()
+    again = one(engine, ask)
+    assert again.num_cached_tokens == 0
+    assert_same(again, alone.answer(ask))
+
+
+def test_promise_3_rows_of_a_recycled_block_are_never_served(
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writes tensor k in a block; B recycles it and emits no k; C hits B's block."""
+    engine = LLMEngine(
+        EngineConfig(model=qwen2_checkpoint, block_size=4, num_blocks=3, max_num_seqs=1)
+    )
+    forward = engine._runner._model.forward
+    emits_k = [True]
+
+    def forward_with_k(embeds: torch.Tensor, *args: object) -> dict[str, torch.Tensor]:
+        tensors = forward(embeds, *args)  # type: ignore[arg-type]
+        if emits_k[0]:
+            tensors["k"] = tensors["hidden_states"][:, :3] * 2
+        return tensors
+
+    monkeypatch.setattr(engine._runner._model, "forward", forward_with_k)
+    params = SamplingParams(temperature=0.0, max_tokens=0)
+    a, b = TokensPrompt((11, 12, 13, 14, 15, 16)), TokensPrompt((21, 22, 23, 24, 25, 26))
+
+    first = engine.generate(a, params)[0].outputs[0].tensors
+    torch.testing.assert_close(first["k"], first["hidden_states"][:, :3] * 2)
+
+    emits_k[0] = False
+    other = engine.generate(b, params)[0].outputs[0].tensors
+    assert "k" not in other, "B emitted no k; anything there is A's"
+
+    emits_k[0] = True
+    hit = engine.generate(b, params)[0]
+    assert hit.num_cached_tokens == 0, "the hit had to be shortened to before the block without k"
+    tensors = hit.outputs[0].tensors
+    torch.testing.assert_close(tensors["k"], tensors["hidden_states"][:, :3] * 2)
+    torch.testing.assert_close(tensors["hidden_states"], other["hidden_states"])
+    warm = engine.generate(b, params)[0]
+    assert warm.num_cached_tokens == 4
+    torch.testing.assert_close(warm.outputs[0].tensors["k"], tensors["k"])
+
+
+@pytest.mark.parametrize("length", [4, 5, 8, 24])
+def test_promise_4_a_full_hit_recomputes_its_last_token_and_returns_every_row(
+    roomy: LLMEngine, alone: Alone, length: int
+) -> None:
+    ask = Ask(1, length, 0, 3, False, False, 0, None)
+    roomy.reset_prefix_cache()
+    assert one(roomy, ask).num_cached_tokens == 0
+    before = roomy.stats()
+    hit = one(roomy, ask)
+    assert hit.num_cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE < length
+    assert hit.outputs[0].tensors["hidden_states"].shape == (length + 2, 64)
+    assert roomy.stats().num_steps - before.num_steps == 3
+    assert_same(hit, alone.answer(ask))
+
+
+def test_promise_5_salts_and_embeddings_keep_blocks_apart(roomy: LLMEngine) -> None:
+    roomy.reset_prefix_cache()
+    base = Ask(2, 20, 0, 2, False, False, 0, None)
+    one(roomy, base)
+    params = base.params
+    roomy.add_request("salted", base.prompt, params, cache_salt="tenant")
+    while roomy.has_unfinished_requests:
+        for output in roomy.step():
+            assert output.num_cached_tokens == 0
+    # Positions of embeddings hold token id 0 in the tables, as a prompt of zeros does.
+    zeros = roomy.generate(TokensPrompt((0,) * 20), params)[0]
+    rows = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    embeds = roomy.generate(EmbedsPrompt(rows), params)[0]
+    assert zeros.num_cached_tokens == embeds.num_cached_tokens == 0
+    changed = rows.clone()
+    changed[9, 0] += 1.0
+    assert roomy.generate(EmbedsPrompt(rows), params)[0].num_cached_tokens == 16
+    assert roomy.generate(EmbedsPrompt(changed), params)[0].num_cached_tokens == 8
+
+
+def test_promise_6_resume_after_preemption_gives_all_rows(
+    qwen2_checkpoint: str, alone: Alone
+) -> None:
+    engine = small_engine(qwen2_checkpoint, num_blocks=11)
+    for caching in (True, False):
+        engine.enable_prefix_caching = caching
+        script: list[tuple[str, Ask | int]] = [
+            ("add", Ask(family, 8, family, 9, family == 1, False, 0, None)) for family in range(3)
+        ]
+        before = engine.stats().num_preemptions
+        done = run_stream(engine, script, alone)
+        assert engine.stats().num_preemptions > before
+        assert {o.outputs[0].tensors["hidden_states"].shape[0] for o in done.values()} == {
+            16,
+            17,
+            18,
+        }
+        assert any(o.metrics.num_preemptions for o in done.values())
+
+
+def test_promise_7_a_bad_request_is_refused_and_its_neighbours_finish(roomy: LLMEngine) -> None:
+    good = Ask(0, 10, 0, 4, False, False, 0, None)
+    roomy.add_request("good", good.prompt, good.params)
+    bad: list[tuple[TokensPrompt | EmbedsPrompt | str, SamplingParams, str]] = [
+        (TokensPrompt(()), good.params, "prompt is empty"),
+        (TokensPrompt((1, 768)), good.params, "prompt token 1 is 768"),
+        (TokensPrompt((-1,)), good.params, "prompt token 0 is -1"),
+        (TokensPrompt((5,) * 1024), good.params, "max_model_len is 1024"),
+        (TokensPrompt((5,) * 200), SamplingParams(max_tokens=200), "can never fit"),
+        (EmbedsPrompt(torch.zeros(3, 32)), good.params, r"must be \(num_tokens, 64\)"),
+        (EmbedsPrompt(torch.zeros(64)), good.params, r"must be \(num_tokens, 64\)"),
+        (EmbedsPrompt(torch.zeros(0, 64)), good.params, "prompt is empty"),
+        (EmbedsPrompt(torch.zeros(3, 64, dtype=torch.int32)), good.params, "floating point"),
+        (EmbedsPrompt(torch.full((2, 64), float("nan"))), good.params, "NaN"),
+    ]
+    for prompt, params, message in bad:
+        with pytest.raises(ValueError, match=message):
+            roomy.add_request("bad", prompt, params)
+    with pytest.raises(ValueError, match="already in use"):
+        roomy.add_request("good", good.prompt, good.params)
+    with pytest.raises(ValueError, match="max_tokens"):
+        SamplingParams(max_tokens=-1)
+    finished = []
+    while roomy.has_unfinished_requests:
+        finished += [output for output in roomy.step() if output.finished]
+    assert [(o.request_id, o.outputs[0].finish_reason) for o in finished] == [
+        ("good", FinishReason.LENGTH)
+    ]
+    roomy.check_integrity()
+
+
+def test_promise_7_a_request_with_broken_logits_fails_alone(
+    qwen2_checkpoint: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(qwen2_checkpoint, num_blocks=64)
+    compute = engine._runner._model.compute_logits
+
+    def second_row_breaks(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        if logits.shape[0] == 2:
+            logits[1, 5] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine._runner._model, "compute_logits", second_row_breaks)
+    well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
+    engine.add_request("well", well.prompt, well.params)
+    engine.add_request("ill", ill.prompt, ill.params)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    assert done["ill"].outputs[0].finish_reason is FinishReason.ERROR
+    assert done["ill"].error is not None and "NaN" in done["ill"].error
+    assert_same(done["well"], alone.answer(well))
+
+
+def test_promise_8_sizes_are_told(roomy: LLMEngine) -> None:
+    plan = roomy.memory_plan
+    assert plan.num_blocks == 65 and plan.page_bytes == 2 * 2 * 4 * 2 * 16 * 4
+    assert plan.kv_cache_bytes == plan.num_blocks * plan.page_bytes
+    assert plan.stage_output_bytes["hidden_states"] >= 65 * 4 * 64 * 4
+    text = "\n".join(plan.lines())
+    assert "weights" in text and "KV cache" in text and "hidden_states" in text
