@@ -18,7 +18,6 @@ not count as this block's::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,13 +50,11 @@ class _TokenStore:
 
     Attributes:
         rows: ``(num_blocks * block_size, *tail)``, indexed by slot.
-        blocks: ``(num_blocks, block_size * numel(tail))``, the same memory.
         tags: ``(num_blocks, block_size)`` int64, the generation each row was written for.
         flat_tags: ``(num_blocks * block_size,)``, the same memory.
     """
 
     rows: Tensor
-    blocks: Tensor
     tags: Tensor
     flat_tags: Tensor
 
@@ -99,6 +96,7 @@ class StageOutputCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._generations = generations
+        self._offsets = torch.arange(block_size)
         self._restriction = None if names is None else frozenset(names)
         self._stores: dict[str, _TokenStore] = {}
         self._dropped: set[str] = set()
@@ -209,16 +207,15 @@ class StageOutputCache:
         wanted_rows = slice(
             start - first_block * self.block_size, num_tokens - first_block * self.block_size
         )
+        # Row by row, not block by block: torch copies wide slices (32,768 elements) on one thread.
+        slots = (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)[wanted_rows]
         gathered: dict[str, Tensor] = {}
         for name, store in self._stores.items():
             if names is not None and name not in names:
                 continue
             if not self._valid_rows(store, blocks).view(-1)[wanted_rows].all():
                 continue
-            # Whole blocks are copied in longer runs than rows are, and cut afterwards.
-            rows = store.blocks.index_select(0, blocks)
-            num_rows = len(blocks) * self.block_size
-            gathered[name] = rows.view(num_rows, *store.rows.shape[1:])[wanted_rows]
+            gathered[name] = store.rows.index_select(0, slots)
         self._rows_gathered += (num_tokens - start) * len(gathered)
         return gathered
 
@@ -286,7 +283,6 @@ class StageOutputCache:
             tags = torch.zeros((self.num_blocks, self.block_size), dtype=torch.int64)
         return _TokenStore(
             rows=rows,
-            blocks=rows.view(self.num_blocks, self.block_size * math.prod(like.shape[1:])),
             tags=tags,
             flat_tags=tags.view(-1),
         )

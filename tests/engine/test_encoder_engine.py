@@ -1,0 +1,460 @@
+"""An encoder gives what transformers gives for each input alone, cached or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel
+
+from engine import EmbedsPrompt, EngineConfig, TextPrompt, TokensPrompt
+from engine.encoder_engine import EncoderEngine, EncoderOutput
+from omni.seeded_checkpoints import build_causal_lm, build_text_encoder
+
+HIDDEN = 64
+VOCAB = 768
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "distilbert": {"dim": HIDDEN, "n_layers": 2, "n_heads": 4, "hidden_dim": 128},
+    "electra": {"embedding_size": 32},
+    "mpnet": {},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    built: dict[str, str] = {}
+
+    def build(architecture: str) -> str:
+        if architecture not in built:
+            folder = tmp_path_factory.mktemp(architecture)
+            build_text_encoder(
+                folder, architecture, max_position_embeddings=64, **ARCHITECTURES[architecture]
+            )
+            built[architecture] = str(folder)
+        return built[architecture]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def bert(checkpoint: Callable[[str], str]) -> str:
+    return checkpoint("bert")
+
+
+@pytest.fixture(scope="module")
+def bert_engine(bert: str) -> EncoderEngine:
+    return engine_of(bert)
+
+
+def engine_of(model: str, **settings: Any) -> EncoderEngine:
+    options = {name: settings.pop(name) for name in ("output_names", "pooling") if name in settings}
+    limits = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64} | settings
+    return EncoderEngine(EngineConfig(model=model, device="cpu", **limits), **options)
+
+
+def token_ids(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(5, VOCAB, (length,), generator=generator).tolist())
+
+
+def run(engine: EncoderEngine, prompts: Sequence[Any], **options: Any) -> list[EncoderOutput]:
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", prompt, **options)
+    done: dict[str, EncoderOutput] = {}
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+        engine.check_integrity()
+        assert not done.keys() & {output.request_id for output in outputs}
+        done.update({output.request_id: output for output in outputs})
+    return [done[f"r{index}"] for index in range(len(prompts))]
+
+
+@torch.no_grad()
+def alone(model: str, **inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The oracle: transformers on one input, without padding."""
+    output = AutoModel.from_pretrained(model, dtype=torch.float32).eval()(**inputs)
+    pooled = output.get("pooler_output")
+    return output.last_hidden_state[0], None if pooled is None else pooled[0]
+
+
+def assert_same(actual: EncoderOutput, expected: EncoderOutput) -> None:
+    assert actual.error is None and expected.error is None
+    assert actual.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(actual.tensors[name], tensor, atol=1e-5, rtol=0)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_equal_transformers_run_alone_for_mixed_lengths(
+    architecture: str, checkpoint: Callable[[str], str]
+):
+    model = checkpoint(architecture)
+    engine = engine_of(model)
+    prompts = [token_ids(length) for length in (1, 2, 3, 7, 8, 9, 30, 17, 4)]
+    outputs = run(engine, [TokensPrompt(ids) for ids in prompts])
+    for ids, output in zip(prompts, outputs, strict=True):
+        rows, pooler_output = alone(model, input_ids=torch.tensor([ids]))
+        torch.testing.assert_close(output.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+        pooled = rows.mean(0) if pooler_output is None else pooler_output
+        torch.testing.assert_close(output.tensors["pooled"], pooled, atol=1e-5, rtol=0)
+        assert (output.num_prompt_tokens, output.num_cached_tokens) == (len(ids), 0)
+        assert output.prompt_token_ids == ids
+        assert output.finished and output.metrics.total_s is not None
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+def test_embeddings_run_beside_token_ids(architecture: str, checkpoint: Callable[[str], str]):
+    model = checkpoint(architecture)
+    embeds = [torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(n)) for n in (5, 9)]
+    prompts = [EmbedsPrompt(embeds[0]), TokensPrompt(token_ids(6)), EmbedsPrompt(embeds[1])]
+    outputs = run(engine_of(model), prompts)
+    for output, rows_in in zip((outputs[0], outputs[2]), embeds, strict=True):
+        rows, _ = alone(model, inputs_embeds=rows_in[None])
+        torch.testing.assert_close(output.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+        assert output.prompt_token_ids == ()
+    rows, _ = alone(model, input_ids=torch.tensor([token_ids(6)]))
+    torch.testing.assert_close(outputs[1].tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+
+
+def test_text_is_tokenized_as_the_checkpoint_says(bert: str, bert_engine: EncoderEngine):
+    text = "the quick brown fox"
+    with_special, without = run(
+        bert_engine, [text, TextPrompt(text, add_special_tokens=False)], cache_salt="text"
+    )
+    assert bert_engine.tokenizer is not None
+    assert list(with_special.prompt_token_ids) == bert_engine.tokenizer(text)["input_ids"]
+    assert with_special.prompt_token_ids[1:-1] == without.prompt_token_ids
+    rows, _ = alone(bert, input_ids=torch.tensor([with_special.prompt_token_ids]))
+    torch.testing.assert_close(with_special.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("mean", lambda rows: rows.mean(0)),
+        ("cls", lambda rows: rows[0]),
+        ("last", lambda rows: rows[-1]),
+    ],
+)
+def test_pooling_is_of_this_input_only(bert: str, pooling: str, expected: Callable[..., Tensor]):
+    outputs = run(engine_of(bert, pooling=pooling), [TokensPrompt(token_ids(n)) for n in (3, 6)])
+    for output in outputs:
+        rows = output.tensors["hidden_states"]
+        torch.testing.assert_close(output.tensors["pooled"], expected(rows), atol=1e-6, rtol=0)
+
+
+def test_a_checkpoint_without_pooler_weights_is_pooled_by_mean(bert: str, tmp_path: Path):
+    folder = copy_of(bert, tmp_path, keep=lambda name: not name.startswith("pooler."))
+    engine = engine_of(folder)
+    assert engine.pooling == "mean"
+    with pytest.raises(ValueError, match="needs a checkpoint with pooler weights"):
+        engine_of(folder, pooling="pooler")
+
+
+def test_only_the_outputs_asked_for_come_back(bert: str):
+    prompt = TokensPrompt(token_ids(5))
+    for names in (("pooled",), ("hidden_states",), ()):
+        engine = engine_of(bert, output_names=names)
+        for _ in range(2):
+            (output,) = run(engine, [prompt])
+            assert set(output.tensors) == set(names)
+        assert output.num_cached_tokens == 5
+
+
+# The cache
+
+
+def test_a_hit_equals_the_miss_before_and_the_uncached_run(bert: str):
+    prompts = [TokensPrompt(token_ids(n)) for n in (1, 4, 5, 12)]
+    engine = engine_of(bert)
+    cold, warm = run(engine, prompts), run(engine, prompts)
+    uncached = run(engine_of(bert, enable_prefix_caching=False), prompts)
+    for miss, hit, plain in zip(cold, warm, uncached, strict=True):
+        assert (miss.num_cached_tokens, plain.num_cached_tokens) == (0, 0)
+        assert hit.num_cached_tokens == hit.num_prompt_tokens
+        assert_same(hit, miss)
+        assert_same(hit, plain)
+    assert engine.stats().cached_tokens == 22
+    assert engine.stats().prompt_tokens == 44
+
+
+def test_a_shared_prefix_is_no_hit(bert: str):
+    ids = token_ids(12)
+    _, longer, shorter = run(
+        engine_of(bert, max_num_seqs=1),
+        [TokensPrompt(ids), TokensPrompt((*ids, 7)), TokensPrompt(ids[:8])],
+    )
+    assert (longer.num_cached_tokens, shorter.num_cached_tokens) == (0, 0)
+    rows, _ = alone(bert, input_ids=torch.tensor([ids[:8]]))
+    torch.testing.assert_close(shorter.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+
+
+def test_salts_and_embeddings_are_kept_apart(bert: str):
+    engine = engine_of(bert)
+    ids = token_ids(5)
+    run(engine, [TokensPrompt(ids)], cache_salt="a")
+    assert run(engine, [TokensPrompt(ids)], cache_salt="b")[0].num_cached_tokens == 0
+    assert run(engine, [TokensPrompt(ids)], cache_salt="a")[0].num_cached_tokens == 5
+    embeds = torch.zeros(5, HIDDEN)
+    assert run(engine, [EmbedsPrompt(embeds)])[0].num_cached_tokens == 0
+    assert run(engine, [TokensPrompt((0,) * 5)])[0].num_cached_tokens == 0
+    assert run(engine, [EmbedsPrompt(embeds.clone())])[0].num_cached_tokens == 5
+    assert run(engine, [EmbedsPrompt(embeds + 1)])[0].num_cached_tokens == 0
+
+
+def test_equal_inputs_in_flight_are_computed_once(bert: str):
+    engine = engine_of(bert)
+    forwarded = spy_on_forward(engine)
+    outputs = run(engine, [TokensPrompt(token_ids(6))] * 3 + [TokensPrompt(token_ids(7))])
+    assert sorted(forwarded) == [6, 7]
+    assert [output.num_cached_tokens for output in outputs] == [0, 6, 6, 0]
+    assert_same(outputs[1], outputs[0])
+    engine.enable_prefix_caching = False
+    assert all(not o.num_cached_tokens for o in run(engine, [TokensPrompt(token_ids(6))] * 2))
+    assert sorted(forwarded) == [6, 6, 6, 7]
+
+
+def test_reset_forgets_everything(bert: str):
+    engine = engine_of(bert)
+    run(engine, [TokensPrompt(token_ids(6))])
+    engine.reset_prefix_cache()
+    assert run(engine, [TokensPrompt(token_ids(6))])[0].num_cached_tokens == 0
+
+
+def test_a_partly_evicted_input_is_computed_again(bert: str):
+    engine = engine_of(bert, num_blocks=6)  # five blocks of four tokens
+    first, other = TokensPrompt(token_ids(12)), TokensPrompt(token_ids(11))
+    (before,) = run(engine, [first])
+    run(engine, [other])
+    (after,) = run(engine, [first])
+    assert after.num_cached_tokens == 0
+    assert_same(after, before)
+    assert engine.stats().kv is not None and engine.stats().kv.evictions > 0
+
+
+@settings(max_examples=25)
+@given(
+    stream=st.lists(
+        st.tuples(
+            st.integers(1, 16),  # length; equal lengths and seeds make equal inputs
+            st.integers(0, 1),
+            st.integers(0, 2),  # priority
+            st.sampled_from(["run", "abort", "step"]),
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    num_blocks=st.integers(5, 12),
+)
+def test_any_stream_gives_what_each_input_gives_alone(
+    bert: str, bert_alone: Callable[[tuple[int, ...]], Tensor], stream: list[Any], num_blocks: int
+):
+    engine = cached_engine(bert, num_blocks)
+    engine.reset_prefix_cache()
+    expected: dict[str, tuple[int, ...]] = {}
+    outputs: list[EncoderOutput] = []
+    for index, (length, seed, priority, action) in enumerate(stream):
+        request_id = f"s{index}"
+        expected[request_id] = token_ids(length, seed)
+        engine.add_request(request_id, TokensPrompt(expected[request_id]), priority=priority)
+        if action == "abort":
+            engine.abort(request_id)
+            del expected[request_id]
+        elif action == "step":
+            outputs += engine.step()
+            engine.check_integrity()
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+        engine.check_integrity()
+    assert sorted(output.request_id for output in outputs) == sorted(expected)
+    for output in outputs:
+        rows = bert_alone(expected[output.request_id])
+        torch.testing.assert_close(output.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (TokensPrompt(()), "empty"),
+        (TokensPrompt((5, VOCAB)), f"prompt token 1 is {VOCAB}"),
+        (TokensPrompt((-1,)), "prompt token 0 is -1"),
+        (TokensPrompt(token_ids(65)), "65 tokens, but max_model_len is 64"),
+        (TokensPrompt(token_ids(33)), "33 tokens, but max_num_batched_tokens is 32"),
+        (TokensPrompt(token_ids(25)), "can never fit: 25 tokens, the whole cache holds 24"),
+        (EmbedsPrompt(torch.zeros(3, HIDDEN + 1)), r"\(num_tokens, 64\).*got \(3, 65\)"),
+        (EmbedsPrompt(torch.zeros(3, HIDDEN, dtype=torch.int64)), "floating point"),
+        (EmbedsPrompt(torch.full((3, HIDDEN), torch.nan)), "NaN"),
+        (5, "a prompt is a str"),
+    ],
+)
+def test_an_input_that_cannot_run_is_refused_and_changes_nothing(
+    bert: str, prompt: Any, message: str
+):
+    engine = cached_engine(bert, 7, max_num_batched_tokens=32)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt)
+    assert not engine.has_unfinished_requests
+    assert run(engine, [TokensPrompt(token_ids(24))])[0].error is None
+
+
+def test_a_live_request_id_is_refused(bert_engine: EncoderEngine):
+    bert_engine.add_request("same", TokensPrompt((5,)))
+    with pytest.raises(ValueError, match="'same' is already in use"):
+        bert_engine.add_request("same", TokensPrompt((6,)))
+    bert_engine.close()
+    assert not bert_engine.has_unfinished_requests
+
+
+def test_roberta_counts_positions_from_after_its_padding_id(checkpoint: Callable[[str], str]):
+    engine = engine_of(checkpoint("roberta"), max_num_batched_tokens=128)
+    assert engine.max_model_len == 63  # 64 positions, padding id 0
+    assert run(engine, [TokensPrompt(token_ids(63))])[0].error is None
+    with pytest.raises(ValueError, match="max_model_len is 63"):
+        engine.add_request("long", TokensPrompt(token_ids(64)))
+
+
+def test_a_failing_input_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(bert)
+    real = engine._model.forward
+
+    def forward(batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        if any(len(entry) == 5 for entry in batch):
+            raise RuntimeError("out of luck")
+        return real(batch)
+
+    monkeypatch.setattr(engine._model, "forward", forward)
+    good, bad, twin, other = run(engine, [TokensPrompt(token_ids(n)) for n in (4, 5, 5, 6)])
+    assert good.error is None and other.error is None
+    for failed in (bad, twin):
+        assert failed.error == "the encoder failed: RuntimeError: out of luck"
+        assert failed.finished and not failed.tensors
+    monkeypatch.undo()
+    (retried,) = run(engine, [TokensPrompt(token_ids(5))])
+    assert retried.error is None and retried.num_cached_tokens == 0
+
+
+def test_an_input_that_cannot_be_pooled_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(bert)
+    real = engine._model.pooler
+    assert real is not None
+
+    def pooler(rows: Tensor) -> Tensor:
+        if rows.shape[1] == 5:
+            raise RuntimeError("out of luck")
+        return real(rows)
+
+    monkeypatch.setattr("engine.encoder_engine.pool", lambda _, rows, __: pooler(rows[None])[0])
+    good, bad = run(engine, [TokensPrompt(token_ids(n)) for n in (4, 5)])
+    assert good.error is None
+    assert bad.error == "the encoder failed: RuntimeError: out of luck"
+
+
+def test_caching_cannot_be_switched_under_a_live_request(bert_engine: EncoderEngine):
+    bert_engine.add_request("live", TokensPrompt((5,)))
+    with pytest.raises(ValueError, match="1 requests are live"):
+        bert_engine.enable_prefix_caching = False
+    bert_engine.abort("live")
+    bert_engine.abort("never there")
+
+
+def test_unknown_outputs_and_poolings_are_refused_at_start(bert: str):
+    with pytest.raises(ValueError, match="no output 'codec'; it gives hidden_states, pooled"):
+        engine_of(bert, output_names=("codec",))
+    with pytest.raises(ValueError, match="unknown pooling 'max'"):
+        engine_of(bert, pooling="max")
+    with pytest.raises(ValueError, match="max_model_len 65 is longer than the 64 positions"):
+        engine_of(bert, max_model_len=65)
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_a_causal_decoder_is_sent_to_the_llm_engine(tmp_path: Path, with_head: bool):
+    build_causal_lm(tmp_path / "qwen2", "qwen2", with_head=with_head)
+    with pytest.raises(ValueError, match=r"causal decoder.*LLMEngine"):
+        engine_of(str(tmp_path / "qwen2"))
+
+
+def test_missing_weights_are_named(bert: str, tmp_path: Path):
+    folder = copy_of(bert, tmp_path, keep=lambda name: "layer.1.output.dense" not in name)
+    with pytest.raises(ValueError, match=r"lacks 2 weights of BertModel: encoder.layer.1"):
+        engine_of(folder)
+
+
+def test_the_memory_plan_tells_what_the_rows_take(bert: str):
+    plan = engine_of(bert, num_blocks=9).memory_plan
+    assert plan.num_blocks == 9
+    assert plan.stage_output_bytes == {"hidden_states": 9 * 4 * HIDDEN * 4}
+    assert plan.weights_bytes == sum(
+        t.nbytes for t in load_file(f"{bert}/model.safetensors").values()
+    )
+    assert any("hidden_states" in line for line in plan.lines())
+
+
+# What the tests need
+
+
+@pytest.fixture(scope="module")
+def bert_alone(bert: str) -> Callable[[tuple[int, ...]], Tensor]:
+    module = AutoModel.from_pretrained(bert, dtype=torch.float32).eval()
+    known: dict[tuple[int, ...], Tensor] = {}
+
+    def rows(ids: tuple[int, ...]) -> Tensor:
+        if ids not in known:
+            with torch.no_grad():
+                known[ids] = module(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        return known[ids]
+
+    return rows
+
+
+_ENGINES: dict[tuple[str, int, int], EncoderEngine] = {}
+
+
+def cached_engine(model: str, num_blocks: int, max_num_batched_tokens: int = 64) -> EncoderEngine:
+    """An engine per geometry: building one costs more than a test's whole stream."""
+    key = (model, num_blocks, max_num_batched_tokens)
+    if key not in _ENGINES:
+        _ENGINES[key] = engine_of(
+            model, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens
+        )
+    return _ENGINES[key]
+
+
+def copy_of(model: str, folder: Path, keep: Callable[[str], bool]) -> str:
+    """The same checkpoint without the tensors that are not kept."""
+    for file in Path(model).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(Path(model) / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if keep(name)}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def spy_on_forward(engine: EncoderEngine) -> list[int]:
+    """Lengths of all inputs that the model is run on from now on."""
+    lengths: list[int] = []
+    real = engine._model.forward
+
+    def forward(batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        lengths.extend(len(entry) for entry in batch)
+        return real(batch)
+
+    engine._model.forward = forward  # type: ignore[method-assign]
+    return lengths
