@@ -1,0 +1,200 @@
+"""This engine against transformers on the same weights, in one process, in turns.
+
+    python benchmarks/engine_cpu.py [--rounds 3] [--requests 16] [--prompt 256] [--generate 64]
+
+The model is a seeded Qwen2 of about 0.1 B parameters (hidden 768, 12 layers, 12 heads over 4,
+intermediate 2048, vocabulary 32,000, fp32, tied). Sides:
+
+* ``generate``: transformers, all requests in one padded batch;
+* ``continuous``: transformers' continuous batching (skip it with ``--no-continuous``);
+* ``cache off``: this engine without prefix caching;
+* ``cache on``: this engine, its cache emptied before every run;
+* ``no mirror``: as ``cache on``, mirroring no stage outputs: what the mirror costs.
+
+Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
+sides are compared; where they differ, the run says how near the two likeliest tokens were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from omni.seeded_checkpoints import resolve_model
+
+TokenIds = list[list[int]]
+
+
+def make_prompts(count: int, length: int, num_shared: int) -> TokenIds:
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(1000, 31_000, (num_shared,), generator=generator).tolist()
+    return [
+        shared + torch.randint(1000, 31_000, (length - num_shared,), generator=generator).tolist()
+        for _ in range(count)
+    ]
+
+
+def engine_side(
+    checkpoint: str, args: argparse.Namespace, *, caching: bool, mirror: bool = True
+) -> Callable[[TokenIds], TokenIds]:
+    engine = LLMEngine(
+        EngineConfig(
+            model=checkpoint,
+            dtype="float32",
+            device="cpu",
+            block_size=args.block_size,
+            max_num_seqs=args.requests,
+            max_num_batched_tokens=args.budget,
+            max_model_len=args.prompt + args.generate,
+            enable_prefix_caching=caching,
+        ),
+        output_names=None if mirror else (),
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=args.generate, ignore_eos=True)
+
+    def run(prompts: TokenIds) -> TokenIds:
+        engine.reset_prefix_cache()
+        outputs = engine.generate([TokensPrompt(tuple(p)) for p in prompts], params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+def generate_side(model: Any, num_tokens: int) -> Callable[[TokenIds], TokenIds]:
+    @torch.inference_mode()
+    def run(prompts: TokenIds) -> TokenIds:
+        ids = torch.tensor(prompts)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        rows: TokenIds = out[:, ids.shape[1] :].tolist()
+        return rows
+
+    return run
+
+
+def continuous_side(model: Any, num_tokens: int) -> Callable[[TokenIds], TokenIds]:
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
+    )
+
+    def run(prompts: TokenIds) -> TokenIds:
+        results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        by_id = {key: result.generated_tokens for key, result in results.items()}
+        order = sorted(by_id, key=lambda key: int(str(key).rsplit("_", 1)[-1]))
+        return [list(by_id[key]) for key in order]
+
+    return run
+
+
+@torch.inference_mode()
+def describe_difference(
+    model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]
+) -> str:
+    """Where two answers part, and how near the two likeliest tokens were there."""
+    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if position is None:
+        return f"lengths {len(a)} and {len(b)}"
+    logits = model(torch.tensor([[*prompt, *a[:position]]])).logits[0, -1]
+    top = logits.topk(2).values
+    return f"token {position}: top two logits {float(top[0] - top[1]):.1e} apart"
+
+
+def run_rounds(
+    sides: dict[str, Callable[[TokenIds], TokenIds]], prompts: TokenIds, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, TokenIds]]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    answers: dict[str, TokenIds] = {}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            started = time.perf_counter()
+            answers[name] = run(prompts)
+            seconds[name].append(time.perf_counter() - started)
+    return seconds, answers
+
+
+def report(
+    console: Console, title: str, seconds: dict[str, list[float]], baseline: str = "generate"
+) -> None:
+    table = Table(title=title)
+    for column in ("side", "median s", "min s", "max s", f"{baseline} / side"):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for name, values in seconds.items():
+        ratios = [b / s for b, s in zip(seconds[baseline], values, strict=True)]
+        table.add_row(
+            name,
+            f"{statistics.median(values):.2f}",
+            f"{min(values):.2f}",
+            f"{max(values):.2f}",
+            f"{statistics.median(ratios):.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--shared", type=int, nargs="*", default=[0, 192])
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-continuous", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    checkpoint = str(Path(resolve_model("seeded:qwen2-benchmark")))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    sides = {"generate": generate_side(model, args.generate)}
+    if not args.no_continuous:
+        sides["continuous"] = continuous_side(model, args.generate)
+    sides |= {
+        "cache off": engine_side(checkpoint, args, caching=False),
+        "cache on": engine_side(checkpoint, args, caching=True),
+        "no mirror": engine_side(checkpoint, args, caching=True, mirror=False),
+    }
+    console = Console()
+    for run in sides.values():  # threads, kernels and allocators warm up
+        run(make_prompts(2, 32, 0))
+    for num_shared in args.shared:
+        prompts = make_prompts(args.requests, args.prompt, num_shared)
+        seconds, answers = run_rounds(sides, prompts, args.rounds)
+        title = (
+            f"{args.requests} requests of {args.prompt} + {args.generate} tokens, "
+            f"{num_shared} shared, {args.threads} threads"
+        )
+        report(console, title, seconds)
+        for name, rows in answers.items():
+            pairs = zip(prompts, answers["generate"], rows, strict=True)
+            parted = [describe_difference(model, prompt, a, b) for prompt, a, b in pairs if a != b]
+            console.print(
+                f"{name}: tokens equal to generate in {len(rows) - len(parted)} of {len(rows)}"
+                + "".join(f"\n    {line}" for line in parted)
+            )
+
+
+if __name__ == "__main__":
+    main()

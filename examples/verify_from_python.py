@@ -1,0 +1,37 @@
+"""Check, on your own requests, that caching changes nothing, and see what it saves.
+
+Run it with ``python examples/verify_from_python.py``; ``omni verify`` does the same for a YAML
+file. The exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from omni import Omni, OmniRequest
+from omni.verify import verify
+
+OPENING = (
+    "The library has three floors: history and maps below, music in the middle, and poetry at "
+    "the top. First collect the tools, then read the instructions. "
+)
+
+
+def main() -> int:
+    requests = [
+        OmniRequest(OPENING + question, request_id=f"question-{number}")
+        for number, question in enumerate(("Where is music?", "Where are maps?", "What is above?"))
+    ]
+    # Sampled requests can be compared as well: every run gets the same seed.
+    requests.append(
+        OmniRequest(OPENING, request_id="sampled", sampling={"writer": {"temperature": 0.8}})
+    )
+    with Omni("two_step") as omni:
+        report = verify(omni, requests)
+    for line in report.lines():
+        print(line)
+    return 0 if report.equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The user's door: pipelines of stages, in YAML and in Python.
+
+Names are imported when they are first used, so that ``omni --help`` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import (
+        ChatPrompt,
+        EmbedsPrompt,
+        EngineConfig,
+        LLMEngine,
+        Prompt,
+        SamplingParams,
+        TextPrompt,
+        TokensPrompt,
+    )
+    from omni.omni import Omni
+    from omni.pipeline import Pipeline
+    from omni.pipeline_config import PipelineConfig
+    from omni.request import OmniOutput, OmniRequest
+    from stages import (
+        AutoregressiveStage,
+        EncoderStage,
+        Stage,
+        StageInputs,
+        StageOutput,
+        TransformContext,
+        register_transform,
+    )
+
+__all__ = [
+    "AutoregressiveStage",
+    "ChatPrompt",
+    "EmbedsPrompt",
+    "EncoderStage",
+    "EngineConfig",
+    "LLMEngine",
+    "Omni",
+    "OmniOutput",
+    "OmniRequest",
+    "Pipeline",
+    "PipelineConfig",
+    "Prompt",
+    "SamplingParams",
+    "Stage",
+    "StageInputs",
+    "StageOutput",
+    "TextPrompt",
+    "TokensPrompt",
+    "TransformContext",
+    "register_transform",
+]
+
+_HOMES = {
+    "engine": (
+        "ChatPrompt",
+        "EmbedsPrompt",
+        "EngineConfig",
+        "LLMEngine",
+        "Prompt",
+        "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
+    ),
+    "omni.omni": ("Omni",),
+    "omni.pipeline": ("Pipeline",),
+    "omni.pipeline_config": ("PipelineConfig",),
+    "omni.request": ("OmniOutput", "OmniRequest"),
+    "stages": (
+        "AutoregressiveStage",
+        "EncoderStage",
+        "Stage",
+        "StageInputs",
+        "StageOutput",
+        "TransformContext",
+        "register_transform",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

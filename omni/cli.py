@@ -1,0 +1,218 @@
+"""The command line: run, validate, explain, verify and show pipelines.
+
+Each command imports what it needs when it runs, so that help and mistakes in the arguments do not
+wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from omni.pipeline_config import PipelineConfig
+    from omni.request import OmniRequest
+    from omni.request_file import RequestError
+
+__all__ = ["app"]
+
+BAD_INPUT = 2
+"""Exit status of what cannot be run as asked; 1 is that of requests that failed or differed."""
+
+app = typer.Typer(
+    help="Multi-stage model pipelines with prefix caching that never changes what comes out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A pipeline's YAML file, or the name of a shipped one: two_step."
+    ),
+]
+Prompts: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given several times."),
+]
+Input: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object a line."),
+]
+Overrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PLACE=VALUE",
+        help="Replace a value: stages.writer.engine.num_blocks=64. May be given several times.",
+    ),
+]
+Quiet: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")
+]
+Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def run(
+    config: Config,
+    prompt: Prompts = None,
+    input_file: Input = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir",
+            "-o",
+            metavar="DIR",
+            help="Write outputs.jsonl and the tensors here instead of printing the texts.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run requests through a pipeline. Exit status 1 if any of them failed."""
+    with _plain_errors(debug):
+        from omni.run_command import run_requests
+
+        pipeline = _load(config, overrides)
+        requests = _requests(pipeline, prompt, input_file)
+        all_well = run_requests(pipeline, requests, output_dir=output_dir, quiet=quiet)
+    if not all_well:
+        raise typer.Exit(1)
+
+
+@app.command()
+def validate(
+    config: Config,
+    input_file: Input = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Check a pipeline's YAML file, and a file of requests, without loading any model."""
+    with _plain_errors(debug):
+        pipeline = _load(config, overrides)
+        typer.echo(f"{config}: valid; stages: {', '.join(pipeline.topological_order())}")
+        if input_file is not None:
+            requests = _requests(pipeline, None, input_file)
+            _refuse_bad_lines(requests)
+            typer.echo(f"{input_file}: valid; requests: {len(requests)}")
+
+
+@app.command()
+def explain(
+    config: Config,
+    load: Annotated[
+        bool,
+        typer.Option(
+            "--load/--no-load", help="Load the models, to tell what each stage really reserves."
+        ),
+    ] = True,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Show a pipeline's graph, every setting with its default, and what memory it reserves."""
+    with _plain_errors(debug):
+        from omni.explanation import describe_config, describe_memory, draw_graph
+
+        pipeline = _load(config, overrides)
+        sections = [draw_graph(pipeline), describe_config(pipeline)]
+        if load:
+            sections.append(describe_memory(pipeline))
+        typer.echo("\n\n".join(sections))
+
+
+@app.command()
+def verify(
+    config: Config,
+    prompt: Prompts = None,
+    input_file: Input = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Run your own requests with and without caches, and compare. Exit status 1 if they differ."""
+    with _plain_errors(debug):
+        from omni.omni import Omni
+        from omni.verify import verify as verify_requests
+
+        pipeline = _load(config, overrides)
+        requests = _refuse_bad_lines(_requests(pipeline, prompt, input_file))
+        with Omni(pipeline) as omni:
+            report = verify_requests(omni, requests)
+        typer.echo("\n".join(report.lines()))
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(debug: Debug = False) -> None:
+    """Run two_step on prompts with shared prefixes, and show what its caches save."""
+    with _plain_errors(debug):
+        from omni.demo import run_demo
+
+        all_well = run_demo()
+    if not all_well:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _plain_errors(debug: bool) -> Iterator[None]:
+    """Tell a user's mistake in a line, without a traceback, unless it is asked for."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read the output has seen enough; click ends quietly
+    except (ValueError, OSError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def _load(config: str, overrides: list[str] | None) -> PipelineConfig:
+    from omni.config_file import parse_overrides
+    from omni.pipeline_config import PipelineConfig
+
+    # A console script does not find the user's own modules, which transforms may be in. Last in
+    # the path, so that a folder of theirs cannot hide a package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return PipelineConfig.load(config, parse_overrides(overrides or []))
+
+
+def _requests(
+    pipeline: PipelineConfig, prompts: list[str] | None, input_file: Path | None
+) -> list[OmniRequest | RequestError]:
+    from omni.request import OmniRequest
+    from omni.request_file import read_requests
+
+    if bool(prompts) == (input_file is not None):
+        raise ValueError("give either --prompt, once or several times, or --input")
+    if input_file is not None:
+        sampling = {
+            name: stage.sampling if stage.kind == "autoregressive" else None
+            for name, stage in pipeline.stages.items()
+        }
+        return read_requests(input_file, sampling)
+    return [
+        OmniRequest(prompt, request_id=f"prompt-{number}")
+        for number, prompt in enumerate(prompts or [], start=1)
+    ]
+
+
+def _refuse_bad_lines(requests: list[OmniRequest | RequestError]) -> list[OmniRequest]:
+    from omni.request import OmniRequest
+
+    good = [request for request in requests if isinstance(request, OmniRequest)]
+    bad = [request.message for request in requests if not isinstance(request, OmniRequest)]
+    if bad:
+        raise ValueError("\n".join(bad))
+    return good

@@ -1,0 +1,72 @@
+"""What goes into a pipeline and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any
+
+from engine import Prompt, SamplingParams
+from stages import StageOutput
+
+__all__ = ["OmniOutput", "OmniRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class OmniRequest:
+    """One request to a pipeline.
+
+    Attributes:
+        prompt: what every root stage gets.
+        request_id: unique among the requests that are under way; None has one made up.
+        sampling: ``stage name -> parameters``: a ``SamplingParams`` replaces the stage's own, a
+            mapping changes only the fields that it names.
+        priority: lower runs earlier; equal priorities run first come, first served.
+        cache_salt: only requests with the same salt share cached blocks.
+
+    Raises:
+        ValueError: a field is of the wrong type; told here, where it cannot hurt other requests.
+    """
+
+    prompt: Prompt
+    request_id: str | None = None
+    sampling: Mapping[str, SamplingParams | Mapping[str, Any]] = field(default_factory=dict)
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check("request_id", str | None)
+        self._check("priority", int)
+        self._check("cache_salt", str | None)
+        self._check("sampling", Mapping)
+        for stage, override in self.sampling.items():
+            if not isinstance(override, SamplingParams | Mapping):
+                raise ValueError(
+                    f"sampling for stage {stage!r} must be SamplingParams or a mapping of its "
+                    f"fields, got {override!r}"
+                )
+
+    def _check(self, name: str, kind: type | UnionType) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind):
+            wanted = getattr(kind, "__name__", kind)
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class OmniOutput:
+    """The state of one request after something moved.
+
+    Attributes:
+        request_id: as in the request, or the one made up for it.
+        stages: the outputs, so far, of the stages that are final; a stage that has not put
+            anything out is not in it. ``delta`` holds only what is new in this output.
+        finished: nothing follows.
+        error: why the request failed or was cut short; ``stages`` then holds what there was.
+    """
+
+    request_id: str
+    stages: Mapping[str, StageOutput]
+    finished: bool
+    error: str | None = None

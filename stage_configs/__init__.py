@@ -1,0 +1,5 @@
+"""Pipelines that come with the package, found by the name of their YAML file."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

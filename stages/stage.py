@@ -1,0 +1,261 @@
+"""What a stage is: requests in, outputs for the user and for the next stages out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine import FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+
+__all__ = [
+    "FINAL_OUTPUTS",
+    "Stage",
+    "StageInputs",
+    "StageOutput",
+    "StageRequest",
+    "StageStats",
+    "Transform",
+    "TransformContext",
+]
+
+FINAL_OUTPUTS = ("text", "tensors")
+"""What a stage can hand to the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """One request, as one stage gets it.
+
+    Attributes:
+        request_id: the same in every stage of the pipeline.
+        prompt: what to run.
+        sampling: replaces the stage's own sampling parameters; None keeps them.
+        priority: lower runs earlier; equal priorities run first come, first served.
+        cache_salt: only requests with the same salt share cached blocks.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage has made of a request, so far or in the end.
+
+    Attributes:
+        request_id: the request.
+        stage: the stage's name.
+        finished: nothing follows from this stage for this request.
+        text: generated text so far; None from a stage that makes no text.
+        delta: what ``text`` grew by.
+        token_ids: generated ids so far.
+        finish_reason: None while it goes on.
+        error: message of a request that failed; it failed alone.
+        num_prompt_tokens: tokens of the stage's input.
+        num_cached_tokens: of these, how many the cache saved computing.
+        tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
+            stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
+        logprobs: per generated token, when asked for.
+        completions: with ``SamplingParams.n > 1``, every completion's (text, token_ids,
+            finish_reason); the fields above are the first one's. Empty for ``n == 1``.
+        metrics: times.
+    """
+
+    request_id: str
+    stage: str
+    finished: bool
+    text: str | None = None
+    delta: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    completions: tuple[tuple[str, tuple[int, ...], FinishReason | None], ...] = ()
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """Counters of one stage since it was built.
+
+    Attributes:
+        num_steps: engine steps run.
+        busy_s: seconds spent in steps.
+        prompt_tokens: tokens of all inputs that were scheduled.
+        cached_tokens: of these, tokens that the cache saved.
+        generated_tokens: tokens generated.
+    """
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+    def since(self, earlier: StageStats) -> StageStats:
+        """What was added since an earlier reading."""
+        return StageStats(
+            **{
+                each.name: getattr(self, each.name) - getattr(earlier, each.name)
+                for each in fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransformContext:
+    """What a transform is given to make the next stage's prompt from.
+
+    Attributes:
+        request_id: the request.
+        prompt: the prompt that the user gave the pipeline.
+        sources: the finished outputs of the stages named in ``inputs: from``, in that order.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sources: tuple[StageOutput, ...]
+
+
+Transform: TypeAlias = Callable[[TransformContext], Prompt]
+"""Makes a stage's prompt from what earlier stages put out. It may raise ``ValueError`` to fail
+the one request it was called for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """An edge (or several) into a stage.
+
+    Attributes:
+        sources: names of the stages whose outputs are needed.
+        transform: a registered name, ``"package.module:function"``, or the function itself.
+    """
+
+    sources: tuple[str, ...]
+    transform: str | Transform
+
+
+class Stage(ABC):
+    """One step of a pipeline. Stages know nothing of each other; the runtime connects them.
+
+    A stage is driven by one thread at a time: ``add_request``, ``abort`` and ``step`` are never
+    called at once.
+
+    Args:
+        name: unique in the pipeline.
+        inputs: the stages that feed this one; None makes it a root, which gets the user's prompt.
+        outputs: names of the tensors it hands on; None hands on all that it makes.
+        final_output: what the user gets of it: any of ``"text"`` and ``"tensors"``; empty for a
+            stage that only feeds others.
+
+    Raises:
+        ValueError: an unknown kind of final output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: StageInputs | None = None,
+        outputs: Collection[str] | None = None,
+        final_output: Collection[str] = (),
+    ) -> None:
+        unknown = sorted(set(final_output) - set(FINAL_OUTPUTS))
+        if unknown:
+            raise ValueError(
+                f"stage {name!r}: unknown final_output {unknown}; known are {list(FINAL_OUTPUTS)}"
+            )
+        self.name = name
+        self.inputs = inputs
+        self.outputs = None if outputs is None else tuple(outputs)
+        self.final_output = tuple(final_output)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of its ``hidden_states`` and of the embeddings it takes; None if it has none."""
+        return None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Element type that it computes in; None if it does not compute with tensors."""
+        return None
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """The sampling parameters of requests that bring none; None if it samples nothing."""
+        return None
+
+    def merge_sampling(self, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+        """The parameters of one request: an object as it is, fields laid over the stage's own.
+
+        Raises:
+            ValueError: the stage samples nothing, or a field is unknown or out of range.
+        """
+        own = self.sampling
+        if own is None:
+            raise ValueError("it generates no tokens, so it takes no sampling parameters")
+        if isinstance(override, SamplingParams):
+            return override
+        return SamplingParams.model_validate(own.model_dump() | dict(override))
+
+    @abstractmethod
+    def add_request(self, request: StageRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: this request cannot run here (too long, wrong width, unknown ids, ...);
+                the stage is unchanged and goes on with its other requests.
+        """
+
+    @abstractmethod
+    def step(self) -> list[StageOutput]:
+        """Do one unit of work; return the outputs that moved, finished or not."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; an id the stage does not have is ignored."""
+
+    @property
+    @abstractmethod
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has work."""
+
+    @property
+    @abstractmethod
+    def enable_prefix_caching(self) -> bool:
+        """Whether this stage reuses what it computed; may be set while it is idle."""
+
+    @enable_prefix_caching.setter
+    @abstractmethod
+    def enable_prefix_caching(self, value: bool) -> None: ...
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that was cached. The stage must be idle."""
+
+    @abstractmethod
+    def stats(self) -> StageStats:
+        """Counters since the stage was built."""
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """What the stage reserved and resolved, for people: model, dtype, device, bytes, blocks."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise if blocks are not conserved; prints the equation that failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything; the stage cannot be used afterwards."""

@@ -1,0 +1,37 @@
+"""Every example runs as it stands, and prints what it is there to show."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SHOWN = {
+    "compose_in_python": ["first round", "second round", "embedder: a vector of 64 numbers"],
+    "custom_transform": ["better (", "mood (4 in)", "at least 4 rows are needed, got"],
+    "engine_alone": ["KV cache", "10 tokens in", "8 prompt tokens hit"],
+    "verify_from_python": ["cached equals uncached: 4 of 4 requests compared", "stage 'reader'"],
+}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_an_example_runs_and_shows_its_point(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    except SystemExit as exit_:
+        assert exit_.code == 0
+    printed = capsys.readouterr().out
+    for expected in SHOWN[name]:
+        assert expected in printed

@@ -1,0 +1,325 @@
+"""The command line, end to end with small real models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from omni import AutoregressiveStage, Pipeline
+from omni import verify as verification
+from omni.cli import app
+from omni.config_file import shipped_configs
+
+SHORT = [
+    "--set",
+    "stages.writer.sampling.max_tokens=4",
+    "--set",
+    "stages.reader.sampling.max_tokens=3",
+]
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints(checkpoint_cache: Path) -> None:
+    """``seeded:`` models are built once for all tests, and nothing outside is touched."""
+
+
+def omni(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def write_requests(folder: Path, *lines: Any) -> Path:
+    path = folder / "requests.jsonl"
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines),
+        encoding="utf-8",
+    )
+    return path
+
+
+def read_outputs(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_run_prints_every_final_stages_text_and_a_summary() -> None:
+    result = omni("run", "two_step", "-p", "A quick brown fox", "-p", "Once upon a time", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for number in (1, 2):
+        start = lines.index(f"=== prompt-{number}")
+        assert lines[start + 1] == "--- writer"
+        assert "--- reader" in lines[start:]
+    assert "requests: 2, failed: 0" in result.stderr
+    assert "hit tokens" in result.stderr
+
+
+def test_quiet_prints_nothing_but_the_texts() -> None:
+    result = omni("run", "two_step", "-p", "A quick brown fox", *SHORT, "--quiet")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.startswith("=== prompt-1\n--- writer\n")
+
+
+def test_run_writes_the_outputs_of_good_requests_beside_bad_ones(
+    tmp_path: Path, qwen2_checkpoint: str
+) -> None:
+    save_file({"embeds": torch.zeros(2, 63)}, tmp_path / "narrow.safetensors")
+    requests = write_requests(
+        tmp_path,
+        {"request_id": "text", "prompt": "A quick brown fox"},
+        {"request_id": "nobody", "prompt": "x", "sampling": {"writr": {}}},
+        "{",
+        {
+            "request_id": "tokens",
+            "prompt_token_ids": [7, 8, 9],
+            "sampling": {"writer": {"max_tokens": 1}},
+        },
+        {"request_id": "text", "prompt": "again"},
+        {"request_id": "long", "prompt_token_ids": [5] * 2000},
+        {"request_id": "narrow", "prompt_embeds": "narrow.safetensors"},
+        {"request_id": "../chat", "prompt": [{"role": "user", "content": "hello"}]},
+    )
+    out = tmp_path / "out"
+    result = omni("run", "two_step", "--input", requests, "--output-dir", out, *SHORT)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    lines = read_outputs(out)
+    assert [line["request_id"] for line in lines] == [
+        "text", "nobody", "line-3", "tokens", "text", "long", "narrow", "../chat",
+    ]  # fmt: skip
+    errors = {number: line["error"] for number, line in enumerate(lines) if line["error"]}
+    assert list(errors) == [1, 2, 4, 5, 6]
+    assert "requests.jsonl:2: sampling.writr: unknown stage; did you mean 'writer'?" in errors[1]
+    assert "requests.jsonl:3:2: not valid JSON" in errors[2]
+    assert "'text' is already used on line 1" in errors[4]
+    assert "2000" in errors[5]
+    assert "1024" in errors[5]
+    assert "63" in errors[6]
+    assert "64" in errors[6]
+    assert all(error.splitlines()[0] in result.stderr for error in errors.values())
+    for number, num_tokens in ((0, 4), (3, 1), (7, 4)):
+        writer = lines[number]["stages"]["writer"]
+        assert len(writer["token_ids"]) == num_tokens
+        assert writer["finish_reason"] == "length"
+        assert "tensors" not in writer, "only its text is final"
+        assert len(lines[number]["stages"]["reader"]["token_ids"]) == 3
+        assert (
+            lines[number]["stages"]["reader"]["num_prompt_tokens"]
+            == writer["num_prompt_tokens"] + num_tokens - 1
+        )
+
+
+def test_tensors_are_written_where_the_lines_say(tmp_path: Path) -> None:
+    result = omni(
+        "run", "encode_then_generate", "-p", "a quick brown fox", "-o", tmp_path, "-q"
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    (line,) = read_outputs(tmp_path)
+    encoder, generator = line["stages"]["encoder"], line["stages"]["generator"]
+    loaded = {name: load_file(tmp_path / file)[name] for name, file in encoder["tensors"].items()}
+    rows = encoder["num_prompt_tokens"]
+    assert loaded["hidden_states"].shape == (rows, 64)
+    torch.testing.assert_close(loaded["pooled"], loaded["hidden_states"].mean(0))
+    assert generator["num_prompt_tokens"] == rows
+    assert "text" not in encoder
+
+
+def test_a_later_request_hits_what_an_earlier_one_computed(tmp_path: Path) -> None:
+    tokens = list(range(10, 50))
+    requests = write_requests(
+        tmp_path, {"prompt_token_ids": tokens}, {"prompt_token_ids": [*tokens, 5]}
+    )
+    serial = ["--set", "stages.writer.engine.max_num_seqs=1", *SHORT]
+    outputs = {}
+    for switch in ("true", "false"):
+        out = tmp_path / switch
+        switches = [
+            argument
+            for stage in ("writer", "reader")
+            for argument in ("--set", f"stages.{stage}.engine.enable_prefix_caching={switch}")
+        ]
+        assert omni("run", "two_step", "-i", requests, "-o", out, *serial, *switches).exit_code == 0
+        outputs[switch] = [line["stages"] for line in read_outputs(out)]
+    hits = [stages["writer"]["num_cached_tokens"] for stages in outputs["true"]]
+    assert hits == [0, 32], "two whole blocks of 16"
+    for cached, uncached in zip(outputs["true"], outputs["false"], strict=True):
+        for stage in ("writer", "reader"):
+            assert uncached[stage]["num_cached_tokens"] == 0
+            assert cached[stage]["token_ids"] == uncached[stage]["token_ids"]
+            assert cached[stage]["text"] == uncached[stage]["text"]
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_config_is_valid_and_runs(name: str) -> None:
+    assert omni("validate", name).exit_code == 0
+    result = omni("run", name, "-p", "a quick brown fox jumps over the lazy dog", "-q")
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_verify_finds_every_shipped_config_equal(name: str) -> None:
+    prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
+    result = omni("verify", name, "-p", prompt, "-p", prompt + ". Why?")
+    assert result.exit_code == 0, result.stdout
+    assert "cached equals uncached: 2 of 2" in result.stdout
+
+
+def test_verify_exits_with_1_when_a_cached_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row is planted after the run that fills the caches, before the one that hits them."""
+    real = verification._run
+    cached_runs: list[Any] = []
+
+    def run_and_plant(pipeline: Pipeline, *args: Any, caching: bool) -> Any:
+        done = real(pipeline, *args, caching=caching)
+        if caching and not cached_runs:
+            cached_runs.append(done)
+            stage = pipeline.stages["writer"]
+            assert isinstance(stage, AutoregressiveStage)
+            slots = torch.arange(16, stage.engine.memory_plan.num_blocks * 16, 16)
+            rows = torch.full((len(slots), 64), 0.25)
+            stage.engine._kv.stage_outputs.write(slots, {"hidden_states": rows})
+        return done
+
+    monkeypatch.setattr(verification, "_run", run_and_plant)
+    prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
+    result = omni("verify", "two_step", "-p", prompt)
+    assert result.exit_code == 1
+    assert "DIFFERS" in result.stdout
+    assert "request 'prompt-1', stage 'writer', warm cache" in result.stdout
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_explain_shows_the_graph_every_default_and_the_memory(name: str, tmp_path: Path) -> None:
+    result = omni("explain", name)
+    assert result.exit_code == 0, result.stderr
+    assert "──hidden_states_as_prompt_embeds──►" in result.stdout
+    assert "Resolved and reserved" in result.stdout
+    assert "weights" in result.stdout
+    assert "KV cache" in result.stdout
+    settings = result.stdout.split("Every setting:")[1].split("Resolved and reserved")[0]
+    explained = tmp_path / "explained.yaml"
+    explained.write_text(settings, encoding="utf-8")
+    assert yaml.safe_load(settings)["name"] == name
+    assert omni("validate", explained).exit_code == 0
+
+
+def test_explain_can_leave_the_models_alone() -> None:
+    result = omni("explain", "two_step", "--no-load", "--set", "stages.writer.model=some/hub-id")
+    assert result.exit_code == 0
+    assert "writer  autoregressive  some/hub-id" in result.stdout
+    assert "Resolved and reserved" not in result.stdout
+
+
+def test_validate_checks_the_requests_too(tmp_path: Path) -> None:
+    good = write_requests(tmp_path, {"prompt": "x"})
+    assert omni("validate", "two_step", "--input", good).exit_code == 0
+    bad = write_requests(tmp_path, {"prompt": "x"}, {"promt": "x"}, "{")
+    result = omni("validate", "two_step", "--input", bad)
+    assert result.exit_code == 2
+    assert "requests.jsonl:2: promt: unknown key; did you mean 'prompt'?" in result.stderr
+    assert "requests.jsonl:3:2: not valid JSON" in result.stderr
+
+
+BAD_INPUT = {
+    "unknown pipeline": (["run", "two_stp", "-p", "x"], "did you mean 'two_step'?"),
+    "unknown key": (
+        ["run", "two_step", "-p", "x", "--set", "stages.writer.engine.blok_size=4"],
+        "stages.writer.engine.blok_size: unknown key; did you mean 'block_size'?",
+    ),
+    "missing model folder": (
+        ["validate", "two_step", "--set", "stages.writer.model=./nowhere"],
+        "stages.writer.model: no such folder",
+    ),
+    "no prompt": (["run", "two_step"], "give either --prompt"),
+    "two kinds of prompts": (
+        ["run", "two_step", "-p", "x", "-i", "requests.jsonl"],
+        "give either --prompt",
+    ),
+    "no such input": (["run", "two_step", "-i", "absent.jsonl"], "absent.jsonl: cannot be read"),
+    "a malformed override": (["run", "two_step", "-p", "x", "--set", "oops"], "PLACE=VALUE"),
+    "widths that do not fit": (
+        ["run", "two_step", "-p", "x", "--set", "stages.writer.model=seeded:bert"],
+        "stage 'writer': unsupported architecture 'BertModel'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_error_without_a_traceback(case: str) -> None:
+    arguments, expected = BAD_INPUT[case]
+    result = omni(*arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        omni("validate", "two_step", "--set", "stages.writer.model=./nowhere", "--debug")
+
+
+def test_an_output_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = omni("run", "two_step", "-p", "x", "-o", tmp_path / "file", *SHORT)
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+
+
+def test_transforms_of_ones_own_are_found_in_the_working_directory(tmp_path: Path) -> None:
+    """As a user would call it: another process, in a folder with a module beside the YAML."""
+    (tmp_path / "my_transform.py").write_text(
+        "from engine import TokensPrompt\n"
+        "def backwards(context):\n"
+        "    return TokensPrompt(context.sources[0].token_ids[::-1])\n"
+    )
+    override = "stages.reader.inputs.transform=my_transform:backwards"
+    finished = subprocess.run(
+        [sys.executable, "-m", "omni", "validate", "two_step", "--set", override],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONSAFEPATH": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner, Result\n"
+        "from omni.cli import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\n"
+        "assert result.exit_code == 0 and 'verify' in result.output, result.output\n"
+        "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_demo_shows_texts_hits_and_time_saved(
+    monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
+) -> None:
+    monkeypatch.setattr(
+        "omni.demo._MODELS",
+        {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
+        | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
+    )
+    result = omni("demo")
+    assert result.exit_code == 0, result.output
+    assert "input tokens from the cache" in result.stdout
+    assert "cached equals uncached: 6 of 6" in result.stdout
+    assert "Warm caches hit" in result.stdout

@@ -1,0 +1,258 @@
+"""Any number of callers share one pipeline, and whoever leaves takes its requests along."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from omni import Omni, OmniOutput, OmniRequest, Pipeline
+from stages import StageOutput
+from tests.support.fake_stage import FakeStage
+
+ENDLESS = 10**9
+
+
+def make(*stages: FakeStage) -> Omni:
+    return Omni(Pipeline(stages))
+
+
+@pytest.fixture
+def omni() -> Iterator[Omni]:
+    """Two stages, of which the second shows three pieces of text."""
+    with make(FakeStage("a", final=False), FakeStage("b", ("a",), steps=3)) as made:
+        yield made
+
+
+def text(output: OmniOutput) -> str | None:
+    return output.stages["b"].text
+
+
+def check_nothing_is_held_soon(omni: Omni) -> None:
+    for _ in range(1000):
+        try:
+            return check_nothing_is_held(omni)
+        except RuntimeError:
+            time.sleep(0.01)
+    raise AssertionError("requests are still running")
+
+
+def check_nothing_is_held(omni: Omni) -> None:
+    with omni.paused() as pipeline:
+        for stage in pipeline.stages.values():
+            stage.check_integrity()
+
+
+def test_generate_answers_in_the_order_of_the_requests(omni: Omni) -> None:
+    outputs = omni.generate(["x", OmniRequest("y", request_id="named"), "z"])
+    assert [text(output) for output in outputs] == ["b(a(x))", "b(a(y))", "b(a(z))"]
+    assert outputs[1].request_id == "named"
+    assert len({output.request_id for output in outputs}) == 3
+
+
+def test_generate_takes_one_prompt_or_none(omni: Omni) -> None:
+    assert [text(output) for output in omni.generate("x")] == ["b(a(x))"]
+    assert omni.generate([]) == []
+
+
+def test_generate_tells_its_progress(omni: Omni) -> None:
+    seen: list[OmniOutput] = []
+    omni.generate(["x", "y"], on_progress=seen.append)
+    assert sum(output.finished for output in seen) == 2
+    assert len(seen) == 6, "three pieces for each of two requests"
+
+
+def test_a_bad_request_has_its_error_and_its_neighbours_finish(omni: Omni) -> None:
+    outputs = omni.generate(["x", OmniRequest("y", sampling={"nowhere": {}}), "z"])
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert "'nowhere'" in str(outputs[1].error)
+    assert text(outputs[2]) == "b(a(z))"
+
+
+def test_the_second_of_two_requests_of_one_id_fails_alone(omni: Omni) -> None:
+    outputs = omni.generate([OmniRequest("x", "same"), OmniRequest("y", "same"), "z"])
+    assert [text(outputs[0]), text(outputs[2])] == ["b(a(x))", "b(a(z))"]
+    assert "'same' belongs to a request that is still running" in str(outputs[1].error)
+
+
+def test_an_exception_in_the_callback_aborts_the_rest() -> None:
+    def give_up(output: OmniOutput) -> None:
+        raise InterruptedError
+
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        with pytest.raises(InterruptedError):
+            omni.generate(["x", "y"], on_progress=give_up)
+        check_nothing_is_held(omni)
+
+
+def test_stream_shows_every_piece(omni: Omni) -> None:
+    outputs = list(omni.stream("x"))
+    assert "".join(output.stages["b"].delta for output in outputs) == "b(a(x))"
+    assert [output.finished for output in outputs] == [False, False, True]
+
+
+def test_leaving_a_stream_early_aborts_its_requests() -> None:
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        for output in omni.stream(["x", "y"]):
+            assert not output.finished
+            break
+        gc.collect()
+        check_nothing_is_held(omni)
+
+
+def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it() -> None:
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        first = omni.stream(OmniRequest("x", "same"))
+        next(first)
+        second = omni.stream(OmniRequest("y", "same"))
+        assert "still running" in str(next(second).error)
+        second.close()
+        assert not next(first).finished
+        first.close()
+        check_nothing_is_held(omni)
+
+
+def test_abort_ends_the_wait_of_another_thread() -> None:
+    with make(FakeStage("b", steps=ENDLESS)) as omni, ThreadPoolExecutor(1) as pool:
+        started = threading.Event()
+        waiting = pool.submit(
+            omni.generate, OmniRequest("x", "mine"), on_progress=lambda _: started.set()
+        )
+        assert started.wait(30)
+        omni.abort("unknown")
+        omni.abort("mine")
+        assert [output.error for output in waiting.result(30)] == ["aborted"]
+        check_nothing_is_held(omni)
+
+
+def test_threads_share_one_pipeline(omni: Omni) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda n: omni.generate([f"x{n}", f"y{n}"]), range(12)))
+    for number, outputs in enumerate(results):
+        assert [text(output) for output in outputs] == [f"b(a(x{number}))", f"b(a(y{number}))"]
+
+
+def test_coroutines_share_one_pipeline(omni: Omni) -> None:
+    async def consume(prompt: str) -> str:
+        return "".join([output.stages["b"].delta async for output in omni.astream(prompt)])
+
+    async def several() -> list[str]:
+        return await asyncio.gather(*(consume(f"x{number}") for number in range(8)))
+
+    assert asyncio.run(several()) == [f"b(a(x{number}))" for number in range(8)]
+
+
+def test_cancelling_a_consumer_aborts_its_request_alone() -> None:
+    async def scenario(omni: Omni) -> OmniOutput:
+        entered = asyncio.Event()
+
+        async def endless() -> None:
+            async for _ in omni.astream("endless"):
+                entered.set()
+
+        task = asyncio.create_task(endless())
+        await asyncio.wait_for(entered.wait(), 30)
+        beside = [output async for output in omni.astream(OmniRequest("short", "short"))]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return beside[-1]
+
+    class Slow(FakeStage):
+        def _advance(self, request_id: str) -> StageOutput | None:
+            self.steps = 3 if request_id == "short" else ENDLESS
+            return super()._advance(request_id)
+
+    with make(Slow("b")) as omni:
+        assert text(asyncio.run(scenario(omni))) == "b(short)"
+        check_nothing_is_held(omni)
+
+
+def test_close_fails_what_is_running_and_closes_the_stages() -> None:
+    stage = FakeStage("b", steps=ENDLESS)
+    omni = make(stage)
+    with ThreadPoolExecutor(1) as pool:
+        started = threading.Event()
+        waiting = pool.submit(omni.generate, "x", on_progress=lambda _: started.set())
+        assert started.wait(30)
+        omni.close()
+        (output,) = waiting.result(30)
+    assert "closed before it finished" in str(output.error)
+    assert stage.closed
+    stage.check_integrity()
+    omni.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        omni.generate("x")
+    with pytest.raises(RuntimeError, match="closed"), omni.paused():
+        pass
+
+
+def test_an_unused_or_dropped_pipeline_is_closed() -> None:
+    stage = FakeStage("b", steps=1)
+    with make(stage):
+        pass
+    assert stage.closed
+    stage = FakeStage("b", steps=1)
+    make(stage).generate("x")
+    gc.collect()
+    assert stage.closed
+    assert all(thread.name != "omni-driver" for thread in threading.enumerate())
+
+
+def test_a_crash_of_the_driver_reaches_every_consumer() -> None:
+    class Liar(FakeStage):
+        @property
+        def has_unfinished_requests(self) -> bool:
+            raise MemoryError("no memory")
+
+    with make(Liar("b", steps=ENDLESS)) as omni:
+        with pytest.raises(RuntimeError, match="crashed") as caught:
+            omni.generate(["x", "y"])
+        assert isinstance(caught.value.__cause__, MemoryError)
+        with pytest.raises(RuntimeError, match="crashed"):
+            list(omni.stream("x"))
+        with pytest.raises(RuntimeError, match="crashed"), omni.paused():
+            pass
+
+
+def test_a_request_whose_outputs_nobody_takes_is_aborted() -> None:
+    """Such as those of an event loop that was closed under its coroutines."""
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+
+        def refuse(output: OmniOutput | Exception) -> None:
+            raise RuntimeError("Event loop is closed")
+
+        omni._driver.submit(OmniRequest("x"), "gone", refuse)
+        (output,) = omni.generate(OmniRequest("y", sampling={"nowhere": {}}))
+        assert output.error is not None, "requests beside it are still answered"
+        check_nothing_is_held_soon(omni)
+
+
+def test_requests_wait_while_the_pipeline_is_lent_out(omni: Omni) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with omni.paused() as pipeline:
+            waiting = pool.submit(omni.generate, "x")
+            assert pipeline is omni.pipeline
+            assert not pipeline.stages["a"].has_unfinished_requests
+            assert not waiting.done()
+        assert text(waiting.result(30)[0]) == "b(a(x))"
+
+
+def test_a_busy_pipeline_is_not_lent_out() -> None:
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        stream = omni.stream("x")
+        next(stream)
+        with pytest.raises(RuntimeError, match="1 requests are running"), omni.paused():
+            pass
+        stream.close()
+        check_nothing_is_held(omni)
+
+
+def test_overrides_need_a_file() -> None:
+    with pytest.raises(ValueError, match="overrides"):
+        Omni(Pipeline([FakeStage("a")]), overrides={"stages.a.model": "x"})

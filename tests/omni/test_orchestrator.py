@@ -1,0 +1,355 @@
+"""Requests cross any graph of stages; what goes wrong with one ends it alone and leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import FinishReason, Prompt, SamplingParams
+from omni.orchestrator import Orchestrator
+from omni.pipeline import Pipeline
+from omni.request import OmniOutput, OmniRequest
+from stages import StageOutput, TransformContext
+from tests.support.fake_stage import FakeStage
+
+
+def drain(orchestrator: Orchestrator) -> dict[str, list[OmniOutput]]:
+    """Every output by request, until nothing is left."""
+    outputs: dict[str, list[OmniOutput]] = {}
+    for _ in range(1000):
+        if not orchestrator.has_unfinished_requests:
+            return outputs
+        for output in orchestrator.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError("requests are left after 1000 turns")
+
+
+def run(stages: Sequence[FakeStage], *ids: str) -> dict[str, OmniOutput]:
+    """Run one request per id through a pipeline; check that nothing is left behind."""
+    orchestrator = Orchestrator(Pipeline(stages))
+    for request_id in ids:
+        orchestrator.add_request(OmniRequest(request_id, request_id))
+    outputs = drain(orchestrator)
+    for stage in stages:
+        stage.check_integrity()
+    for of_request in outputs.values():
+        assert [output.finished for output in of_request] == [False] * (len(of_request) - 1) + [
+            True
+        ]
+    return {request_id: of_request[-1] for request_id, of_request in outputs.items()}
+
+
+def texts(output: OmniOutput) -> dict[str, str | None]:
+    return {name: stage.text for name, stage in output.stages.items()}
+
+
+def test_a_request_goes_through_a_chain() -> None:
+    stages = [FakeStage("a", final=False), FakeStage("b", ("a",)), FakeStage("c", ("b",))]
+    outputs = run(stages, "x", "y")
+    assert texts(outputs["x"]) == {"b": "b(a(x))", "c": "c(b(a(x)))"}
+    assert texts(outputs["y"]) == {"b": "b(a(y))", "c": "c(b(a(y)))"}
+    assert outputs["x"].error is None
+
+
+def test_a_stage_may_feed_several_and_several_may_feed_one() -> None:
+    stages = [
+        FakeStage("root", final=False, steps=1),
+        FakeStage("slow", ("root",), final=False, steps=5),
+        FakeStage("fast", ("root",), final=False, steps=1),
+        FakeStage("join", ("slow", "fast")),
+    ]
+    assert texts(run(stages, "x")["x"]) == {"join": "join(slow(root(x))fast(root(x)))"}
+
+
+def test_every_root_gets_the_users_prompt() -> None:
+    stages = [FakeStage("a", final=False), FakeStage("b"), FakeStage("c", ("a", "b"))]
+    assert texts(run(stages, "x")["x"]) == {"b": "b(x)", "c": "c(a(x)b(x))"}
+
+
+def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
+    a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=3)
+    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator.add_request(OmniRequest("x", "first"))
+    orchestrator.step()
+    assert "first" in b.held
+    orchestrator.add_request(OmniRequest("x", "second"))
+    orchestrator.step()
+    assert list(b.held) == ["first", "second"]
+    assert b.held["first"][1] == 1, "the last stage works while the first takes new requests"
+
+
+def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -> None:
+    seen: list[TransformContext] = []
+
+    def spy(context: TransformContext) -> Prompt:
+        seen.append(context)
+        return "made"
+
+    stages = [FakeStage("a"), FakeStage("b"), FakeStage("c", ("b", "a"), transform=spy)]
+    assert texts(run(stages, "x")["x"])["c"] == "c(made)"
+    assert seen[0].request_id == seen[0].prompt == "x"
+    assert [source.stage for source in seen[0].sources] == ["b", "a"]
+    assert all("hidden_states" in source.tensors for source in seen[0].sources)
+
+
+def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
+    stages = [FakeStage("a", steps=3), FakeStage("b", ("a",), steps=4), FakeStage("c", steps=6)]
+    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator.add_request(OmniRequest("prompt", "x"))
+    outputs = drain(orchestrator)["x"]
+    for name, text in texts(outputs[-1]).items():
+        deltas = [output.stages[name].delta for output in outputs if name in output.stages]
+        assert "".join(deltas) == text
+
+
+def test_the_user_gets_what_final_output_asks_for() -> None:
+    both, text, none = FakeStage("both"), FakeStage("text"), FakeStage("none", final=False)
+    tensors = FakeStage("tensors", ("none",))
+    both.final_output, tensors.final_output = ("text", "tensors"), ("tensors",)
+    stages = run([both, text, none, tensors], "x")["x"].stages
+    assert list(stages) == ["both", "text", "tensors"]
+    assert (stages["both"].text, list(stages["both"].tensors)) == ("both(x)", ["hidden_states"])
+    assert (stages["text"].text, list(stages["text"].tensors)) == ("text(x)", [])
+    assert (stages["tensors"].text, stages["tensors"].token_ids) == (None, ())
+    assert list(stages["tensors"].tensors) == ["hidden_states"]
+
+
+def test_priority_salt_and_sampling_reach_the_stages_they_are_for() -> None:
+    a = FakeStage("a", sampling=SamplingParams(max_tokens=5, temperature=0.5))
+    b = FakeStage("b", ("a",), sampling=SamplingParams())
+    orchestrator = Orchestrator(Pipeline([a, b]))
+    whole = SamplingParams(top_k=3)
+    orchestrator.add_request(
+        OmniRequest(
+            "p", "x", sampling={"a": {"max_tokens": 7}, "b": whole}, priority=4, cache_salt="s"
+        )
+    )
+    drain(orchestrator)
+    assert a.seen["x"].sampling == SamplingParams(max_tokens=7, temperature=0.5)
+    assert b.seen["x"].sampling == whole
+    for stage in (a, b):
+        assert (stage.seen["x"].priority, stage.seen["x"].cache_salt) == (4, "s")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"wirter": {}}, "stage 'wirter', which does not exist; did you mean 'writer'"),
+        ({"plain": {"max_tokens": 1}}, "stage 'plain': it generates no tokens"),
+        ({"writer": {"max_tokns": 1}}, "stage 'writer': max_tokns: unknown key; did you mean"),
+        ({"writer": {"max_tokens": -1}}, "stage 'writer': max_tokens: .*-1"),
+        ({"writer": SamplingParams(n=2)}, "n=2 completions, but it feeds plain"),
+    ],
+)
+def test_wrong_sampling_is_that_requests_error(sampling: dict[str, Any], message: str) -> None:
+    writer = FakeStage("writer", sampling=SamplingParams())
+    orchestrator = Orchestrator(Pipeline([writer, FakeStage("plain", ("writer",))]))
+    with pytest.raises(ValueError, match=message):
+        orchestrator.add_request(OmniRequest("p", "x", sampling=sampling))
+    assert not orchestrator.has_unfinished_requests
+    writer.check_integrity()
+
+
+def test_an_id_is_needed_and_cannot_be_taken_twice_at_a_time() -> None:
+    orchestrator = Orchestrator(Pipeline([FakeStage("a")]))
+    with pytest.raises(ValueError, match="needs a request_id"):
+        orchestrator.add_request(OmniRequest("p"))
+    orchestrator.add_request(OmniRequest("p", "x"))
+    with pytest.raises(ValueError, match="'x' belongs to a request that is still running"):
+        orchestrator.add_request(OmniRequest("p", "x"))
+    assert drain(orchestrator)["x"][-1].error is None
+    orchestrator.add_request(OmniRequest("p", "x"))
+    assert drain(orchestrator)["x"][-1].error is None
+
+
+def test_a_request_that_one_root_refuses_leaves_the_others() -> None:
+    stages = [FakeStage("a"), FakeStage("b", refuse=["bad"]), FakeStage("c", ("a", "b"))]
+    orchestrator = Orchestrator(Pipeline(stages))
+    with pytest.raises(ValueError, match="stage 'b': refused"):
+        orchestrator.add_request(OmniRequest("p", "bad"))
+    assert not orchestrator.has_unfinished_requests
+    for stage in stages:
+        stage.check_integrity()
+
+
+def broken_transform(context: TransformContext) -> Prompt:
+    if context.request_id == "bad":
+        raise KeyError("missing")
+    return str(context.sources[0].text)
+
+
+def refusing_transform(context: TransformContext) -> Prompt:
+    if context.request_id == "bad":
+        raise ValueError("not this one")
+    return str(context.sources[0].text)
+
+
+def careless_transform(context: TransformContext) -> Prompt:
+    return None if context.request_id == "bad" else "fine"  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"refuse": ["bad"]}, "stage 'b': refused"),
+        ({"fail": ["bad"]}, "stage 'b': told to fail"),
+        ({"lose": ["bad"], "steps": 9}, "stage 'b': it lost the request"),
+        ({"transform": broken_transform}, "stage 'b': KeyError: 'missing'"),
+        ({"transform": refusing_transform}, "stage 'b': not this one"),
+        ({"transform": careless_transform}, "returned a NoneType, not a prompt"),
+    ],
+)
+def test_what_goes_wrong_with_one_request_ends_it_alone(
+    second: dict[str, Any], message: str
+) -> None:
+    """A side branch is still running when the request fails; it is freed there as well."""
+    stages = [FakeStage("a"), FakeStage("b", ("a",), **second), FakeStage("side", steps=50)]
+    outputs = run(stages, "good", "bad", "fine")
+    assert message in str(outputs["bad"].error)
+    assert outputs["bad"].stages["a"].text == "a(bad)", "what had finished is still told"
+    assert outputs["bad"].stages["b"].finish_reason is FinishReason.ERROR
+    assert outputs["good"].error is None
+    assert outputs["fine"].error is None
+
+
+def test_a_step_that_raises_fails_the_requests_in_that_stage() -> None:
+    a, b = FakeStage("a", explode=["bad"]), FakeStage("b")
+    orchestrator = Orchestrator(Pipeline([a, b]))
+    for request_id in ("bad", "beside"):
+        orchestrator.add_request(OmniRequest("p", request_id))
+    outputs = drain(orchestrator)
+    for request_id in ("bad", "beside"):
+        assert outputs[request_id][-1].error == "stage 'a': its step failed: ArithmeticError: boom"
+    assert a.resets == 1, "nothing that it had cached is trusted"
+    orchestrator.add_request(OmniRequest("p", "after"))
+    assert drain(orchestrator)["after"][-1].error is None
+    for stage in (a, b):
+        stage.check_integrity()
+
+
+def test_requests_in_other_stages_go_on_when_a_step_raises() -> None:
+    a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=5, explode=["bad"])
+    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator.add_request(OmniRequest("p", "bad"))
+    orchestrator.step()
+    orchestrator.add_request(OmniRequest("p", "behind"))
+    outputs = drain(orchestrator)
+    assert "boom" in str(outputs["bad"][-1].error)
+    assert outputs["behind"][-1].error is None
+
+
+def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later() -> None:
+    stages = [FakeStage("a", steps=1), FakeStage("b", ("a",), explode=["bad"], stuck=True)]
+    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator.add_request(OmniRequest("p", "bad"))
+    assert "boom" in str(drain(orchestrator)["bad"][-1].error)
+    orchestrator.add_request(OmniRequest("p", "next"))
+    error = drain(orchestrator)["next"][-1].error
+    assert "stage 'b': it cannot be used any more" in str(error)
+    assert "stuck" in str(error)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_request_can_be_aborted_at_any_time(turns: int) -> None:
+    stages = [FakeStage("a"), FakeStage("b", ("a",), steps=3)]
+    orchestrator = Orchestrator(Pipeline(stages))
+    for request_id in ("gone", "stays"):
+        orchestrator.add_request(OmniRequest(request_id, request_id))
+    for _ in range(turns):
+        orchestrator.step()
+    output = orchestrator.abort("gone")
+    assert output is not None
+    assert (output.finished, output.error) == (True, "aborted")
+    assert output.stages["b"].finish_reason is FinishReason.ABORT
+    assert all("gone" not in stage.held for stage in stages)
+    assert orchestrator.abort("gone") is None
+    assert texts(drain(orchestrator)["stays"][-1]) == {"a": "a(stays)", "b": "b(a(stays))"}
+
+
+def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
+    a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=9)
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def keep_track(output: StageOutput) -> None:
+        tensors.append(weakref.ref(output.tensors["hidden_states"]))
+
+    orchestrator = Orchestrator(Pipeline([a, b]), on_stage_output=keep_track)
+    orchestrator.add_request(OmniRequest("p", "x"))
+    orchestrator.step()
+    gc.collect()
+    assert len(tensors) == 1
+    assert tensors[0]() is None
+    drain(orchestrator)
+
+
+def test_the_observer_sees_every_stage_once_per_request() -> None:
+    seen: list[tuple[str, str]] = []
+    stages = [FakeStage("a", final=False), FakeStage("b", ("a",))]
+    orchestrator = Orchestrator(
+        Pipeline(stages), on_stage_output=lambda out: seen.append((out.request_id, out.stage))
+    )
+    for request_id in ("x", "y"):
+        orchestrator.add_request(OmniRequest("p", request_id))
+    drain(orchestrator)
+    assert sorted(seen) == [("x", "a"), ("x", "b"), ("y", "a"), ("y", "b")]
+
+
+@given(st.data())
+def test_in_any_graph_every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
+    names = [f"s{index}" for index in range(data.draw(st.integers(1, 5), label="stages"))]
+    ids = [f"r{index}" for index in range(data.draw(st.integers(1, 6), label="requests"))]
+    some = st.lists(st.sampled_from(ids), unique=True, max_size=1)
+    feeding: dict[str, tuple[str, ...]] = {
+        name: tuple(data.draw(st.lists(st.sampled_from(names[:i]), unique=True))) if i else ()
+        for i, name in enumerate(names)
+    }
+    stages = [
+        FakeStage(
+            name,
+            feeding[name],
+            steps=data.draw(st.integers(1, 4)),
+            refuse=data.draw(some),
+            fail=data.draw(some),
+            lose=data.draw(some),
+            explode=data.draw(some),
+        )
+        for name in names
+    ]
+    orchestrator = Orchestrator(Pipeline(stages))
+    last: dict[str, OmniOutput] = {}
+    refused = set()
+    for request_id in ids:
+        try:
+            orchestrator.add_request(OmniRequest(request_id, request_id))
+        except ValueError:
+            refused.add(request_id)
+        victim = data.draw(st.none() | st.sampled_from(ids))
+        for output in [
+            *orchestrator.step(),
+            *([orchestrator.abort(victim)] if victim is not None else []),
+        ]:
+            if output is not None and output.finished:
+                assert output.request_id not in last, "a request ends once"
+                last[output.request_id] = output
+    for request_id, outputs in drain(orchestrator).items():
+        assert request_id not in last
+        last[request_id] = outputs[-1]
+    assert last.keys() | refused == set(ids)
+    assert not last.keys() & refused
+    for stage in stages:
+        stage.check_integrity()
+
+    def expected(name: str, request_id: str) -> str:
+        inner = "".join(expected(source, request_id) for source in feeding[name])
+        return f"{name}({inner or request_id})"
+
+    for request_id, output in last.items():
+        if output.error is None:
+            assert texts(output) == {name: expected(name, request_id) for name in names}

@@ -1,0 +1,164 @@
+"""A graph of stages that cannot work is refused when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine import SamplingParams
+from omni import pipeline as pipeline_module
+from omni.pipeline import Pipeline
+from omni.pipeline_config import PipelineConfig
+from stages import Stage, TransformContext
+from tests.support.fake_stage import FakeStage
+
+EMBEDS = "hidden_states_as_prompt_embeds"
+
+
+def refuse_all(context: TransformContext) -> str:
+    raise ValueError(context.request_id)
+
+
+def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
+    pipeline = Pipeline(
+        [
+            FakeStage("last", ("left", "right"), transform=refuse_all),
+            FakeStage("left", ("root",), final=False),
+            FakeStage("right", ("root",), transform=f"{__name__}:refuse_all", final=False),
+            FakeStage("root", final=False),
+        ]
+    )
+    assert pipeline.order == ("root", "left", "right", "last")
+    assert pipeline.consumers["root"] == ("left", "right")
+    assert pipeline.consumers["last"] == ()
+    assert pipeline.final_stages == ("last",)
+    assert pipeline.transforms["last"] is refuse_all
+    assert pipeline.transforms["right"].__name__ == "refuse_all"
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "at least one stage"),
+        ([FakeStage("")], "must not be empty"),
+        ([FakeStage("a"), FakeStage("a")], "two stages are named 'a'"),
+        ([FakeStage("writer"), FakeStage("b", ("writr",))], "'writr', which is no stage; did you"),
+        ([FakeStage("a"), FakeStage("b", ("a", "a"))], "names its source 'a' twice"),
+        ([FakeStage("a", ("b",)), FakeStage("b", ("a",))], "circle: a -> b -> a|b -> a -> b"),
+        ([FakeStage("a", final=False)], "no.* has a final_output"),
+        ([FakeStage("a"), FakeStage("b", ("a",), final=False)], "'b' leads nowhere"),
+        (
+            [FakeStage("a"), FakeStage("b", ("a",), transform="text_as_promt")],
+            "stage 'b': unknown transform 'text_as_promt'; did you mean 'text_as_prompt'",
+        ),
+        (
+            [
+                FakeStage("a", hidden_size=64),
+                FakeStage("b", ("a",), transform=EMBEDS, hidden_size=32),
+            ],
+            "64 wide, but its own embeddings are 32 wide",
+        ),
+        (
+            [FakeStage("a", outputs=["logits"]), FakeStage("b", ("a",), transform=EMBEDS)],
+            "add 'hidden_states'",
+        ),
+        (
+            [FakeStage("a", sampling=SamplingParams(n=2)), FakeStage("b", ("a",))],
+            "n > 1 is for stages that feed none",
+        ),
+    ],
+)
+def test_a_wrong_graph_is_one_clear_error(stages: list[Stage], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pipeline(stages)
+
+
+def test_several_completions_are_fine_in_a_stage_that_feeds_none() -> None:
+    Pipeline([FakeStage("a"), FakeStage("b", ("a",), sampling=SamplingParams(n=2))])
+
+
+def test_close_closes_every_stage_even_if_one_fails_to() -> None:
+    class Stubborn(FakeStage):
+        def close(self) -> None:
+            raise OSError("cannot close")
+
+    stages = [FakeStage("a"), Stubborn("b", ("a",)), FakeStage("c", ("b",))]
+    with pytest.raises(OSError, match="cannot close"):
+        Pipeline(stages).close()
+    assert stages[0].closed
+    assert stages[2].closed
+
+
+def _config(second: dict[str, Any]) -> PipelineConfig:
+    first = {"kind": "autoregressive", "model": "seeded:qwen2", "final_output": "text"}
+    return PipelineConfig.model_validate({"name": "p", "stages": {"first": first} | second})
+
+
+def test_stages_already_built_are_closed_if_a_later_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[FakeStage] = []
+
+    def build(config: PipelineConfig, name: str) -> Stage:
+        if name == "second":
+            raise ValueError("stage 'second': no memory")
+        built.append(FakeStage(name))
+        return built[-1]
+
+    monkeypatch.setattr(pipeline_module, "_build_stage", build)
+    second = {"kind": "encoder", "model": "seeded:bert", "final_output": "tensors"}
+    with pytest.raises(ValueError, match="no memory"):
+        Pipeline.from_config(_config({"second": second}))
+    assert [stage.closed for stage in built] == [True]
+
+
+def test_a_config_becomes_its_stages(seeded: Callable[[str], str]) -> None:
+    engine = {"num_blocks": 8, "block_size": 4, "max_model_len": 16, "max_num_batched_tokens": 32}
+    config = PipelineConfig.model_validate(
+        {
+            "name": "p",
+            "stages": {
+                "writer": {
+                    "kind": "autoregressive",
+                    "model": seeded("qwen2"),
+                    "engine": engine,
+                    "sampling": {"max_tokens": 3},
+                    "outputs": ["hidden_states"],
+                },
+                "reader": {
+                    "kind": "encoder",
+                    "model": seeded("bert"),
+                    "engine": engine,
+                    "pooling": "mean",
+                    "inputs": {"from": "writer", "transform": EMBEDS},
+                    "outputs": ["pooled"],
+                    "final_output": "tensors",
+                },
+            },
+        }
+    )
+    pipeline = Pipeline.from_config(config)
+    writer, reader = pipeline.stages.values()
+    assert (writer.name, writer.sampling) == ("writer", SamplingParams(max_tokens=3))
+    assert (writer.outputs, writer.final_output) == (("hidden_states",), ())
+    assert (reader.outputs, reader.final_output) == (("pooled",), ("tensors",))
+    assert reader.inputs is not None
+    assert reader.inputs.sources == ("writer",)
+    pipeline.close()
+
+
+def test_an_engine_that_cannot_be_built_names_its_stage(seeded: Callable[[str], str]) -> None:
+    config = _config(
+        {
+            "second": {
+                "kind": "autoregressive",
+                "model": seeded("qwen2"),
+                "engine": {"max_model_len": 10**6},
+                "final_output": "text",
+            }
+        }
+    )
+    with pytest.raises(ValueError, match=r"stage 'second': .*max_model_len"):
+        Pipeline.from_config(config)

@@ -1,0 +1,390 @@
+"""The YAML schema: what is shipped loads, and whatever is wrong is named with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine import EngineConfig, SamplingParams
+from omni.config_error import ConfigError
+from omni.config_file import parse_overrides, shipped_configs
+from omni.pipeline_config import PipelineConfig
+
+TWO_STAGES = """\
+name: mine
+stages:
+  writer:
+    kind: autoregressive
+    model: seeded:qwen2
+    engine:
+      block_size: 4
+    sampling: {max_tokens: 3, stop: [end]}
+    outputs: [hidden_states]
+    final_output: text
+  reader:
+    kind: autoregressive
+    model: seeded:llama
+    inputs:
+      from: writer
+      transform: hidden_states_as_prompt_embeds
+    final_output: [text, tensors]
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(path: Path, overrides: dict[str, Any] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig.load(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_config_loads_by_its_short_name(name: str) -> None:
+    config = PipelineConfig.load(name)
+    assert config.name == name
+    assert config.description
+    assert any(stage.final_output for stage in config.stages.values())
+
+
+def test_the_two_pipelines_of_the_readme_are_shipped() -> None:
+    assert {"two_step", "encode_then_generate"} <= set(shipped_configs())
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_written_out_with_all_defaults_a_config_means_the_same(name: str, tmp_path: Path) -> None:
+    config = PipelineConfig.load(name)
+    text = yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+    assert PipelineConfig.load(write(tmp_path, text)) == config
+
+
+def test_values_and_defaults_reach_the_stage(tmp_path: Path) -> None:
+    config = PipelineConfig.load(write(tmp_path, TWO_STAGES))
+    writer, reader = config.stages["writer"], config.stages["reader"]
+    assert writer.engine.block_size == 4
+    assert writer.engine.max_num_seqs == EngineConfig.model_fields["max_num_seqs"].default
+    assert writer.kind == "autoregressive"
+    assert writer.sampling == SamplingParams(max_tokens=3, stop=("end",))
+    assert writer.final_output == ("text",)
+    assert reader.final_output == ("text", "tensors")
+    assert reader.inputs is not None
+    assert reader.inputs.sources == ("writer",)
+    assert reader.outputs is None
+
+
+def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    config = PipelineConfig.load(
+        write(tmp_path, TWO_STAGES), {"stages.writer.model": "./checkpoint"}
+    )
+    engine = config.engine_config("writer")
+    assert engine == EngineConfig(model=str(checkpoint), block_size=4)
+
+
+def test_any_acyclic_graph_is_allowed(tmp_path: Path) -> None:
+    """Two roots; one feeds two stages; the last has two sources."""
+    stage = {"kind": "autoregressive", "model": "seeded:qwen2"}
+    edge = {"transform": "token_ids_as_prompt"}
+    stages = {
+        "last": stage | {"inputs": edge | {"from": ["left", "right"]}, "final_output": "text"},
+        "left": stage | {"inputs": edge | {"from": ["first", "second"]}},
+        "right": stage | {"inputs": edge | {"from": "first"}},
+        "first": stage,
+        "second": stage,
+    }
+    text = yaml.safe_dump({"name": "graph", "stages": stages}, sort_keys=False)
+    order = PipelineConfig.load(write(tmp_path, text)).topological_order()
+    assert sorted(order) == sorted(stages)
+    for before, after in [
+        ("first", "left"),
+        ("second", "left"),
+        ("first", "right"),
+        ("left", "last"),
+        ("right", "last"),
+    ]:
+        assert order.index(before) < order.index(after)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown top-level key": ({"descripton": "x"}, "descripton: unknown key", "'description'"),
+    "unknown stage key": (
+        {"stages.writer.final_outputs": "text"},
+        "stages.writer.final_outputs: unknown key",
+        "'final_output'",
+    ),
+    "unknown engine key": (
+        {"stages.writer.engine.blok_size": 4},
+        "stages.writer.engine.blok_size: unknown key",
+        "did you mean 'block_size'?",
+    ),
+    "unknown sampling key": (
+        {"stages.writer.sampling.temprature": 0.0},
+        "stages.writer.sampling.temprature: unknown key",
+        "'temperature'",
+    ),
+    "unknown inputs key": (
+        {"stages.reader.inputs.form": "writer"},
+        "stages.reader.inputs.form: unknown key",
+        "'from'",
+    ),
+    "the model among the engine's settings": (
+        {"stages.writer.engine.model": "x"},
+        "stages.writer.engine.model: unknown key",
+        "known are",
+    ),
+    "a key that another kind has": (
+        {"stages.reader.pooling": "mean"},
+        "stages.reader.pooling: unknown key",
+        "known are",
+    ),
+    "unknown kind": (
+        {"stages.writer.kind": "autoregresive"},
+        "stages.writer.kind: unknown kind 'autoregresive'",
+        "'autoregressive'",
+    ),
+    "unknown stage in from": (
+        {"stages.reader.inputs.from": "writr"},
+        "stages.reader.inputs.from: unknown stage 'writr'",
+        "did you mean 'writer'?",
+    ),
+    "a stage named twice in from": (
+        {"stages.reader.inputs.from": ["writer", "writer"]},
+        "stages.reader.inputs.from",
+        "twice",
+    ),
+    "an empty from": ({"stages.reader.inputs.from": []}, "stages.reader.inputs.from", "at least 1"),
+    "unknown transform": (
+        {"stages.reader.inputs.transform": "hidden_states_as_prompt_embed"},
+        "stages.reader.inputs.transform: unknown transform",
+        "'hidden_states_as_prompt_embeds'",
+    ),
+    "a module that is not there": (
+        {"stages.reader.inputs.transform": "no_such_module:f"},
+        "stages.reader.inputs.transform",
+        "'no_such_module'",
+    ),
+    "a missing key": ({"stages.writer.kind": None}, "stages.writer.kind", "'autoregressive'"),
+    "a number in quotes": (
+        {"stages.writer.engine.block_size": "16"},
+        "stages.writer.engine.block_size: should be a valid integer, got '16'",
+        "without quotes",
+    ),
+    "an exponent that YAML takes for a string": (
+        {"stages.writer.sampling.min_p": "1e-2"},
+        "stages.writer.sampling.min_p: should be a valid number",
+        "1.0e-5",
+    ),
+    "true for a number": (
+        {"stages.writer.engine.num_blocks": True},
+        "stages.writer.engine.num_blocks: should be a valid integer, got True",
+        "",
+    ),
+    "a list for a mapping": (
+        {"stages.writer.engine": [1]},
+        "stages.writer.engine: should be a mapping, got [1]",
+        "",
+    ),
+    "an unknown dtype": (
+        {"stages.writer.engine.dtype": "fp32"},
+        "stages.writer.engine.dtype",
+        "'float32'",
+    ),
+    "negative max_tokens": (
+        {"stages.writer.sampling.max_tokens": -1},
+        "stages.writer.sampling.max_tokens: should be greater than or equal to 0, got -1",
+        "",
+    ),
+    "settings that contradict each other": (
+        {"stages.writer.engine.max_num_batched_tokens": 8},
+        "stages.writer.engine: max_num_batched_tokens (8) must be at least max_num_seqs",
+        "",
+    ),
+    "an unknown final output": (
+        {"stages.writer.final_output": "audio"},
+        "stages.writer.final_output: should be 'text' or 'tensors', got 'audio'",
+        "",
+    ),
+    "nothing comes out": (
+        {"stages.writer.final_output": None, "stages.reader.final_output": None},
+        "stages: nothing comes out",
+        "final_output",
+    ),
+    "a stage that leads nowhere": (
+        {"stages.reader.final_output": None},
+        "stages.reader: no stage takes its output",
+        "final_output",
+    ),
+    "no such folder": (
+        {"stages.writer.model": "./nope"},
+        "stages.writer.model: no such folder",
+        "",
+    ),
+    "no such home folder": ({"stages.writer.model": "~/n/o"}, "stages.writer.model: no such", ""),
+    "neither path nor hub id": (
+        {"stages.writer.model": "a/b/c"},
+        "stages.writer.model: no such",
+        "",
+    ),
+    "an unknown seeded model": (
+        {"stages.writer.model": "seeded:qwen22"},
+        "stages.writer.model: unknown seeded model 'qwen22'",
+        "did you mean 'qwen2'?",
+    ),
+    "no stage at all": ({"stages": {}}, "stages", "at least 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_place_and_the_fix(mistake: str, tmp_path: Path) -> None:
+    overrides, place, fix = MISTAKES[mistake]
+    message = error_of(write(tmp_path, TWO_STAGES), overrides)
+    assert place in message
+    assert fix in message
+    assert "\n" not in message, "one mistake, one line"
+    assert "mine.yaml" in message
+
+
+def test_a_cycle_is_shown_stage_by_stage(tmp_path: Path) -> None:
+    message = error_of(
+        write(tmp_path, TWO_STAGES),
+        {"stages.writer.inputs": {"from": "reader", "transform": "text_as_prompt"}},
+    )
+    assert "writer -> reader -> writer" in message or "reader -> writer -> reader" in message
+
+
+def test_a_stage_that_feeds_itself_is_a_cycle(tmp_path: Path) -> None:
+    message = error_of(
+        write(tmp_path, TWO_STAGES),
+        {"stages.writer.inputs": {"from": "writer", "transform": "text_as_prompt"}},
+    )
+    assert "writer -> writer" in message
+
+
+def test_every_mistake_is_named_at_once_each_with_its_line(tmp_path: Path) -> None:
+    text = TWO_STAGES.replace("block_size", "blok_size").replace("from:", "form:")
+    lines = error_of(write(tmp_path, text)).splitlines()
+    assert any("mine.yaml:7: stages.writer.engine.blok_size: unknown key" in line for line in lines)
+    assert any("mine.yaml:15: stages.reader.inputs.form: unknown key" in line for line in lines)
+    assert any("stages.reader.inputs.from: missing" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: [", "mine.yaml:1:8: not valid YAML"),
+        ("name: a\nname: b\n", "mine.yaml:2: name: given twice (first on line 1)"),
+        (TWO_STAGES + "  writer: {}\n", "stages.writer: given twice (first on line 3)"),
+        ("on: 1\n", "quote it: 'on'"),
+        ("a: &a [*a]\n", "an alias contains itself"),
+        ("just text", "expected a mapping"),
+        ("", "expected a mapping"),
+        ("x: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+    ],
+)
+def test_what_is_no_plain_yaml_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    assert expected in error_of(write(tmp_path, text))
+
+
+def test_a_stage_name_that_could_not_be_a_place_is_refused(tmp_path: Path) -> None:
+    message = error_of(write(tmp_path, TWO_STAGES.replace("writer", "wri.ter")))
+    assert "a name starts with a letter" in message
+
+
+def test_an_unknown_short_name_lists_what_is_shipped() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'two_step'"):
+        PipelineConfig.load("two_stp")
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    assert "no such file" in error_of(tmp_path / "absent.yaml")
+
+
+def test_a_folder_beside_the_file_is_found_before_one_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("beside", "working"):
+        (tmp_path / place / "models/a").mkdir(parents=True)
+        (tmp_path / place / "models/a/config.json").write_text("{}")
+    (tmp_path / "working/models/b").mkdir()
+    (tmp_path / "working/models/b/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "working")
+    path = write(tmp_path / "beside", TWO_STAGES)
+    both = PipelineConfig.load(path, {"stages.writer.model": "models/a"})
+    assert Path(both.stages["writer"].model) == tmp_path / "beside/models/a"
+    only_working = PipelineConfig.load(path, {"stages.writer.model": "models/b"})
+    assert Path(only_working.stages["writer"].model).resolve() == tmp_path / "working/models/b"
+    neither = PipelineConfig.load(path, {"stages.writer.model": "models/c"})
+    assert neither.stages["writer"].model == "models/c", "a hub id"
+
+
+def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    message = error_of(write(tmp_path, TWO_STAGES), {"stages.writer.model": "empty"})
+    assert "is no checkpoint" in message
+
+
+def test_an_override_does_not_reach_a_mapping_that_shares_its_anchor(tmp_path: Path) -> None:
+    text = TWO_STAGES.replace("engine:\n", "engine: &engine\n").replace(
+        "    model: seeded:llama\n", "    model: seeded:llama\n    engine: *engine\n"
+    )
+    config = PipelineConfig.load(write(tmp_path, text), {"stages.writer.engine.block_size": 8})
+    assert config.stages["writer"].engine.block_size == 8
+    assert config.stages["reader"].engine.block_size == 4
+
+
+def test_override_values_are_yaml() -> None:
+    assert parse_overrides(["a.b=64", "c=[x, y]", "d=", "e=p=q", "f=null", "g=true"]) == {
+        "a.b": 64,
+        "c": ["x", "y"],
+        "d": None,
+        "e": "p=q",
+        "f": None,
+        "g": True,
+    }
+
+
+@pytest.mark.parametrize("assignment", ["stages.writer", "=3", "a=[", ""])
+def test_a_malformed_override_is_an_error_that_names_it(assignment: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        parse_overrides([assignment])
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("stages.writr.model", "unknown stage 'writr'; did you mean 'writer'?"),
+        ("name.x", "name is no mapping but 'mine'"),
+    ],
+)
+def test_an_override_of_what_is_not_there_is_an_error(
+    place: str, expected: str, tmp_path: Path
+) -> None:
+    assert expected in error_of(write(tmp_path, TWO_STAGES), {place: 1})
+
+
+def test_a_transform_of_ones_own_is_found_by_module_and_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_transforms.py").write_text(
+        "def upper(context):\n    return context.sources[0].text.upper()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = PipelineConfig.load(
+        write(tmp_path, TWO_STAGES),
+        {"stages.reader.inputs.transform": "my_own_transforms:upper"},
+    )
+    assert config.stages["reader"].inputs is not None
+    message = error_of(
+        write(tmp_path, TWO_STAGES),
+        {"stages.reader.inputs.transform": "my_own_transforms:lower"},
+    )
+    assert "has no 'lower'" in message

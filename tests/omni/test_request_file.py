@@ -1,0 +1,260 @@
+"""Reading ``requests.jsonl``: every form of prompt, and bad lines that fail alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from engine import ChatPrompt, EmbedsPrompt, SamplingParams, TextPrompt, TokensPrompt
+from omni.request import OmniRequest
+from omni.request_file import RequestError, read_requests
+
+OWN = SamplingParams(temperature=0.0, max_tokens=7, stop=("end",))
+STAGES = {"writer": OWN, "encoder": None}
+
+
+def read(folder: Path, *lines: Any) -> list[OmniRequest | RequestError]:
+    """Read lines, each given as JSON text or as what to write as JSON."""
+    path = folder / "requests.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return read_requests(path, STAGES)
+
+
+def read_one(folder: Path, line: Any) -> OmniRequest:
+    (request,) = read(folder, line)
+    assert isinstance(request, OmniRequest), request
+    return request
+
+
+def error_of(folder: Path, line: Any) -> str:
+    """The error of a line that stands between two good ones, which it must leave alone."""
+    before, entry, after = read(folder, {"prompt": "a"}, line, {"prompt": "b"})
+    assert isinstance(before, OmniRequest)
+    assert isinstance(after, OmniRequest)
+    assert isinstance(entry, RequestError)
+    assert entry.line == 2
+    assert "requests.jsonl:2:" in entry.message
+    assert "\n" not in entry.message
+    return entry.message
+
+
+def test_text_is_a_text_prompt(tmp_path: Path) -> None:
+    assert read_one(tmp_path, {"prompt": "Grüße, 世界\u2028!"}).prompt == TextPrompt(
+        "Grüße, 世界\u2028!"
+    )
+
+
+def test_messages_are_a_chat_prompt(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert read_one(tmp_path, {"prompt": messages}).prompt == ChatPrompt(tuple(messages))
+
+
+def test_token_ids_are_a_tokens_prompt(tmp_path: Path) -> None:
+    assert read_one(tmp_path, {"prompt_token_ids": [3, 1, 2]}).prompt == TokensPrompt((3, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeds_are_found_beside_the_file_of_requests(tmp_path: Path, dtype: torch.dtype) -> None:
+    embeds = torch.arange(6, dtype=dtype).reshape(3, 2)
+    (tmp_path / "embeds").mkdir()
+    save_file({"any": embeds}, tmp_path / "embeds/a.safetensors")
+    prompt = read_one(tmp_path, {"prompt_embeds": "embeds/a.safetensors"}).prompt
+    assert isinstance(prompt, EmbedsPrompt)
+    assert torch.equal(prompt.prompt_embeds, embeds)
+    assert prompt.prompt_embeds.dtype == dtype
+
+
+def test_all_other_keys_reach_the_request(tmp_path: Path) -> None:
+    request = read_one(
+        tmp_path,
+        {
+            "request_id": "r",
+            "prompt": "x",
+            "sampling": {"writer": {"max_tokens": 3, "temperature": 1}},
+            "priority": -2,
+            "cache_salt": "s",
+        },
+    )
+    assert request.request_id == "r"
+    assert request.priority == -2
+    assert request.cache_salt == "s"
+    assert request.sampling == {
+        "writer": SamplingParams(temperature=1.0, max_tokens=3, stop=("end",))
+    }, "fields that the line does not name are the stage's own"
+
+
+def test_a_null_is_as_good_as_an_absent_key(tmp_path: Path) -> None:
+    request = read_one(tmp_path, {"prompt": "x", "prompt_token_ids": None, "images": None})
+    assert request.prompt == TextPrompt("x")
+
+
+def test_ids_are_made_up_beside_those_that_are_given(tmp_path: Path) -> None:
+    entries = read(
+        tmp_path,
+        {"prompt": "a"},
+        "",
+        {"prompt": "b", "request_id": "line-1"},
+        {"prompt": "c"},
+        "nonsense",
+    )
+    ids = [str(entry.request_id) for entry in entries]
+    assert len(set(ids)) == 4
+    assert ids[1] == "line-1"
+    assert "4" in ids[2]
+    assert "5" in ids[3]
+
+
+def test_a_request_id_that_comes_twice_names_both_lines(tmp_path: Path) -> None:
+    line = {"request_id": "r", "prompt": "x"}
+    first, second, third = read(tmp_path, line, {"prompt": "y"}, line)
+    assert isinstance(first, OmniRequest)
+    assert isinstance(second, OmniRequest)
+    assert isinstance(third, RequestError)
+    assert third.request_id == "r"
+    assert "requests.jsonl:3: request_id: 'r' is already used on line 1" in third.message
+
+
+MISTAKES = {
+    "no JSON": ('{"prompt": }', "requests.jsonl:2:12: not valid JSON"),
+    "cut off": ('{"prompt": "abc', "not valid JSON: Unterminated string"),
+    "a list": ("[1]", "expected a JSON object"),
+    "a key twice": ('{"prompt": "a", "prompt": "b"}', "'prompt' stands twice"),
+    "not a number": ('{"prompt": "a", "priority": NaN}', "NaN is not a number"),
+    "deeply nested": ("[" * 200_000, "nested too deeply"),
+    "an endless integer": ('{"priority": ' + "9" * 5_000 + "}", "not valid JSON"),
+    "half a surrogate pair": ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    "unknown key": (
+        {"prompt": "a", "prioritty": 1},
+        "prioritty: unknown key; did you mean 'priority'?",
+    ),
+    "no prompt": (
+        {"request_id": "r"},
+        "exactly one of prompt, prompt_token_ids, prompt_embeds must be given, got none",
+    ),
+    "two prompts": (
+        {"prompt": "a", "prompt_token_ids": [1]},
+        "got prompt and prompt_token_ids",
+    ),
+    "a number as prompt": ({"prompt": 3}, "prompt: should be a list, got 3"),
+    "no messages": ({"prompt": []}, "prompt"),
+    "a message without role": ({"prompt": [{"content": "x"}]}, "prompt[0].role: missing"),
+    "a message with an unknown key": (
+        {"prompt": [{"role": "user", "contents": "x"}]},
+        "prompt[0].contents: unknown key; did you mean 'content'?",
+    ),
+    "no token ids": ({"prompt_token_ids": []}, "prompt_token_ids"),
+    "a negative token id": ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]"),
+    "a fraction as token id": ({"prompt_token_ids": [1.5]}, "prompt_token_ids[0]"),
+    "images": ({"images": ["a.png"], "prompt": "x"}, "images: not supported yet"),
+    "audio": ({"audio": ["a.wav"], "prompt": "x"}, "audio: not supported yet"),
+    "encoder prompt": ({"encoder_prompt": {"prompt": "x"}}, "encoder_prompt: not supported yet"),
+    "decoder prompt": (
+        {"prompt": "x", "decoder_prompt": {"prompt": "x"}},
+        "decoder_prompt: not supported yet",
+    ),
+    "an empty id": ({"request_id": "", "prompt": "x"}, "request_id"),
+    "a number as id": ({"request_id": 3, "prompt": "x"}, "request_id: should be a valid string"),
+    "priority as text": ({"prompt": "x", "priority": "1"}, "priority: should be a valid integer"),
+    "sampling of an unknown stage": (
+        {"prompt": "x", "sampling": {"writr": {}}},
+        "sampling.writr: unknown stage; did you mean 'writer'?",
+    ),
+    "sampling of an encoder": (
+        {"prompt": "x", "sampling": {"encoder": {"max_tokens": 1}}},
+        "sampling.encoder: this stage does not sample",
+    ),
+    "an unknown sampling field": (
+        {"prompt": "x", "sampling": {"writer": {"max_token": 1}}},
+        "sampling.writer.max_token: unknown key; did you mean 'max_tokens'?",
+    ),
+    "negative max_tokens": (
+        {"prompt": "x", "sampling": {"writer": {"max_tokens": -1}}},
+        "sampling.writer.max_tokens: should be greater than or equal to 0, got -1",
+    ),
+    "sampling that contradicts itself": (
+        {"prompt": "x", "sampling": {"writer": {"min_tokens": 8}}},
+        "sampling.writer: min_tokens (8) is larger than max_tokens (7)",
+    ),
+    "sampling that is no mapping": (
+        {"prompt": "x", "sampling": {"writer": 3}},
+        "sampling.writer: should be a",
+    ),
+    "a file of embeds that is not there": ({"prompt_embeds": "no.safetensors"}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_bad_line_fails_alone_and_says_where(mistake: str, tmp_path: Path) -> None:
+    line, expected = MISTAKES[mistake]
+    assert expected in error_of(tmp_path, line)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}, "must hold one tensor, got 2: a, b"),
+        ({"a": torch.zeros(2)}, "float32 (2,)"),
+        ({"a": torch.zeros(0, 3)}, "float32 (0, 3)"),
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "int64 (2, 3)"),
+    ],
+)
+def test_a_file_that_is_no_prompt_is_refused(
+    tensors: dict[str, torch.Tensor], expected: str, tmp_path: Path
+) -> None:
+    save_file(tensors, tmp_path / "embeds.safetensors")
+    assert expected in error_of(tmp_path, {"prompt_embeds": "embeds.safetensors"})
+
+
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "embeds.safetensors").write_bytes(b"nonsense")
+    assert "cannot be read" in error_of(tmp_path, {"prompt_embeds": "embeds.safetensors"})
+
+
+def test_bytes_that_are_no_text_fail_alone(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "\xff"}\n{"prompt": "b"}')
+    before, bad, after = read_requests(path, STAGES)
+    assert isinstance(before, OmniRequest)
+    assert isinstance(after, OmniRequest)
+    assert isinstance(bad, RequestError)
+    assert "requests.jsonl:2:13: not valid UTF-8" in bad.message
+
+
+def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no request"):
+        read(tmp_path, "", "  ")
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.jsonl: cannot be read: No such file"):
+        read_requests(tmp_path / "absent.jsonl", STAGES)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+keys = st.sampled_from(
+    ["request_id", "prompt", "prompt_token_ids", "prompt_embeds", "sampling", "priority", "x"]
+)
+
+
+@given(line=st.dictionaries(keys, json_values) | json_values, junk=st.binary(max_size=20))
+def test_no_line_can_stop_the_others(
+    line: Any, junk: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "requests.jsonl"
+    good = b'{"request_id": "the good one", "prompt": "x"}'
+    path.write_bytes(json.dumps(line).encode() + b"\n" + junk + b"\n" + good)
+    *_, last = read_requests(path, STAGES)
+    assert isinstance(last, OmniRequest)
+    assert last.prompt == TextPrompt("x")

@@ -1,0 +1,281 @@
+"""Verification passes on a sound cache, and finds one corrupted row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from omni import AutoregressiveStage, EncoderStage, Omni, OmniRequest, Pipeline, StageInputs
+from omni import verify as verify_module
+from omni.verify import verify
+from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
+from tests.support.fake_stage import FakeStage
+
+BLOCK_SIZE = 4
+SHARED = tuple(range(20, 40))
+REQUESTS = [
+    OmniRequest(TokensPrompt((*SHARED, 50 + index, 60 + index)), f"r{index}") for index in range(3)
+]
+
+
+@pytest.fixture
+def omni(seeded: Callable[[str], str]) -> Iterator[Omni]:
+    """writer -> reader (hidden states), writer -> bert (text)."""
+    decoder = EngineConfig(
+        model=seeded("qwen2"), num_blocks=128, block_size=BLOCK_SIZE, max_model_len=96
+    )
+    encoder = EngineConfig(
+        model=seeded("bert"), num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64
+    )
+    with Omni(
+        Pipeline(
+            [
+                AutoregressiveStage(
+                    "writer",
+                    decoder,
+                    sampling=SamplingParams(temperature=0.0, max_tokens=6),
+                    final_output=(),
+                ),
+                AutoregressiveStage(
+                    "reader",
+                    decoder,
+                    sampling=SamplingParams(temperature=1.0, max_tokens=4),
+                    inputs=StageInputs(("writer",), "hidden_states_as_prompt_embeds"),
+                    final_output=("text", "tensors"),
+                ),
+                EncoderStage("bert", encoder, inputs=StageInputs(("writer",), "text_as_prompt")),
+            ]
+        )
+    ) as made:
+        yield made
+
+
+def writer_engine(omni: Omni) -> LLMEngine:
+    stage = omni.pipeline.stages["writer"]
+    assert isinstance(stage, AutoregressiveStage)
+    return stage.engine
+
+
+def shared_block(engine: LLMEngine) -> KVCacheBlock:
+    """The cached block of the second four tokens that all requests share."""
+    hashes: list[BlockHash] = []
+    extend_block_hashes(hashes, SHARED, BLOCK_SIZE)
+    block = engine._kv.pool.lookup(0, hashes[1])
+    assert block is not None
+    return block
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, corruption: Callable[[], None]) -> None:
+    """Have ``corruption`` done between the cold and the warm run."""
+    real, cached_runs = verify_module._run, iter([corruption])
+
+    def run(*args: Any, caching: bool) -> Any:
+        done = real(*args, caching=caching)
+        if caching:
+            next(cached_runs, lambda: None)()
+        return done
+
+    monkeypatch.setattr(verify_module, "_run", run)
+
+
+def test_cached_equals_uncached_and_hits_are_told(omni: Omni) -> None:
+    report = verify(omni, REQUESTS)
+    assert report.equal, report.lines()
+    assert report.failures == ()
+    writer, reader, bert = sorted(report.stages, key=lambda stage: -ord(stage.stage[0]))
+    assert [writer.stage, reader.stage, bert.stage] == ["writer", "reader", "bert"]
+    assert writer.prompt_tokens == 3 * 22
+    assert 0 < writer.cold_hit_tokens < writer.warm_hit_tokens == 3 * 20
+    assert reader.warm_hit_tokens > 0
+    assert bert.cold_hit_tokens == 0
+    assert bert.warm_hit_tokens == bert.prompt_tokens > 0
+    for stage in report.stages:
+        assert min(stage.uncached_s, stage.cold_s, stage.warm_s) > 0
+        assert stage.saved_s == stage.uncached_s - stage.warm_s
+    assert "cached equals uncached: 3 of 3" in report.lines()[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cached_equals_uncached_under_eviction_and_preemption(
+    seeded: Callable[[str], str], seed: int
+) -> None:
+    """Pools that hold about two requests, chunks of a few tokens, prefixes shared at random."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 4])
+    tiny = EngineConfig(
+        model=seeded("qwen2"),
+        block_size=block_size,
+        num_blocks=1 + 60 // block_size,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    stages: list[AutoregressiveStage | EncoderStage] = [
+        AutoregressiveStage("a", tiny, sampling=greedy, final_output=()),
+        AutoregressiveStage(
+            "b",
+            tiny,
+            sampling=greedy,
+            inputs=StageInputs(("a",), "hidden_states_as_prompt_embeds"),
+        ),
+        EncoderStage("c", tiny, inputs=StageInputs(("a",), "hidden_states_as_prompt_embeds")),
+    ]
+    requests = [
+        OmniRequest(
+            TokensPrompt((*SHARED[: rng.randint(1, 20)], *rng.choices(range(300), k=5))),
+            sampling={"a": {"max_tokens": rng.randint(1, 12), "temperature": rng.choice([0, 1])}},
+            priority=rng.randint(0, 1),
+            cache_salt=rng.choice([None, None, "salt"]),
+        )
+        for _ in range(10)
+    ]
+    with Omni(Pipeline(stages)) as omni:
+        report = verify(omni, requests)
+        assert report.equal, report.lines()
+        assert report.failures == ()
+        assert sum(stage.warm_hit_tokens for stage in report.stages) > 0
+        engines = [stage.engine for stage in stages]
+        assert sum(engine.stats().num_preemptions for engine in engines) > 0
+        with omni.paused() as pipeline:
+            for stage in pipeline.stages.values():
+                stage.check_integrity()
+
+
+def test_a_corrupted_row_of_the_stage_output_store_is_found_and_named(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupt_row_5() -> None:
+        engine = writer_engine(omni)
+        slot = shared_block(engine).block_id * BLOCK_SIZE + 1
+        row = torch.full((1, engine.hidden_size), 0.25)
+        engine._kv.stage_outputs.write(torch.tensor([slot]), {"hidden_states": row})
+
+    plant(monkeypatch, corrupt_row_5)
+    report = verify(omni, REQUESTS)
+    assert not report.equal
+    of_writer = [each for each in report.differences if each.stage == "writer"]
+    assert [each.request_id for each in of_writer] == ["r0", "r1", "r2"]
+    for difference in of_writer:
+        assert (difference.run, difference.kind) == ("warm", "tensor")
+        assert "'hidden_states' differs in 1 of 27 rows, most in row 5" in difference.message
+    assert {each.run for each in report.differences} == {"warm"}
+    assert "DIFFERS" in report.lines()[0]
+    assert any("request 'r1', stage 'writer', warm cache" in line for line in report.lines())
+
+
+def test_a_corrupted_key_in_the_kv_cache_is_found(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupt_one_key() -> None:
+        engine = writer_engine(omni)
+        page_bytes = engine.memory_plan.page_bytes
+        page = engine._runner._memory.buffer.view(-1, page_bytes)[shared_block(engine).block_id]
+        with torch.inference_mode():
+            page.view(torch.float32)[:32] += 3.0
+
+    plant(monkeypatch, corrupt_one_key)
+    report = verify(omni, REQUESTS)
+    assert {(each.stage, each.run) for each in report.differences} >= {("writer", "warm")}
+    assert all(each.run == "warm" for each in report.differences)
+
+
+def test_a_corrupted_row_of_an_encoder_is_found(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupt_every_row() -> None:
+        stage = omni.pipeline.stages["bert"]
+        assert isinstance(stage, EncoderStage)
+        assert isinstance(stage.engine, EncoderEngine)
+        slots = torch.arange(stage.engine.memory_plan.num_blocks * BLOCK_SIZE)
+        rows = torch.ones(len(slots), stage.engine.hidden_size)
+        stage.engine._store._rows.write(slots, {"hidden_states": rows})
+
+    plant(monkeypatch, corrupt_every_row)
+    differences = verify(omni, REQUESTS).differences
+    assert {(each.stage, each.run) for each in differences} == {("bert", "warm")}
+
+
+def test_switches_are_put_back_and_nothing_is_held(omni: Omni) -> None:
+    omni.pipeline.stages["reader"].enable_prefix_caching = False
+    verify(omni, REQUESTS[:1])
+    with omni.paused() as pipeline:
+        switches = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
+        assert switches == {"writer": True, "reader": False, "bert": True}
+        for stage in pipeline.stages.values():
+            stage.check_integrity()
+    assert omni.generate(REQUESTS[0])[0].error is None
+
+
+def test_requests_that_fail_are_told_and_the_others_compared(omni: Omni) -> None:
+    bad = [
+        OmniRequest(TokensPrompt((10**6,)), "unknown token"),
+        OmniRequest("x", "unknown stage", sampling={"wrter": {}}),
+        OmniRequest("x", "wrong field", sampling={"writer": {"max_tokens": -1}}),
+    ]
+    report = verify(omni, [*bad, *REQUESTS])
+    assert report.equal
+    assert [request_id for request_id, _ in report.failures] == [each.request_id for each in bad]
+    assert "3 of 6 requests compared" in report.lines()[0]
+    assert any("vocabulary" in line for line in report.lines())
+
+
+def test_an_error_that_only_caching_brings_is_a_difference(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LLMEngine.add_request
+
+    def refuse_when_caching(self: LLMEngine, request_id: str, *args: Any, **kwargs: Any) -> None:
+        if self.enable_prefix_caching and request_id == "r1":
+            raise ValueError("cache trouble")
+        real(self, request_id, *args, **kwargs)
+
+    monkeypatch.setattr(LLMEngine, "add_request", refuse_when_caching)
+    report = verify(omni, REQUESTS)
+    assert {(each.request_id, each.kind, each.stage) for each in report.differences} == {
+        ("r1", "error", None)
+    }
+    assert len(report.differences) == 2, "in the cold and in the warm run"
+
+
+@pytest.mark.parametrize(
+    ("requests", "atol", "message"),
+    [
+        ([], None, "nothing to verify"),
+        ([OmniRequest("x", "same"), OmniRequest("y", "same")], None, "share the request_id 'same'"),
+        ([OmniRequest("x")], -1.0, "atol must not be negative"),
+        ([OmniRequest("x")], float("nan"), "atol must not be negative"),
+    ],
+)
+def test_what_cannot_be_verified_is_a_clear_error(
+    requests: Sequence[OmniRequest], atol: float | None, message: str
+) -> None:
+    with Omni(Pipeline([FakeStage("a")])) as omni, pytest.raises(ValueError, match=message):
+        verify(omni, requests, atol=atol)
+
+
+def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runs are right, so the stages behind it have different inputs, and rightly so."""
+    from omni.output_comparison import Comparison
+    from omni.verify_report import NearTie
+
+    compared: list[str] = []
+
+    def compare(uncached: Any, cached: Any, run: Any, **options: Any) -> Comparison:
+        compared.append(uncached.stage)
+        tie = NearTie(uncached.request_id, "a", run, 0, (1, 2), 1e-9)
+        return Comparison(near_tie=tie if uncached.stage == "a" else None)
+
+    monkeypatch.setattr(verify_module, "compare_outputs", compare)
+    stages = [FakeStage("a"), FakeStage("b", ("a",)), FakeStage("c", ("b",)), FakeStage("d")]
+    with Omni(Pipeline(stages)) as omni:
+        report = verify(omni, [OmniRequest("x", "r")])
+    assert compared == ["a", "d"] * 2
+    assert report.equal
+    assert [tie.run for tie in report.near_ties] == ["cold", "warm"]
+    assert sum("near tie: request 'r', stage 'a'" in line for line in report.lines()) == 2

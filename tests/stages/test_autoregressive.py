@@ -1,0 +1,150 @@
+"""The stage around the decoder engine hands on what the model computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import (
+    EmbedsPrompt,
+    EngineConfig,
+    FinishReason,
+    LLMEngine,
+    SamplingParams,
+    TokensPrompt,
+)
+from stages import AutoregressiveStage, StageOutput, StageRequest
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+PROMPT = TokensPrompt(tuple(range(30, 43)))
+
+
+@pytest.fixture(scope="module")
+def config(seeded: Callable[[str], str]) -> EngineConfig:
+    return EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=4, max_model_len=64)
+
+
+def run(stage: AutoregressiveStage, *requests: StageRequest) -> dict[str, StageOutput]:
+    for request in requests:
+        stage.add_request(request)
+    last: dict[str, StageOutput] = {}
+    while stage.has_unfinished_requests:
+        last |= {output.request_id: output for output in stage.step()}
+    stage.check_integrity()
+    return last
+
+
+def test_it_hands_on_what_transformers_computes(config: EngineConfig) -> None:
+    stage = AutoregressiveStage("s", config, sampling=GREEDY)
+    output = run(stage, StageRequest("r", PROMPT))["r"]
+    # transformers annotates `generate` for models of its own protocol only.
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT.prompt_token_ids])
+    expected = model.generate(
+        prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0
+    )
+    assert output.token_ids == tuple(expected[0, 13:].tolist())
+    with torch.no_grad():
+        hidden = model(expected[:, :-1], output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(output.tensors["hidden_states"], hidden, atol=1e-4, rtol=0)
+    assert (output.stage, output.finish_reason) == ("s", FinishReason.LENGTH)
+    assert (output.num_prompt_tokens, output.num_cached_tokens) == (13, 0)
+    assert output.text == stage.engine.tokenizer.decode(output.token_ids)
+    assert output.metrics.total_s is not None
+
+
+def test_a_hit_is_counted_and_changes_nothing(config: EngineConfig) -> None:
+    stage = AutoregressiveStage("s", config, sampling=GREEDY)
+    before = stage.stats()
+    first, second = (run(stage, StageRequest("r", PROMPT))["r"] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 12)
+    assert first.token_ids == second.token_ids
+    torch.testing.assert_close(first.tensors["hidden_states"], second.tensors["hidden_states"])
+    work = stage.stats().since(before)
+    assert (work.prompt_tokens, work.cached_tokens, work.generated_tokens) == (26, 12, 8)
+    stage.reset_prefix_cache()
+    assert run(stage, StageRequest("r", PROMPT))["r"].num_cached_tokens == 0
+    stage.enable_prefix_caching = False
+    assert run(stage, StageRequest("r", PROMPT))["r"].num_cached_tokens == 0
+    assert not stage.enable_prefix_caching
+
+
+def test_outputs_say_which_tensors_are_handed_on(config: EngineConfig) -> None:
+    for outputs, names in ((None, ["hidden_states"]), ((), []), (["hidden_states"],) * 2):
+        stage = AutoregressiveStage("s", config, sampling=GREEDY, outputs=outputs)
+        assert list(run(stage, StageRequest("r", PROMPT))["r"].tensors) == names
+
+
+def test_a_tensor_that_the_model_never_makes_is_an_error_that_names_it(
+    config: EngineConfig,
+) -> None:
+    with pytest.raises(ValueError, match="'mel'; it emits hidden_states"):
+        AutoregressiveStage("s", config, sampling=GREEDY, outputs=["mel"])
+
+
+def test_deltas_add_up_to_the_text(config: EngineConfig) -> None:
+    stage = AutoregressiveStage("s", config, sampling=GREEDY)
+    stage.add_request(StageRequest("r", PROMPT))
+    outputs = []
+    while stage.has_unfinished_requests:
+        outputs += stage.step()
+    assert len(outputs) == 4
+    assert "".join(output.delta for output in outputs) == outputs[-1].text
+
+
+def test_a_request_may_bring_its_own_sampling_and_embeddings(config: EngineConfig) -> None:
+    stage = AutoregressiveStage("s", config, sampling=GREEDY)
+    sampling = stage.merge_sampling({"max_tokens": 2, "n": 3})
+    assert sampling == GREEDY.model_copy(update={"max_tokens": 2, "n": 3})
+    embeds = EmbedsPrompt(torch.randn(5, stage.hidden_size))
+    outputs = run(
+        stage, StageRequest("own", PROMPT, sampling=sampling), StageRequest("embeds", embeds)
+    )
+    assert len(outputs["own"].token_ids) == 2
+    assert [len(token_ids) for _, token_ids, _ in outputs["own"].completions] == [2, 2, 2]
+    assert outputs["embeds"].completions == ()
+    assert outputs["embeds"].tensors["hidden_states"].shape == (8, stage.hidden_size)
+
+
+def test_a_request_that_cannot_run_is_refused_and_leaves_nothing(config: EngineConfig) -> None:
+    stage = AutoregressiveStage("s", config)
+    with pytest.raises(ValueError, match="65"):
+        stage.add_request(StageRequest("r", TokensPrompt((1,) * 65)))
+    assert not stage.has_unfinished_requests
+    stage.add_request(StageRequest("r", PROMPT))
+    stage.step()
+    stage.abort("r")
+    stage.abort("unknown")
+    assert not stage.has_unfinished_requests
+    stage.check_integrity()
+
+
+def test_an_engine_passed_in_stays_its_makers_to_close(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[LLMEngine] = []
+    monkeypatch.setattr(LLMEngine, "close", lambda self: closed.append(self))
+    engine = LLMEngine(config)
+    stage = AutoregressiveStage("s", engine)
+    assert stage.engine is engine
+    stage.close()
+    assert closed == []
+    owner = AutoregressiveStage("s", config)
+    owner.close()
+    assert closed == [owner.engine]
+
+
+def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
+    described = AutoregressiveStage("s", config).describe()
+    assert described["kind"] == "autoregressive"
+    assert (described["hidden_size"], described["dtype"]) == (64, "float32")
+    assert any("KV cache" in line for line in described["memory"])
+
+
+def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(ValueError, match=r"unknown final_output \['audio'\]; known are"):
+        AutoregressiveStage("s", config, final_output=("audio",))

@@ -1,0 +1,158 @@
+"""The encoder stage picks the engine, and both give what transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from engine import EncoderEngine, EngineConfig, LLMEngine, TokensPrompt
+from stages import EncoderStage, StageOutput, StageRequest
+
+PROMPT = TokensPrompt(tuple(range(30, 43)))
+LONGER = TokensPrompt((*range(30, 43), 90, 91))
+MODELS = ["bert", "qwen2", "qwen2-headless"]
+
+
+@pytest.fixture(scope="module")
+def make(seeded: Callable[[str], str]) -> Callable[..., EncoderStage]:
+    def build(model: str, **options: Any) -> EncoderStage:
+        config = EngineConfig(
+            model=seeded(model), num_blocks=32, block_size=4, max_model_len=64, max_num_seqs=4
+        )
+        return EncoderStage("s", config, **options)
+
+    return build
+
+
+def run(stage: EncoderStage, *prompts: Any) -> list[StageOutput]:
+    for index, prompt in enumerate(prompts):
+        stage.add_request(StageRequest(str(index), prompt))
+    last: dict[str, StageOutput] = {}
+    while stage.has_unfinished_requests:
+        last |= {output.request_id: output for output in stage.step()}
+    stage.check_integrity()
+    return [last[str(index)] for index in range(len(prompts))]
+
+
+def reference(stage: EncoderStage, prompt: TokensPrompt) -> Tensor:
+    model = AutoModel.from_pretrained(stage.engine.config.model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        output: Tensor = model(torch.tensor([prompt.prompt_token_ids])).last_hidden_state[0]
+    return output
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_are_those_of_transformers_cached_or_not(
+    make: Callable[..., EncoderStage], model: str
+) -> None:
+    stage = make(model)
+    for _ in range(2):
+        for prompt, output in zip((PROMPT, LONGER), run(stage, PROMPT, LONGER), strict=True):
+            expected = reference(stage, prompt)
+            rows = output.tensors["hidden_states"]
+            torch.testing.assert_close(rows, expected, atol=1e-4, rtol=0)
+            assert output.tensors["pooled"].shape == (stage.hidden_size,)
+            assert (output.stage, output.finished, output.error) == ("s", True, None)
+            assert output.text is None
+
+
+def test_a_causal_model_hits_by_prefix_and_a_bidirectional_one_by_the_whole_input(
+    make: Callable[..., EncoderStage],
+) -> None:
+    for model, engine, longer_hit, again_hit in (
+        ("bert", EncoderEngine, 0, 13),
+        ("qwen2", LLMEngine, 12, 12),
+        ("qwen2-headless", LLMEngine, 12, 12),
+    ):
+        stage = make(model)
+        assert isinstance(stage.engine, engine)
+        hits = [run(stage, prompt)[0].num_cached_tokens for prompt in (PROMPT, LONGER, PROMPT)]
+        assert hits == [0, longer_hit, again_hit]
+
+
+@pytest.mark.parametrize(
+    ("model", "pooling", "pooled"),
+    [
+        ("qwen2", "auto", lambda rows: rows[-1]),
+        ("qwen2", "last", lambda rows: rows[-1]),
+        ("qwen2", "mean", lambda rows: rows.mean(0)),
+        ("qwen2", "cls", lambda rows: rows[0]),
+        ("bert", "mean", lambda rows: rows.mean(0)),
+        ("bert", "cls", lambda rows: rows[0]),
+    ],
+)
+def test_pooled_is_made_of_the_rows(
+    make: Callable[..., EncoderStage], model: str, pooling: Any, pooled: Callable[[Tensor], Tensor]
+) -> None:
+    stage = make(model, pooling=pooling)
+    for _ in range(2):
+        (output,) = run(stage, PROMPT)
+        expected = pooled(reference(stage, PROMPT))
+        torch.testing.assert_close(output.tensors["pooled"], expected, atol=1e-4, rtol=0)
+
+
+def test_a_causal_model_has_no_pooler(make: Callable[..., EncoderStage]) -> None:
+    with pytest.raises(ValueError, match=r"'pooler' needs .*take 'mean', 'cls' or 'last'"):
+        make("qwen2", pooling="pooler")
+    with pytest.raises(ValueError, match="unknown pooling 'max'"):
+        make("qwen2", pooling="max")
+
+
+@pytest.mark.parametrize("model", ["bert", "qwen2"])
+@pytest.mark.parametrize("outputs", [("pooled",), ("hidden_states",), ("hidden_states", "pooled")])
+def test_only_the_outputs_asked_for_are_handed_on(
+    make: Callable[..., EncoderStage], model: str, outputs: tuple[str, ...]
+) -> None:
+    stage = make(model, outputs=outputs)
+    for _ in range(2):
+        assert set(run(stage, PROMPT)[0].tensors) == set(outputs)
+
+
+@pytest.mark.parametrize("model", ["bert", "qwen2"])
+def test_one_bad_input_is_refused_alone(make: Callable[..., EncoderStage], model: str) -> None:
+    stage = make(model)
+    stage.add_request(StageRequest("good", PROMPT))
+    with pytest.raises(ValueError, match="65"):
+        stage.add_request(StageRequest("bad", TokensPrompt((40,) * 65)))
+    stage.add_request(StageRequest("gone", LONGER))
+    stage.abort("gone")
+    stage.abort("unknown")
+    outputs = []
+    while stage.has_unfinished_requests:
+        outputs += stage.step()
+    assert [output.request_id for output in outputs] == ["good"]
+    stage.check_integrity()
+
+
+@pytest.mark.parametrize("model", ["bert", "qwen2"])
+def test_the_cache_can_be_switched_and_reset_and_is_counted(
+    make: Callable[..., EncoderStage], model: str
+) -> None:
+    stage = make(model)
+    before = stage.stats()
+    run(stage, PROMPT)
+    run(stage, PROMPT)
+    work = stage.stats().since(before)
+    assert work.prompt_tokens == 26
+    assert work.cached_tokens in (12, 13)
+    stage.reset_prefix_cache()
+    assert run(stage, PROMPT)[0].num_cached_tokens == 0
+    stage.enable_prefix_caching = False
+    assert not stage.enable_prefix_caching
+    assert run(stage, PROMPT)[0].num_cached_tokens == 0
+
+
+def test_it_samples_nothing_and_describes_itself(make: Callable[..., EncoderStage]) -> None:
+    stage = make("bert")
+    assert stage.sampling is None
+    with pytest.raises(ValueError, match="generates no tokens"):
+        stage.merge_sampling({"max_tokens": 1})
+    described = stage.describe()
+    assert (described["kind"], described["engine"]) == ("encoder", "EncoderEngine")
+    assert stage.dtype == torch.float32
+    stage.close()
