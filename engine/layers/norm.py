@@ -28,11 +28,16 @@ class RMSNorm(nn.Module):
         weight = torch.empty(hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
+        # A tensor, so that it can be the summand of one fused operation.
+        self.register_buffer("_eps", torch.full((1,), eps, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``(..., hidden_size)``."""
         if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            # On a CPU F.rms_norm is a chain of separate operations; this chain is half as long.
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            mean_square = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1])
+            return (x * mean_square.rsqrt_()).mul_(self.weight)
         # As in transformers: rounded to x's type before the weight is applied.
         normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return normed.to(x.dtype).mul_(self.weight)
