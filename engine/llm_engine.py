@@ -96,9 +96,21 @@ class LLMEngine:
             self._scheduler.add(request)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the requests that moved, finished or not."""
+        """Run one step; return the requests that moved, finished or not. Idle, it does nothing.
+
+        Raises:
+            RuntimeError: requests wait and nobody can run, which admission rules out; it is said
+                here rather than waited for.
+        """
+        if not self._groups:
+            return []
         started = time.perf_counter()
         scheduled = self._scheduler.schedule()
+        if not scheduled.scheduled:
+            raise RuntimeError(
+                f"none of {self._scheduler.num_waiting} waiting requests can be scheduled; "
+                f"the pool is {self._kv.stats()}"
+            )
         self._note_first_run(scheduled)
         try:
             sampled = self._runner.execute(scheduled)

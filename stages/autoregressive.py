@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
-import torch
+from collections.abc import Collection
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from stages.stage import Stage, StageInputs, StageOutput, StageRequest, StageStats
+from stages.engine_stage import EngineStage
+from stages.stage import StageInputs, StageOutput, StageRequest
 from stages.tensor_selection import select_tensors
 
 __all__ = ["AutoregressiveStage"]
 
 
-class AutoregressiveStage(Stage):
+class AutoregressiveStage(EngineStage):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
@@ -44,20 +42,14 @@ class AutoregressiveStage(Stage):
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         self._sampling = sampling if sampling is not None else SamplingParams()
         self._owns_engine = isinstance(engine, EngineConfig)
-        self.engine = (
+        self._engine = (
             LLMEngine(engine, output_names=outputs) if isinstance(engine, EngineConfig) else engine
         )
 
     @property
-    def hidden_size(self) -> int:
-        """Width of its hidden states and of prompt embeddings."""
-        return self.engine.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of weights, activations and cache."""
-        dtype: torch.dtype = getattr(torch, self.engine.memory_plan.dtype)
-        return dtype
+    def engine(self) -> LLMEngine:
+        """The engine that runs the model."""
+        return self._engine
 
     @property
     def sampling(self) -> SamplingParams:
@@ -103,55 +95,6 @@ class AutoregressiveStage(Stage):
             metrics=output.metrics,
         )
         return select_tensors(stage_output, self.outputs)
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks."""
-        self.engine.abort(request_id)
-
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
-        return self.engine.has_unfinished_requests
-
-    @property
-    def enable_prefix_caching(self) -> bool:
-        """Whether prompts reuse blocks that were computed before."""
-        return self.engine.enable_prefix_caching
-
-    @enable_prefix_caching.setter
-    def enable_prefix_caching(self, value: bool) -> None:
-        self.engine.enable_prefix_caching = value
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks and their mirrored rows."""
-        self.engine.reset_prefix_cache()
-
-    def stats(self) -> StageStats:
-        """Counters since the engine was built."""
-        stats = self.engine.stats()
-        return StageStats(
-            num_steps=stats.num_steps,
-            busy_s=stats.busy_s,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            generated_tokens=stats.generated_tokens,
-        )
-
-    def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved."""
-        return {
-            "kind": "autoregressive",
-            "hidden_size": self.hidden_size,
-            "dtype": self.engine.memory_plan.dtype,
-            "device": self.engine.memory_plan.device,
-            "max_model_len": self.engine.max_model_len,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "memory": self.engine.memory_plan.lines(),
-        }
-
-    def check_integrity(self) -> None:
-        """Raise if blocks are not conserved."""
-        self.engine.check_integrity()
 
     def close(self) -> None:
         """Close the engine if this stage built it."""

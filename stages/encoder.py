@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from engine import (
     EncoderEngine,
@@ -21,7 +18,8 @@ from engine import (
 from engine.checkpoint import Checkpoint
 from engine.models.registry import SUPPORTED_ARCHITECTURES
 from engine.pooling import Pooling, pool, resolve_pooling
-from stages.stage import Stage, StageInputs, StageOutput, StageRequest, StageStats
+from stages.engine_stage import EngineStage
+from stages.stage import StageInputs, StageOutput, StageRequest
 from stages.tensor_selection import select_tensors
 
 __all__ = ["EncoderStage"]
@@ -30,7 +28,7 @@ _POOLED = "pooled"
 _HIDDEN_STATES = "hidden_states"
 
 
-class EncoderStage(Stage):
+class EncoderStage(EngineStage):
     """Runs an encoder, and hands on ``hidden_states (n, D)`` and ``pooled (D,)``.
 
     A bidirectional encoder (BERT and its kin) runs in an ``EncoderEngine``, where a hit is all or
@@ -74,17 +72,6 @@ class EncoderStage(Stage):
         """The engine that runs the model."""
         return self._runner.engine
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of its hidden states and of the embeddings it takes."""
-        return self.engine.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of weights and activations."""
-        dtype: torch.dtype = getattr(torch, self.engine.memory_plan.dtype)
-        return dtype
-
     def add_request(self, request: StageRequest) -> None:
         """Queue an input; see :class:`~stages.stage.Stage`."""
         self._runner.add_request(request)
@@ -95,60 +82,6 @@ class EncoderStage(Stage):
             select_tensors(replace(output, stage=self.name), self.outputs)
             for output in self._runner.step()
         ]
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks."""
-        self.engine.abort(request_id)
-
-    @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
-        return self.engine.has_unfinished_requests
-
-    @property
-    def enable_prefix_caching(self) -> bool:
-        """Whether inputs reuse what was computed before."""
-        return self.engine.enable_prefix_caching
-
-    @enable_prefix_caching.setter
-    def enable_prefix_caching(self, value: bool) -> None:
-        self.engine.enable_prefix_caching = value
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached outputs."""
-        self.engine.reset_prefix_cache()
-
-    def stats(self) -> StageStats:
-        """Counters since the engine was built."""
-        stats = self.engine.stats()
-        return StageStats(
-            num_steps=stats.num_steps,
-            busy_s=stats.busy_s,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            generated_tokens=stats.generated_tokens,
-        )
-
-    def describe(self) -> Mapping[str, Any]:
-        """What the engine resolved and reserved."""
-        return {
-            "kind": "encoder",
-            "engine": type(self.engine).__name__,
-            "hidden_size": self.hidden_size,
-            "dtype": self.engine.memory_plan.dtype,
-            "device": self.engine.memory_plan.device,
-            "max_model_len": self.engine.max_model_len,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "memory": self.engine.memory_plan.lines(),
-        }
-
-    def check_integrity(self) -> None:
-        """Raise if blocks are not conserved."""
-        self.engine.check_integrity()
-
-    def close(self) -> None:
-        """Close the engine."""
-        self.engine.close()
 
 
 class _Runner(ABC):

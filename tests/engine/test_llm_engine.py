@@ -132,6 +132,12 @@ def test_metrics_and_stats_count(qwen2_checkpoint: str) -> None:
     assert 0 <= metrics.queue_s <= metrics.first_token_s <= metrics.total_s
 
 
+def test_a_step_without_requests_does_nothing(engine: LLMEngine) -> None:
+    before = engine.stats().num_steps
+    assert engine.step() == []
+    assert engine.stats().num_steps == before
+
+
 def test_caching_can_be_switched_only_while_idle(engine: LLMEngine) -> None:
     engine.add_request("live", PROMPT, GREEDY)
     with pytest.raises(ValueError, match="1 requests are live"):

@@ -140,7 +140,7 @@ def test_an_engine_passed_in_stays_its_makers_to_close(
 
 def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
     described = AutoregressiveStage("s", config).describe()
-    assert described["kind"] == "autoregressive"
+    assert described["engine"] == "LLMEngine"
     assert (described["hidden_size"], described["dtype"]) == (64, "float32")
     assert any("KV cache" in line for line in described["memory"])
 

@@ -153,6 +153,6 @@ def test_it_samples_nothing_and_describes_itself(make: Callable[..., EncoderStag
     with pytest.raises(ValueError, match="generates no tokens"):
         stage.merge_sampling({"max_tokens": 1})
     described = stage.describe()
-    assert (described["kind"], described["engine"]) == ("encoder", "EncoderEngine")
+    assert described["engine"] == "EncoderEngine"
     assert stage.dtype == torch.float32
     stage.close()
