@@ -9,10 +9,17 @@ intermediate 2048, vocabulary 32,000, fp32, tied). Sides:
 * ``continuous``: transformers' continuous batching (skip it with ``--no-continuous``);
 * ``cache off``: this engine without prefix caching;
 * ``cache on``: this engine, its cache emptied before every run;
-* ``no mirror``: as ``cache on``, mirroring no stage outputs: what the mirror costs.
+* ``no mirror``: as ``cache on``, mirroring no stage outputs: what the mirror costs;
+* ``torch only``: as ``cache on``, without the native kernels.
 
 Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
 sides are compared; where they differ, the run says how near the two likeliest tokens were.
+
+A last table says what caching costs a stream that never hits: milliseconds per step inside the
+cache's own methods, and their share of the step.
+
+Building an engine raises glibc's malloc thresholds for the whole process, which speeds transformers
+up a little too.
 """
 
 from __future__ import annotations
@@ -21,9 +28,12 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -34,7 +44,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine.request import Request
 from omni.seeded_checkpoints import resolve_model
+from prefix_cache import KVCacheManager, StageOutputCache
 
 TokenIds = list[list[int]]
 
@@ -48,14 +60,20 @@ def make_prompts(count: int, length: int, num_shared: int) -> TokenIds:
     ]
 
 
-def engine_side(
-    checkpoint: str, args: argparse.Namespace, *, caching: bool, mirror: bool = True
-) -> Callable[[TokenIds], TokenIds]:
-    engine = LLMEngine(
+def build_engine(
+    checkpoint: str,
+    args: argparse.Namespace,
+    *,
+    caching: bool = True,
+    mirror: bool = True,
+    attention: Literal["auto", "torch"] = "auto",
+) -> LLMEngine:
+    return LLMEngine(
         EngineConfig(
             model=checkpoint,
             dtype="float32",
             device="cpu",
+            attention_backend=attention,
             block_size=args.block_size,
             max_num_seqs=args.requests,
             max_num_batched_tokens=args.budget,
@@ -64,7 +82,10 @@ def engine_side(
         ),
         output_names=None if mirror else (),
     )
-    params = SamplingParams(temperature=0.0, max_tokens=args.generate, ignore_eos=True)
+
+
+def engine_side(engine: LLMEngine, num_tokens: int) -> Callable[[TokenIds], TokenIds]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
     def run(prompts: TokenIds) -> TokenIds:
         engine.reset_prefix_cache()
@@ -150,6 +171,56 @@ def report(
     console.print(table)
 
 
+# Class and method of all that caching adds to a step.
+CACHE_METHODS: tuple[tuple[type, str], ...] = (
+    (Request, "extend_hashes"),
+    (KVCacheManager, "find_cached_prefix"),
+    (KVCacheManager, "allocate_slots"),
+    (KVCacheManager, "publish"),
+    (StageOutputCache, "write"),
+)
+
+
+@contextmanager
+def timed(methods: Iterable[tuple[type, str]], seconds: dict[str, float]) -> Iterator[None]:
+    """Add up the time inside of methods; none of them may call another."""
+    with ExitStack() as stack:
+        for owner, name in methods:
+            label = f"{owner.__name__}.{name}"
+            method = getattr(owner, name)
+
+            def wrapper(
+                *args: Any, _method: Any = method, _label: str = label, **kwargs: Any
+            ) -> Any:
+                started = time.perf_counter()
+                try:
+                    return _method(*args, **kwargs)
+                finally:
+                    seconds[_label] += time.perf_counter() - started
+
+            stack.enter_context(patch.object(owner, name, wrapper))
+        yield
+
+
+def report_cache_cost(
+    console: Console, engine: LLMEngine, prompts: TokenIds, num_tokens: int
+) -> None:
+    seconds: dict[str, float] = defaultdict(float)
+    steps_before = engine.stats().num_steps
+    started = time.perf_counter()
+    with timed(CACHE_METHODS, seconds):
+        engine_side(engine, num_tokens)(prompts)
+    total = time.perf_counter() - started
+    num_steps = engine.stats().num_steps - steps_before
+    table = Table(title=f"cost of the cache on a stream with no hits, {num_steps} steps")
+    for column in ("method", "ms per step", "share of the step"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    rows = [*seconds.items(), ("together", sum(seconds.values()))]
+    for name, value in [*rows, ("whole step", total)]:
+        table.add_row(name, f"{value / num_steps * 1e3:.3f}", f"{value / total:.2%}")
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -172,9 +243,13 @@ def main() -> None:
     if not args.no_continuous:
         sides["continuous"] = continuous_side(model, args.generate)
     sides |= {
-        "cache off": engine_side(checkpoint, args, caching=False),
-        "cache on": engine_side(checkpoint, args, caching=True),
-        "no mirror": engine_side(checkpoint, args, caching=True, mirror=False),
+        name: engine_side(engine, args.generate)
+        for name, engine in {
+            "cache off": build_engine(checkpoint, args, caching=False),
+            "cache on": build_engine(checkpoint, args),
+            "no mirror": build_engine(checkpoint, args, mirror=False),
+            "torch only": build_engine(checkpoint, args, attention="torch"),
+        }.items()
     }
     console = Console()
     for run in sides.values():  # threads, kernels and allocators warm up
@@ -194,6 +269,8 @@ def main() -> None:
                 f"{name}: tokens equal to generate in {len(rows) - len(parted)} of {len(rows)}"
                 + "".join(f"\n    {line}" for line in parted)
             )
+    prompts = make_prompts(args.requests, args.prompt, 0)
+    report_cache_cost(console, build_engine(checkpoint, args), prompts, args.generate)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""Runs one model: engine loop, scheduler, model runner, attention, models, sampling."""
+"""Runs one model: engine loop, scheduler, model runner, attention, models, sampling.
+
+Engines are imported when they are first used, since that takes seconds of torch and transformers,
+for which nobody should wait who only names prompts and settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
-from engine.encoder_engine import EncoderEngine, EncoderOutput
-from engine.llm_engine import LLMEngine
-from engine.memory_plan import MemoryPlan
 from engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -13,7 +19,13 @@ from engine.outputs import (
 )
 from engine.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 from engine.sampling_params import SamplingParams
-from engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from engine.encoder_engine import EncoderEngine
+    from engine.encoder_request import EncoderOutput
+    from engine.llm_engine import LLMEngine
+    from engine.memory_plan import MemoryPlan
+    from engine.stats import EngineStats
 
 __all__ = [
     "ChatPrompt",
@@ -34,3 +46,21 @@ __all__ = [
     "TokenLogprobs",
     "TokensPrompt",
 ]
+
+_IMPORTED_ON_USE = {
+    "EncoderEngine": "engine.encoder_engine",
+    "EncoderOutput": "engine.encoder_request",
+    "EngineStats": "engine.stats",
+    "LLMEngine": "engine.llm_engine",
+    "MemoryPlan": "engine.memory_plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -18,7 +18,9 @@ class EngineSettings(BaseModel):
         dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
             CUDA and float32 on a CPU.
         device: ``auto`` takes CUDA when there is one.
-        attention_backend: ``auto`` takes xformers on CUDA and torch elsewhere.
+        attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled
+            on first use; norms and activations run through them too), and torch where those
+            cannot run.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included; None sizes the pool for
             ``max_num_seqs`` requests of ``max_model_len``, within ``memory_fraction``.
@@ -37,7 +39,7 @@ class EngineSettings(BaseModel):
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    attention_backend: Literal["auto", "torch", "xformers", "reference"] = "auto"
+    attention_backend: Literal["auto", "native", "torch", "xformers", "reference"] = "auto"
     block_size: int = Field(default=16, ge=1)
     num_blocks: int | None = Field(default=None, ge=2)
     memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)

@@ -148,7 +148,9 @@ class EncoderEngine:
         self._queue.add(request)
 
     def step(self) -> list[EncoderOutput]:
-        """Answer what is cached, then run one batch; return what has finished."""
+        """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""
+        if not self._requests:
+            return []
         started, clock = time.monotonic(), time.perf_counter()
         outputs = self._answer_cached(started)
         batch = self._queue.next_batch(share=self._enable_prefix_caching)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from engine.progress_bars import hidden_progress_bars
+
 __all__ = ["EncoderModel"]
 
 
@@ -149,14 +151,15 @@ def _load(
 ) -> tuple[PreTrainedModel, bool]:
     """The module, and whether the checkpoint lacks the weights of its pooler."""
     try:
-        module, info = AutoModel.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )
+        with hidden_progress_bars():
+            module, info = AutoModel.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+            )
     except OSError as error:
         raise ValueError(f"cannot load an encoder from {folder}: {error}") from error
     missing = sorted(info["missing_keys"])

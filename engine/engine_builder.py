@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from engine.attention.registry import get_backend
+from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
 from engine.input_batch import InputBatch
 from engine.input_processor import InputLimits, InputProcessor
+from engine.layers import LayerOps, NativeLayerOps
+from engine.malloc_thresholds import keep_freed_memory
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model_runner import ModelRunner
 from engine.models.registry import load_model
+from engine.native import load_kernels
 from engine.scheduler import Scheduler
 from engine.tokenizer import eos_token_ids, load_tokenizer
 from prefix_cache import KVCacheManager, PagedMemory, group_layers
 
 __all__ = ["EngineParts", "build_engine_parts", "resolve_device", "resolve_dtype"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,18 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
     max_model_len = _max_model_len(config, checkpoint)
+    attention = resolve_backend_name(config.attention_backend, device, dtype, config.block_size)
+    logger.info("attention backend %s on %s", attention, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     model = load_model(
         checkpoint,
         dtype=dtype,
         device=device,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=max(max_model_len, 3),  # the warm-up runs positions 0 to 2
+        # One choice for both: who asks for torch gets torch alone.
+        ops=NativeLayerOps(load_kernels()) if attention == "native" else LayerOps(),
     )
     tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=config.trust_remote_code)
     groups = group_layers({layer.layer_name: layer.spec for layer in model.attention_layers})
@@ -93,6 +105,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
+        attention=attention,
     )
     kv_cache_manager = KVCacheManager(
         kv_config,
@@ -108,10 +121,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         model,
         kv_cache_manager=kv_cache_manager,
         memory=PagedMemory(kv_config, device),
-        backends=[
-            get_backend(config.attention_backend, device, dtype, group.spec.block_size)
-            for group in groups
-        ],
+        backends=[get_backend(attention, device, dtype, group.spec.block_size) for group in groups],
         input_batch=input_batch,
         device=device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, 5),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ def tokenize(
     """Text or chat messages to token ids.
 
     Raises:
-        ValueError: the checkpoint has no tokenizer, or no chat template.
+        ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none.
     """
     if tokenizer is None:
         raise ValueError(
@@ -61,8 +63,20 @@ def tokenize(
         text, add_special_tokens = prompt.prompt, prompt.add_special_tokens
     else:
         text, add_special_tokens = prompt, True
+    _check_text(text)
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"the prompt's text must be a str, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
+        ) from error
 
 
 def resolve_prompt(
@@ -90,10 +104,10 @@ def resolve_prompt(
             unknown ids or numbers that are not finite, or needs a tokenizer that is not there.
     """
     if isinstance(prompt, EmbedsPrompt):
-        embeds = _check_embeds(prompt.prompt_embeds, hidden_size).to(dtype)
+        embeds = _check_embeds(prompt.prompt_embeds, hidden_size, dtype)
         return [0] * embeds.shape[0], embeds
     if isinstance(prompt, TokensPrompt):
-        token_ids = list(prompt.prompt_token_ids)
+        token_ids = _check_integers(prompt.prompt_token_ids)
     elif isinstance(prompt, str | TextPrompt | ChatPrompt):
         token_ids = tokenize(prompt, tokenizer)
     else:
@@ -112,7 +126,17 @@ def resolve_prompt(
     return token_ids, None
 
 
-def _check_embeds(embeds: Tensor, width: int) -> Tensor:
+def _check_integers(token_ids: Iterable[SupportsIndex]) -> list[int]:
+    try:
+        return [index(token_id) for token_id in token_ids]
+    except TypeError as error:
+        raise ValueError(f"prompt_token_ids must be integers: {error}") from error
+
+
+def _check_embeds(embeds: object, width: int, dtype: torch.dtype) -> Tensor:
+    if not isinstance(embeds, Tensor) or embeds.layout is not torch.strided:
+        kind = str(embeds.layout) if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise ValueError(f"prompt_embeds must be a dense tensor, got {kind}")
     if embeds.ndim != 2 or embeds.shape[1] != width:
         raise ValueError(
             f"prompt_embeds must be (num_tokens, {width}) for this model, got {tuple(embeds.shape)}"
@@ -121,9 +145,11 @@ def _check_embeds(embeds: Tensor, width: int) -> Tensor:
         raise ValueError(f"prompt_embeds must be floating point, got {embeds.dtype}")
     if embeds.shape[0] == 0:
         raise ValueError("the prompt is empty: at least one embedding row is needed")
+    # In the model's type, in which a number may be infinite that was not in its own.
+    embeds = embeds.detach().to(dtype)
     if not bool(torch.isfinite(embeds).all()):
-        raise ValueError("prompt_embeds hold NaN or infinite values")
-    return embeds.detach()
+        raise ValueError(f"prompt_embeds hold NaN or values that are infinite in {dtype}")
+    return embeds
 
 
 class InputProcessor:

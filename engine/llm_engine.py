@@ -146,6 +146,8 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Run prompts to the end, in one batch as far as the limits let them.
 
+        Needs the engine to itself: the outputs of others would be lost between its steps.
+
         Args:
             prompts: one or several.
             sampling: for all, or one per prompt.
@@ -154,8 +156,10 @@ class LLMEngine:
             One finished output per prompt, in order.
 
         Raises:
-            ValueError: a prompt cannot run (nothing has run then), or the lengths differ.
+            ValueError: a prompt cannot run (nothing has run then), the lengths differ, or other
+                requests are live.
         """
+        self._check_idle("generate")
         batch = [prompts] if isinstance(prompts, _SINGLE_PROMPT) else list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling] * len(batch)
@@ -178,7 +182,12 @@ class LLMEngine:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the request's state after every step that moved it; leaving early aborts it."""
+        """Yield the request's state after every step that moved it; leaving early aborts it.
+
+        Raises:
+            ValueError: the prompt cannot run, or other requests are live; see :meth:`generate`.
+        """
+        self._check_idle("stream")
         request_id = "stream"
         self.add_request(request_id, prompt, sampling)
         try:
@@ -219,9 +228,16 @@ class LLMEngine:
         check_integrity(self._kv)
 
     def close(self) -> None:
-        """Drop all requests."""
+        """Drop all requests. Weights and pages go with the last reference to the engine."""
         for request_id in tuple(self._groups):
             self.abort(request_id)
+
+    def _check_idle(self, method: str) -> None:
+        if self._groups:
+            raise ValueError(
+                f"{method} drives the engine alone, but {len(self._groups)} requests are live: "
+                "finish or abort them first, or use add_request and step for all"
+            )
 
     def _note_first_run(self, scheduled: SchedulerOutput) -> None:
         for item in scheduled.scheduled:
@@ -239,8 +255,12 @@ class LLMEngine:
             moved[group.request_id] = group
             if token.token_id is None:
                 group.error = token.error
-            else:
+                continue
+            try:
                 self._accept(group, token.request, token.token_id, token.logprobs)
+            except Exception as error:  # a tokenizer's, say: it is this request's alone
+                logger.exception("request %s failed", group.request_id)
+                group.error = f"the token could not be taken: {type(error).__name__}: {error}"
         for item in scheduled.scheduled:
             if item.request.params.max_tokens == 0 and _is_computed(item.request):
                 group = self._group_of[item.request.request_id]

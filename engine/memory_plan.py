@@ -29,6 +29,7 @@ class MemoryPlan:
         max_model_len: longest sequence.
         stage_output_bytes: per mirrored tensor, the whole ``(num_blocks, block_size, D)`` store
             on the host.
+        attention: the backend that computes attention; None in an engine without a KV cache.
     """
 
     device: str
@@ -40,6 +41,7 @@ class MemoryPlan:
     groups: tuple[str, ...]
     max_model_len: int
     stage_output_bytes: Mapping[str, int] = field(default_factory=dict)
+    attention: str | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -62,9 +64,9 @@ class MemoryPlan:
             *(
                 [
                     f"KV cache       {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} "
-                    f"blocks of {self.block_size} tokens ({self.num_tokens} tokens, "
-                    f"{format_bytes(self.page_bytes)} a block; sequences up to "
-                    f"{self.max_model_len})"
+                    f"blocks of {self.block_size} tokens, {format_bytes(self.page_bytes)} each",
+                    f"  room         {self.num_tokens} tokens; sequences up to "
+                    f"{self.max_model_len}",
                 ]
                 if self.page_bytes
                 else [
@@ -73,6 +75,7 @@ class MemoryPlan:
                 ]
             ),
             *(f"  group        {line}" for line in self.groups),
+            *([f"attention      {self.attention}"] if self.attention else []),
             *(
                 f"stage output   {format_bytes(size)} host memory for {name}"
                 for name, size in self.stage_output_bytes.items()
@@ -129,8 +132,9 @@ def plan_memory(
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    attention: str,
 ) -> tuple[KVCacheConfig, MemoryPlan]:
-    """Size the pool.
+    """Size the pool; ``attention`` is the backend's name, for the plan.
 
     Raises:
         ValueError: the memory that may be used does not hold one sequence; says what would fit.
@@ -152,5 +156,6 @@ def plan_memory(
             for group in groups
         ),
         max_model_len=max_model_len,
+        attention=attention,
     )
     return kv_config, plan

@@ -152,6 +152,9 @@ class ModelRunner:
             if last_slot // group.spec.block_size >= known:
                 block_ids = self._kv.block_ids(request_id, group_id)
                 self._batch.append_blocks(request_id, block_ids[known:], group_id)
+                # Its first tokens come now; the rest is read, masked, before it is written.
+                if (last_slot + 1) % group.spec.block_size:
+                    self._memory.clear_page(group_id, block_ids[-1])
 
     def _input_embeds(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.

@@ -96,5 +96,7 @@ class RequestGroup:
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             error=self.error,
             prompt_token_ids=tuple(prompt_ids),
-            metrics=slowest.times.metrics(first.num_preemptions),
+            metrics=slowest.times.metrics(
+                sum(completion.request.num_preemptions for completion in self.completions)
+            ),
         )

@@ -135,10 +135,21 @@ def verify(
     config: Config,
     prompt: Prompts = None,
     input_file: Input = None,
+    atol: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="How far tensor elements may be apart (in proportion in rows that exceed 1), "
+            "instead of measuring what rounding does.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Run your own requests with and without caches, and compare. Exit status 1 if they differ."""
+    """Run your own requests with and without caches, and compare.
+
+    Exit status 1 if anything differed or a request failed.
+    """
     with _plain_errors(debug):
         from omni.omni import Omni
         from omni.verify import verify as verify_requests
@@ -146,9 +157,9 @@ def verify(
         pipeline = _load(config, overrides)
         requests = _refuse_bad_lines(_requests(pipeline, prompt, input_file))
         with Omni(pipeline) as omni:
-            report = verify_requests(omni, requests)
+            report = verify_requests(omni, requests, atol=atol)
         typer.echo("\n".join(report.lines()))
-    if not report.equal:
+    if report.failures or not report.equal:
         raise typer.Exit(1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import typer
 
 from engine import TextPrompt
@@ -25,6 +27,7 @@ _RULES = (
 _SYSTEM = "You are a helpful assistant, and these are the rules of the house.\n" + "".join(
     f"{number}. In the evening, {_RULES[number % len(_RULES)]}.\n" for number in range(1, 25)
 )
+_INDENT = " " * 8
 _WAVES = (
     (
         "What is the capital of the country?",
@@ -89,7 +92,9 @@ def _describe(question: str, output: OmniOutput) -> str:
         lines.append(f"      error: {output.error}")
     for name, stage in output.stages.items():
         lines.append(
-            f"      {name} ({stage.num_cached_tokens} of {stage.num_prompt_tokens} input tokens "
-            f"from the cache): {' '.join((stage.text or '').split())}"
+            f"      {name}: {stage.num_cached_tokens} of {stage.num_prompt_tokens} input tokens "
+            "from the cache"
         )
+        text = " ".join((stage.text or "").split())
+        lines += textwrap.wrap(text, 80, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return "\n".join(lines) + "\n"

@@ -178,9 +178,12 @@ class Driver:
     def _add(self, ticket: Ticket) -> None:
         try:
             self._orchestrator.add_request(replace(ticket.request, request_id=ticket.request_id))
-        except ValueError as error:
+        except Exception as error:  # stages may be anybody's code; the other callers go on
+            if not isinstance(error, ValueError):
+                _logger.exception("request %r could not be added", ticket.request_id)
+            message = str(error) if isinstance(error, ValueError) else repr(error)
             self._submitted.remove(ticket)
-            self._tell(ticket, OmniOutput(ticket.request_id, {}, finished=True, error=str(error)))
+            self._tell(ticket, OmniOutput(ticket.request_id, {}, finished=True, error=message))
         else:
             self._submitted.remove(ticket)
             self._live[ticket.request_id] = ticket

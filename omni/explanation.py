@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import yaml
 
@@ -16,33 +16,37 @@ def draw_graph(config: PipelineConfig) -> str:
 
     ::
 
-        prompt ──────────────────────────────────► writer  autoregressive  seeded:qwen2  => text
-        writer ──hidden_states_as_prompt_embeds──► reader  autoregressive  seeded:llama  => text
+        prompt ──────────────────────────────────► writer => text
+        writer ──hidden_states_as_prompt_embeds──► reader => text
+
+        writer  autoregressive  seeded:qwen2
+        reader  autoregressive  seeded:llama
     """
-    rows = [_edge(name, config.stages[name]) for name in config.topological_order()]
-    sources, transforms, names, kinds, models, finals = zip(*rows, strict=True)
+    stages = [(name, config.stages[name]) for name in config.topological_order()]
+    sources, transforms, targets = zip(*(_edge(*stage) for stage in stages), strict=True)
     arrows = [name + "─" * (_width(transforms) - len(name)) for name in transforms]
-    lines = zip(
-        _aligned(sources), arrows, _aligned(names), _aligned(kinds), _aligned(models), finals,
-        strict=True,
-    )  # fmt: skip
-    heading = config.name + (f": {config.description}" if config.description else "")
-    return "\n".join(
-        [
-            heading,
-            "",
-            *(
-                f"  {source} ──{arrow}──► {name}  {kind}  {model}  {final}".rstrip()
-                for source, arrow, name, kind, model, final in lines
-            ),
-        ]
-    )
+    names = _aligned([name for name, _ in stages])
+    kinds = _aligned([stage.kind for _, stage in stages])
+    lines = [
+        config.name + (f": {config.description}" if config.description else ""),
+        "",
+        *(
+            f"  {source} ──{arrow}──► {target}"
+            for source, arrow, target in zip(_aligned(sources), arrows, targets, strict=True)
+        ),
+        "",
+        *(
+            f"  {name}  {kind}  {stage.model}"
+            for name, kind, (_, stage) in zip(names, kinds, stages, strict=True)
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def describe_config(config: PipelineConfig) -> str:
     """Write the pipeline as YAML with every default; it means the same when read again."""
     dumped = config.model_dump(mode="json", by_alias=True)
-    return "Every setting:\n\n" + yaml.safe_dump(dumped, sort_keys=False, width=100).rstrip()
+    return "Every setting:\n\n" + yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
 
 
 def describe_memory(config: PipelineConfig) -> str:
@@ -68,16 +72,16 @@ def describe_memory(config: PipelineConfig) -> str:
     return "\n".join(lines)
 
 
-def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str, str, str]:
+def _edge(name: str, stage: StageConfig) -> tuple[str, str, str]:
     sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
     transform = stage.inputs.transform if stage.inputs else ""
-    final = f"=> {', '.join(stage.final_output)}" if stage.final_output else ""
-    return sources, transform, name, stage.kind, stage.model, final
+    final = f" => {', '.join(stage.final_output)}" if stage.final_output else ""
+    return sources, transform, name + final
 
 
-def _width(column: Iterable[str]) -> int:
+def _width(column: Sequence[str]) -> int:
     return max(len(cell) for cell in column)
 
 
-def _aligned(column: tuple[str, ...]) -> list[str]:
+def _aligned(column: Sequence[str]) -> list[str]:
     return [cell.ljust(_width(column)) for cell in column]

@@ -305,9 +305,7 @@ class Orchestrator:
         if "text" in stage.final_output:
             output = replace(output, delta=unseen + output.delta)
         else:
-            output = replace(
-                output, text=None, delta="", token_ids=(), logprobs=None, completions=()
-            )
+            output = replace(output, text=None, delta="", logprobs=None, completions=())
         live.visible[stage.name] = output
 
     def _snapshot(

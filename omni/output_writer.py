@@ -108,7 +108,8 @@ class OutputWriter:
             line["text"] = output.text
         if output.text is not None or output.token_ids:
             line["token_ids"] = list(output.token_ids)
-            line["finish_reason"] = output.finish_reason and output.finish_reason.value
+        if output.finish_reason is not None:
+            line["finish_reason"] = output.finish_reason.value
         line["num_prompt_tokens"] = output.num_prompt_tokens
         line["num_cached_tokens"] = output.num_cached_tokens
         if output.logprobs is not None:

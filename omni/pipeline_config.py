@@ -24,6 +24,7 @@ from omni.config_file import load_config
 from omni.model_reference import locate_model
 from omni.stage_graph import topological_order
 from omni.suggestion import suggest
+from stages import resolve_transform
 
 __all__ = [
     "AutoregressiveStageConfig",
@@ -79,6 +80,12 @@ class _StageConfig(_Strict):
     def _model_can_be_found(cls, value: str, info: ValidationInfo) -> str:
         return locate_model(value, base_dir=(info.context or {}).get("base_dir"))
 
+    # Each kind says itself which forms it has.
+    @field_validator("final_output", mode="before", check_fields=False)
+    @classmethod
+    def _one_form_is_a_list_of_one(cls, value: Any) -> Any:
+        return _as_tuple(value)
+
 
 class AutoregressiveStageConfig(_StageConfig):
     """A stage that generates tokens.
@@ -97,11 +104,6 @@ class AutoregressiveStageConfig(_StageConfig):
     kind: Literal["autoregressive"]
     sampling: SamplingParams = SamplingParams()
     final_output: tuple[Literal["text", "tensors"], ...] = ()
-
-    @field_validator("final_output", mode="before")
-    @classmethod
-    def _one_form_is_a_list_of_one(cls, value: Any) -> Any:
-        return _as_tuple(value)
 
 
 class EncoderStageConfig(_StageConfig):
@@ -122,11 +124,6 @@ class EncoderStageConfig(_StageConfig):
     kind: Literal["encoder"]
     pooling: Literal["auto", "mean", "cls", "last", "pooler"] = "auto"
     final_output: tuple[Literal["tensors"], ...] = ()
-
-    @field_validator("final_output", mode="before")
-    @classmethod
-    def _one_form_is_a_list_of_one(cls, value: Any) -> Any:
-        return _as_tuple(value)
 
 
 StageConfig: TypeAlias = AutoregressiveStageConfig | EncoderStageConfig
@@ -217,8 +214,6 @@ class PipelineConfig(_Strict):
                 )
 
     def _check_transforms(self) -> None:
-        from stages.transforms import resolve_transform  # imports torch: a second
-
         for name, stage in self.stages.items():
             if stage.inputs is None:
                 continue

@@ -41,6 +41,8 @@ class OmniRequest:
         self._check("cache_salt", str | None)
         self._check("sampling", Mapping)
         for stage, override in self.sampling.items():
+            if not isinstance(stage, str):
+                raise ValueError(f"sampling must name stages by str, got {stage!r}")
             if not isinstance(override, SamplingParams | Mapping):
                 raise ValueError(
                     f"sampling for stage {stage!r} must be SamplingParams or a mapping of its "

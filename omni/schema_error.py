@@ -44,7 +44,12 @@ def explain_validation_error(
         'block_size'?``.
     """
     messages = []
-    for finding in error.errors(include_url=False):
+    findings = error.errors(include_url=False)
+    with_wrong_items = {finding["loc"][:-1] for finding in findings}
+    for finding in findings:
+        # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
+        if finding["type"] == "too_short" and finding["loc"] in with_wrong_items:
+            continue
         place, message = _explain(finding, model, data)
         line = _nearest_line(place, lines or {})
         parts = [f"{source}:{line}" if line else source, dotted(within + place), message]

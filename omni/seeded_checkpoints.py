@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from tokenizers import (
 )
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from engine.progress_bars import hidden_progress_bars
 
 __all__ = [
     "SEEDED_MODELS",
@@ -383,17 +384,6 @@ def _wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenize
     )
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    enabled = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers.utils.logging.enable_progress_bar()
-
-
 def _save(
     directory: str | Path,
     model: PreTrainedModel,
@@ -403,7 +393,7 @@ def _save(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    with _no_progress_bar():
+    with hidden_progress_bars():
         model.save_pretrained(path, **shards)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

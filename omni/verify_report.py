@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Difference", "Kind", "NearTie", "Run", "StageVerification", "VerifyReport"]
+__all__ = [
+    "REFERENCE",
+    "Difference",
+    "Kind",
+    "NearTie",
+    "Run",
+    "StageVerification",
+    "TensorVerification",
+    "VerifyReport",
+]
 
-Run = Literal["cold", "warm"]
-"""``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""
+Run = Literal["regrouped", "cold", "warm"]
+"""What is compared with the uncached run: ``regrouped`` is uncached too, with other batch mates;
+``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""
+
+REFERENCE: Mapping[Run, str] = {
+    "regrouped": "batched together",
+    "cold": "without caching",
+    "warm": "without caching",
+}
+"""How the uncached run is told from it."""
 
 Kind = Literal["tokens", "finish_reason", "tensor", "error"]
 """What may differ."""
@@ -16,12 +34,12 @@ Kind = Literal["tokens", "finish_reason", "tensor", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that a cached run put out and the uncached run did not.
+    """One thing that another run put out and the uncached run did not.
 
     Attributes:
         request_id: of which request.
         stage: of which stage; None for what concerns the whole request.
-        run: in which cached run.
+        run: in which run; see :data:`Run`.
         kind: what differs.
         message: how, for people.
     """
@@ -40,9 +58,9 @@ class NearTie:
     Attributes:
         request_id: of which request.
         stage: of which stage.
-        run: in which cached run.
+        run: in which run; see :data:`Run`.
         position: index of the generated token.
-        token_ids: the uncached and the cached run's choice.
+        token_ids: the uncached and the other run's choice.
         gap: difference of their log-probabilities in the uncached run.
     """
 
@@ -55,6 +73,25 @@ class NearTie:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorVerification:
+    """One tensor of a stage over all requests.
+
+    Differences are shares of the largest element of their row, or of 1 if that is larger.
+
+    Attributes:
+        name: of the tensor.
+        max_difference: the largest between a cached and an uncached element.
+        tolerance: the largest that is allowed.
+        noise: the largest between uncached runs with other batch mates; None if not measured.
+    """
+
+    name: str
+    max_difference: float
+    tolerance: float
+    noise: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StageVerification:
     """One stage over all requests.
 
@@ -63,7 +100,7 @@ class StageVerification:
         prompt_tokens: tokens of its inputs in one run.
         cold_hit_tokens: of these, what the cache saved in the cold run.
         warm_hit_tokens: the same in the warm run.
-        max_abs_diff: largest difference between a cached and an uncached tensor element.
+        tensors: those that were compared, by name.
         uncached_s: seconds that it worked in the uncached run.
         cold_s: the same in the cold run.
         warm_s: the same in the warm run.
@@ -73,7 +110,7 @@ class StageVerification:
     prompt_tokens: int
     cold_hit_tokens: int
     warm_hit_tokens: int
-    max_abs_diff: float
+    tensors: tuple[TensorVerification, ...]
     uncached_s: float
     cold_s: float
     warm_s: float
@@ -89,11 +126,12 @@ class VerifyReport:
     """The whole comparison.
 
     Attributes:
-        num_requests: how many were run, three times each.
+        num_requests: how many were run.
         stages: in topological order.
         differences: everything that was not equal.
         near_ties: token differences that rounding explains; not counted as differences.
-        failures: ``(request_id, error)`` of requests that failed in the uncached run.
+        failures: ``(request_id, error)`` of requests that failed in the uncached run. Failing
+            the same way with caches is no difference.
     """
 
     num_requests: int
@@ -104,28 +142,22 @@ class VerifyReport:
 
     @property
     def equal(self) -> bool:
-        """Whether turning the caches on changed nothing."""
+        """Whether nothing differed: not with the caches on, and not with other batch mates."""
         return not self.differences
 
     def lines(self) -> list[str]:
         """The report for people."""
-        compared = self.num_requests - len(self.failures)
-        verdict = (
-            f"cached equals uncached: {compared} of {self.num_requests} requests compared"
-            if self.equal
-            else f"cached DIFFERS from uncached in {len(self.differences)} places"
-        )
         return [
-            verdict,
-            *(_stage_line(stage) for stage in self.stages),
+            *self._verdict(),
+            *(line for stage in self.stages for line in _stage_lines(stage)),
             *(
                 f"difference: request {each.request_id!r}"
                 f"{'' if each.stage is None else f', stage {each.stage!r}'}, "
-                f"{each.run} cache: {each.message}"
+                f"{_where(each.run)}: {each.message}"
                 for each in self.differences
             ),
             *(
-                f"near tie: request {tie.request_id!r}, stage {tie.stage!r}, {tie.run} cache: "
+                f"near tie: request {tie.request_id!r}, stage {tie.stage!r}, {_where(tie.run)}: "
                 f"generated token {tie.position} is {tie.token_ids[0]} or {tie.token_ids[1]}, "
                 f"whose log-probabilities are {tie.gap:.1e} apart; not compared from there on"
                 for tie in self.near_ties
@@ -136,11 +168,36 @@ class VerifyReport:
             ),
         ]
 
+    def _verdict(self) -> list[str]:
+        regrouped = sum(each.run == "regrouped" for each in self.differences)
+        cached = len(self.differences) - regrouped
+        compared = self.num_requests - len(self.failures)
+        lines = [
+            f"cached DIFFERS from uncached in {cached} places"
+            if cached
+            else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
+        ]
+        if regrouped:
+            lines.append(
+                f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
+            )
+        return lines
 
-def _stage_line(stage: StageVerification) -> str:
-    return (
-        f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, hits {stage.cold_hit_tokens} "
-        f"cold and {stage.warm_hit_tokens} warm; largest tensor difference "
-        f"{stage.max_abs_diff:.1e}; {stage.uncached_s:.3f} s uncached, {stage.cold_s:.3f} s cold, "
-        f"{stage.warm_s:.3f} s warm, saved {stage.saved_s:.3f} s"
-    )
+
+def _where(run: Run) -> str:
+    return "uncached with other batch mates" if run == "regrouped" else f"{run} cache"
+
+
+def _stage_lines(stage: StageVerification) -> list[str]:
+    return [
+        f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, hits "
+        f"{stage.cold_hit_tokens} cold and {stage.warm_hit_tokens} warm",
+        f"  seconds: {stage.uncached_s:.3f} uncached, {stage.cold_s:.3f} cold, "
+        f"{stage.warm_s:.3f} warm, {stage.saved_s:.3f} saved",
+        *(
+            f"  {tensor.name}: largest difference {tensor.max_difference:.1e}, allowed "
+            f"{tensor.tolerance:.1e}"
+            f"{'' if tensor.noise is None else f', noise {tensor.noise:.1e}'}"
+            for tensor in stage.tensors
+        ),
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
@@ -102,12 +103,15 @@ def extend_block_hashes(
         return
     parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
     # The order in which spans are listed says nothing about the content.
-    ordered_spans = sorted(
-        spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash)
+    to_come = deque(
+        sorted(spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash))
     )
+    overlapping: list[ContentSpan] = []
     for start in range(len(hashes) * block_size, num_full_blocks * block_size, block_size):
         end = start + block_size
-        overlapping = [span for span in ordered_spans if span.offset < end and span.end > start]
+        while to_come and to_come[0].offset < end:
+            overlapping.append(to_come.popleft())
+        overlapping = [span for span in overlapping if span.end > start]
         parent = _block_hash(parent, token_ids[start:end], start, overlapping)
         hashes.append(parent)
 
@@ -151,7 +155,9 @@ def _block_hash(
 def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:
     digest = hashlib.sha256(b"root")
     for field in (salt, lora_name):
-        digest.update(b"\0" if field is None else b"\1" + _length_prefixed(field.encode()))
+        # Any str is a salt, half of a surrogate pair too.
+        name = None if field is None else field.encode("utf-8", "surrogatepass")
+        digest.update(b"\0" if name is None else b"\1" + _length_prefixed(name))
     return BlockHash(digest.digest())
 
 

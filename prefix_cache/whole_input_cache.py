@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prefix_cache.block import KVCacheBlock
 from prefix_cache.block_hash import BlockHash
@@ -105,7 +105,7 @@ class WholeInputCache:
         Raises:
             ValueError: if the blocks are not as many as the input takes.
         """
-        keys = self._block_keys(input_hash, num_tokens)
+        keys = list(self._block_keys(input_hash, num_tokens))
         if len(blocks) != len(keys):
             raise ValueError(
                 f"an input of {num_tokens} tokens takes {len(keys)} blocks, got {len(blocks)}"
@@ -117,13 +117,8 @@ class WholeInputCache:
         """Give back one reference per block; what was published stays until it is evicted."""
         self.pool.release(reversed(blocks))
 
-    def _block_keys(self, input_hash: BlockHash, num_tokens: int) -> list[BlockHash]:
-        num_blocks = self.num_blocks_for(num_tokens)
-        return [
-            BlockHash(
-                hashlib.sha256(
-                    b"whole" + input_hash + struct.pack("<QQ", index, num_tokens)
-                ).digest()
-            )
-            for index in range(num_blocks)
-        ]
+    def _block_keys(self, input_hash: BlockHash, num_tokens: int) -> Iterator[BlockHash]:
+        """One key per block, made as they are asked for: a miss shows at the first."""
+        for index in range(self.num_blocks_for(num_tokens)):
+            place = struct.pack("<QQ", index, num_tokens)
+            yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())

@@ -1,7 +1,13 @@
-"""Stage kinds, and the transforms between stages."""
+"""Stage kinds, and the transforms between stages.
 
-from stages.autoregressive import AutoregressiveStage
-from stages.encoder import EncoderStage
+The kinds are imported when they are first used, since their engines take seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from stages.stage import (
     FINAL_OUTPUTS,
     Stage,
@@ -21,6 +27,10 @@ from stages.transforms import (
     token_ids_as_prompt,
 )
 
+if TYPE_CHECKING:
+    from stages.autoregressive import AutoregressiveStage
+    from stages.encoder import EncoderStage
+
 __all__ = [
     "FINAL_OUTPUTS",
     "AutoregressiveStage",
@@ -39,3 +49,18 @@ __all__ = [
     "text_as_prompt",
     "token_ids_as_prompt",
 ]
+
+_IMPORTED_ON_USE = {
+    "AutoregressiveStage": "stages.autoregressive",
+    "EncoderStage": "stages.encoder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

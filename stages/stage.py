@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine import FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "FINAL_OUTPUTS",
@@ -121,6 +122,7 @@ class TransformContext:
         request_id: the request.
         prompt: the prompt that the user gave the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
+            Their tensors are shared with other stages and the user: do not change them in place.
     """
 
     request_id: str
@@ -258,4 +260,4 @@ class Stage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back everything; the stage cannot be used afterwards."""
+        """Drop all requests; the stage is not to be used afterwards."""

@@ -12,8 +12,6 @@ import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from engine import EmbedsPrompt, TextPrompt, TokensPrompt
 from stages.stage import Transform, TransformContext
 
@@ -145,6 +143,8 @@ def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
         raise ValueError(
             f"hidden states of different widths cannot be one prompt: {_listed(widths)}"
         )
+    import torch  # only here: names of transforms are checked without it
+
     return EmbedsPrompt(torch.cat(rows) if len(rows) > 1 else rows[0])
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.layer import Attention, AttentionStep
+from engine.attention.native_backend import NativeBackend
 from engine.attention.reference import ReferenceBackend
-from engine.attention.registry import BACKEND_NAMES, get_backend
+from engine.attention.registry import BACKEND_NAMES, get_backend, resolve_backend_name
 from engine.attention.torch_backend import TorchBackend
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionStep",
+    "NativeBackend",
     "ReferenceBackend",
     "TorchBackend",
     "get_backend",
+    "resolve_backend_name",
 ]

@@ -5,9 +5,6 @@ folded into the query dimension, where it shares the one pass over its keys::
 
     query (B, Hkv, heads per Hkv, D)   keys, values (B, Hkv, T, D)   mask (B, 1, 1, T)
 
-On a CPU, where the gathers are what costs, decodes with the same leading blocks attend to those
-together; see :mod:`engine.attention.shared_prefix`.
-
 Prefills run one by one. Without cached tokens their keys are this step's own, and no page is
 read; with cached tokens the queries go in tiles, so that a long prefix never needs a mask of
 all queries by all keys.
@@ -24,7 +21,6 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.paged_rows import layer_chunks, write_kv
-from engine.attention.shared_prefix import attend_with_lse, find_shared_prefix, merge_attention
 from prefix_cache import LayerKVCache
 
 __all__ = ["TorchBackend", "bucket_by_length"]
@@ -58,16 +54,13 @@ class _DecodeBucket:
     Attributes:
         members: ``(B,)`` their request (and token) indices; None when they are all decodes of
             the step in order, which then need no gather.
-        pages: ``(B * blocks,)`` block ids after the shared ones, padded with the null block.
+        pages: ``(B * blocks,)`` block ids, padded with the null block.
         mask: ``(B, 1, 1, blocks * block_size)`` added to the scores: 0 or -inf.
-        shared_pages: ``(shared blocks,)`` ids of the blocks that all of them start with; None
-            when there are none.
     """
 
     members: Tensor | None
     pages: Tensor
     mask: Tensor
-    shared_pages: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +101,26 @@ class TorchBackend(AttentionBackend):
             raise ValueError(f"attention needs a floating point dtype, got {dtype}")
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Bucket the decodes and lay out the prefills."""
+        """Prepare the decodes and lay out the prefills."""
+        self._begin_decodes(metadata)
         lengths = metadata.seq_lens.tolist()
-        num_decodes = metadata.num_decodes
-        self._buckets = self._decode_buckets(lengths[:num_decodes], metadata)
         starts = metadata.query_start_loc.tolist()
         self._prefills = []
-        for request in range(num_decodes, metadata.num_reqs):
+        for request in range(metadata.num_decodes, metadata.num_reqs):
             num_blocks = -(-lengths[request] // metadata.block_size)
             pages = metadata.block_table[request, :num_blocks]
             self._prefills.append(
                 _Prefill(starts[request], starts[request + 1], lengths[request], pages)
             )
 
-    def _decode_buckets(
-        self, lengths: list[int], metadata: AttentionMetadata
-    ) -> list[_DecodeBucket]:
-        """Bucket the decodes by the length of what they do not share."""
-        alone = list(range(len(lengths)))
-        parts: list[tuple[list[int], int]] = []
-        if self._device.type == "cpu":
-            table = metadata.block_table[: len(lengths)]
-            prefix = find_shared_prefix(table, lengths, metadata.block_size)
-            if prefix is not None:
-                parts.append((list(prefix.members), prefix.num_blocks))
-                alone = sorted(set(alone).difference(prefix.members))
-        parts.append((alone, 0))
-        return [
-            self._decode_bucket([members[i] for i in bucket], num_shared, lengths, metadata)
-            for members, num_shared in parts
-            for bucket in bucket_by_length(
-                [lengths[member] - num_shared * metadata.block_size for member in members]
-            )
+    def _begin_decodes(self, metadata: AttentionMetadata) -> None:
+        lengths = metadata.seq_lens[: metadata.num_decodes].tolist()
+        self._buckets = [
+            self._decode_bucket(members, lengths, metadata) for members in bucket_by_length(lengths)
         ]
 
     def _decode_bucket(
-        self,
-        members: list[int],
-        num_shared: int,
-        lengths: list[int],
-        metadata: AttentionMetadata,
+        self, members: list[int], lengths: list[int], metadata: AttentionMetadata
     ) -> _DecodeBucket:
         longest = max(lengths[member] for member in members)
         num_blocks = -(-longest // metadata.block_size)
@@ -159,12 +132,10 @@ class TorchBackend(AttentionBackend):
             seq_lens = metadata.seq_lens[on_cpu]
             index = on_cpu.to(self._device)
             block_table = metadata.block_table.index_select(0, index)
-        positions = torch.arange(num_shared * metadata.block_size, num_blocks * metadata.block_size)
-        hidden = positions >= seq_lens[:, None]
+        hidden = torch.arange(num_blocks * metadata.block_size) >= seq_lens[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        pages = block_table[:, num_shared:num_blocks].flatten()
-        shared_pages = block_table[0, :num_shared] if num_shared else None
-        return _DecodeBucket(index, pages, mask[:, None, None].to(self._device), shared_pages)
+        pages = block_table[:, :num_blocks].flatten()
+        return _DecodeBucket(index, pages, mask[:, None, None].to(self._device))
 
     def forward(
         self,
@@ -178,14 +149,9 @@ class TorchBackend(AttentionBackend):
         """See :meth:`AttentionBackend.forward`."""
         write_kv(key, value, kv_cache, metadata.row_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for bucket in self._buckets:
-            if bucket.members is None:
-                decodes = slice(0, metadata.num_decodes)
-                output[decodes] = self._decode(query[decodes], bucket, kv_cache, scale)
-            else:
-                some = query.index_select(0, bucket.members)
-                attended = self._decode(some, bucket, kv_cache, scale)
-                output.index_copy_(0, bucket.members, attended)
+        if metadata.num_decodes:
+            decodes = slice(0, metadata.num_decodes)
+            self._attend_decodes(query[decodes], kv_cache, metadata, scale, output[decodes])
         for prefill in self._prefills:
             tokens = slice(prefill.start, prefill.end)
             if prefill.num_cached:
@@ -199,6 +165,27 @@ class TorchBackend(AttentionBackend):
                 )
         return output
 
+    def _attend_decodes(
+        self,
+        query: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        output: Tensor,
+    ) -> None:
+        """Attend with one token of each decode, ``(num_decodes, num_heads, head_dim)``.
+
+        Keys and values are written already. The result goes to ``output``, which has query's
+        shape.
+        """
+        for bucket in self._buckets:
+            if bucket.members is None:
+                output.copy_(self._decode(query, bucket, kv_cache, scale))
+            else:
+                some = query.index_select(0, bucket.members)
+                attended = self._decode(some, bucket, kv_cache, scale)
+                output.index_copy_(0, bucket.members, attended)
+
     def _decode(
         self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scale: float
     ) -> Tensor:
@@ -210,32 +197,10 @@ class TorchBackend(AttentionBackend):
             for rows in self._gather(bucket.pages, kv_cache)
         )
         folded = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        if bucket.shared_pages is None:
-            attended = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=bucket.mask, scale=scale
-            )
-        else:
-            tail, tail_lse = attend_with_lse(folded, keys, values, scale, bucket.mask)
-            # After the tail: both gathers write to the same memory.
-            shared, shared_lse = self._attend_shared(folded, bucket.shared_pages, kv_cache, scale)
-            attended = merge_attention(tail, tail_lse, shared, shared_lse)
+        attended = F.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=bucket.mask, scale=scale
+        )
         return attended.reshape(batch, num_heads, head_dim)
-
-    def _attend_shared(
-        self, folded: Tensor, pages: Tensor, kv_cache: LayerKVCache, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """All queries ``(B, Hkv, G, D)`` over the same pages: one sequence of ``B * G`` queries."""
-        batch, num_kv_heads, group, head_dim = folded.shape
-        keys, values = (
-            rows.view(1, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for rows in self._gather(pages, kv_cache)
-        )
-        query = folded.transpose(0, 1).reshape(1, num_kv_heads, batch * group, head_dim)
-        output, lse = attend_with_lse(query, keys, values, scale)
-        return (
-            output.view(num_kv_heads, batch, group, head_dim).transpose(0, 1),
-            lse.view(num_kv_heads, batch, group).transpose(0, 1),
-        )
 
     def _gather(self, pages: Tensor, kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
         """Keys and values of pages, ``(pages * block_size, num_kv_heads, head_dim)`` each.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 
 __all__ = ["GatedMLP"]
@@ -23,6 +24,7 @@ class GatedMLP(nn.Module):
         bias: whether the projections have biases.
         dtype: of the weights.
         device: of the weights.
+        ops: what computes the gating.
 
     Raises:
         ValueError: transformers knows no such activation.
@@ -37,6 +39,7 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        ops: LayerOps | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACT2FN:
@@ -46,6 +49,7 @@ class GatedMLP(nn.Module):
         down = {"down_proj": hidden_size}
         self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
         self.activation = ACT2FN[activation]
+        self.ops = ops or LayerOps()
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
@@ -54,6 +58,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        output: Tensor = self.down(self.activation(gate).mul_(up))
+        output: Tensor = self.down(self.ops.gate(self.gate_up(x), self.activation))
         return output

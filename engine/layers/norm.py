@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from engine.layers.layer_ops import LayerOps
 
 __all__ = ["RMSNorm"]
 
@@ -19,29 +20,28 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         dtype: of the weight.
         device: of the weight.
+        ops: what computes it.
     """
 
     def __init__(
-        self, hidden_size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: LayerOps | None = None,
     ) -> None:
         super().__init__()
         weight = torch.empty(hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
-        # A tensor, so that it can be the summand of one fused operation.
-        self.register_buffer("_eps", torch.full((1,), eps, device=device), persistent=False)
+        self.ops = ops or LayerOps()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``(..., hidden_size)``."""
-        if x.dtype == torch.float32:
-            # On a CPU F.rms_norm is a chain of separate operations; this chain is half as long.
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            mean_square = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1])
-            return (x * mean_square.rsqrt_()).mul_(self.weight)
-        # As in transformers: rounded to x's type before the weight is applied.
-        normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
-        return normed.to(x.dtype).mul_(self.weight)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place, and return the sum normalised."""
-        return self.forward(residual.add_(x))
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

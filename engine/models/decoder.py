@@ -13,7 +13,7 @@ the products is a good part of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer import Attention, AttentionStep
-from engine.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, apply_rotary
+from engine.layers import GatedMLP, LayerOps, Linear, RMSNorm, RotaryEmbedding
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig
 from prefix_cache import FullAttentionSpec
@@ -44,11 +44,13 @@ class ModelSettings:
         dtype: of weights, activations and the KV cache.
         device: of the same.
         block_size: tokens per block of the KV cache.
+        ops: what computes norms, gates and rotations.
     """
 
     dtype: torch.dtype
     device: torch.device
     block_size: int
+    ops: LayerOps = field(default_factory=LayerOps)
 
     @property
     def tensor_options(self) -> TensorOptions:
@@ -95,8 +97,11 @@ class DecoderLayer(nn.Module):
         query_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.kv_start = query_size + kv_size
+        self.ops = settings.ops
         options = settings.tensor_options
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
+        self.input_norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, ops=settings.ops, **options
+        )
         self.qkv = Linear(
             config.hidden_size,
             {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
@@ -107,12 +112,15 @@ class DecoderLayer(nn.Module):
         self.output = Linear(
             query_size, {"o_proj": config.hidden_size}, bias=config.output_bias, **options
         )
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
+        self.post_attention_norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, ops=settings.ops, **options
+        )
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             config.activation,
             bias=config.mlp_bias,
+            ops=settings.ops,
             **options,
         )
         spec = FullAttentionSpec(
@@ -138,7 +146,7 @@ class DecoderLayer(nn.Module):
         value = qkv[:, self.kv_start :].view(num_tokens, -1, self.head_dim)
         if self.head_norm is not None:
             heads = self.head_norm(heads)
-        apply_rotary(heads, cos, sin)
+        self.ops.rotate(heads, cos, sin)
         attended = self.attention(
             heads[:, : self.num_heads], heads[:, self.num_heads :], value, step
         )
@@ -196,7 +204,9 @@ class DecoderModel(CausalModel):
         layers = [DecoderLayer(i, config, settings) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.attention_layers = [layer.attention for layer in layers]
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **options)
+        self.final_norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, ops=settings.ops, **options
+        )
         self.head: Linear | None = None
         if has_head:
             shared = self.embedding if config.tie_word_embeddings else None

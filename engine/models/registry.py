@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from engine.checkpoint import Checkpoint
-from engine.layers import RotaryEmbedding, can_pack, rope_frequencies
+from engine.layers import LayerOps, RotaryEmbedding, can_pack, rope_frequencies
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderModel, ModelSettings
 from engine.models.decoder_config import DecoderConfig
@@ -42,6 +42,7 @@ def load_model(
     block_size: int,
     max_model_len: int,
     pack_weights: bool | None = None,
+    ops: LayerOps | None = None,
 ) -> CausalModel:
     """Build a checkpoint's model and load its weights.
 
@@ -53,6 +54,7 @@ def load_model(
         max_model_len: longest sequence that will run, in tokens.
         pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
             batches and the same up to rounding; by default where that is possible.
+        ops: what computes norms, gates and rotations; by default torch.
 
     Raises:
         ValueError: the architecture, or something that its config asks for, is not supported; or
@@ -67,7 +69,7 @@ def load_model(
         raise ValueError(f"weights are packed for float32 on a CPU only, not {dtype} on {device}")
     inv_freq, scaling = rope_frequencies(checkpoint.config, max_model_len)
     rotary = RotaryEmbedding(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
-    settings = ModelSettings(dtype, device, block_size)
+    settings = ModelSettings(dtype, device, block_size, ops or LayerOps())
     model = DecoderModel(config, rotary, settings, has_head=has_head)
     # Some embedding models keep the headless names under a causal architecture.
     prefix = "model." if "model.embed_tokens.weight" in checkpoint.weight_files else ""

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from engine.attention import ReferenceBackend, TorchBackend, get_backend
+from engine.attention import ReferenceBackend, get_backend
 from engine.attention.backend import AttentionBackend
 from engine.attention.reference import causal_mask
 from engine.attention.torch_backend import bucket_by_length
 from engine.attention.xformers_backend import XformersBackend
+from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
     layer_of,
     metadata_for,
@@ -28,6 +29,7 @@ from tests.support.paged_batch import (
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
+ON_A_CPU = pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_kernels)])
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ SHAPES = {
     "one kv head": Shape((1, 4), (7, 10), 4, num_kv_heads=1),
     "no grouping": Shape((1, 4), (7, 10), 4, num_kv_heads=4),
     "prefix longer than a query tile": Shape((300,), (340,), 16),
+    "decode of one token": Shape((1, 1), (1, 1), 4),
+    "few long decodes": Shape((1, 1), (700, 3), 16, 2, 1),
+    "one long decode in blocks of 1": Shape((1,), (333,), 1, 2, 2),
+    "head dim 64": Shape((1, 1, 3), (47, 16, 20), 16, 6, 2, 64),
+    "head dim 128": Shape((1, 1, 3), (17, 64, 20), 4, 4, 1, 128),
+    "head dim 80": Shape((1, 1), (17, 31), 4, 6, 3, 80),
+    "head dim 20": Shape((1, 1), (17, 31), 16, 3, 3, 20),
+    "head dim 7": Shape((1, 1), (17, 100), 4, 4, 2, 7),
 }
 
 
@@ -63,6 +73,9 @@ def run(backend: AttentionBackend, shape: Shape, seed: int = 0) -> tuple[Tensor,
         The outputs of both steps in all layers, and the memory's bytes afterwards.
     """
     generator = torch.Generator().manual_seed(seed)
+    # Follows the width as in models, so that scores, and with them rounding, do not grow with it;
+    # not their very scale, which is torch's default and would hide a backend that ignores it.
+    scale = 0.8 * shape.head_dim**-0.5
     memory = paged_memory(
         num_blocks=2 + sum(-(-length // shape.block_size) for length in shape.seq_lens),
         block_size=shape.block_size,
@@ -85,7 +98,7 @@ def run(backend: AttentionBackend, shape: Shape, seed: int = 0) -> tuple[Tensor,
                 (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
             )
             outputs.append(
-                backend.forward(query, key, value, layer_of(memory, index), metadata, 0.3)
+                backend.forward(query, key, value, layer_of(memory, index), metadata, scale)
             )
     return torch.cat(outputs), memory.buffer
 
@@ -109,16 +122,18 @@ class MaterialisedXformers(XformersBackend):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_torch_backend_equals_the_reference(shape: Shape):
+@ON_A_CPU
+def test_backend_equals_the_reference(name: str, shape: Shape):
     expected, expected_memory = run(ReferenceBackend(), shape)
-    output, memory = run(TorchBackend(CPU, torch.float32), shape)
+    output, memory = run(get_backend(name, CPU, torch.float32, shape.block_size), shape)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(memory, expected_memory)
 
 
+@ON_A_CPU
 @given(st.data())
 @settings(max_examples=40)
-def test_torch_backend_equals_the_reference_on_any_batch(data: st.DataObject):
+def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObject):
     num_decodes = data.draw(st.integers(0, 5))
     num_prefills = data.draw(st.integers(0 if num_decodes else 1, 3))
     prefills = data.draw(st.lists(st.integers(2, 20), min_size=num_prefills, max_size=num_prefills))
@@ -129,9 +144,10 @@ def test_torch_backend_equals_the_reference_on_any_batch(data: st.DataObject):
     seq_lens = tuple(q + c for q, c in zip(query_lens, cached, strict=True))
     num_kv_heads, group = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1)]))
     block_size = data.draw(st.sampled_from([1, 4, 16]))
-    shape = Shape(query_lens, seq_lens, block_size, num_kv_heads * group, num_kv_heads, 8)
+    head_dim = data.draw(st.sampled_from([8, 16, 24]))
+    shape = Shape(query_lens, seq_lens, block_size, num_kv_heads * group, num_kv_heads, head_dim)
     expected, _ = run(ReferenceBackend(), shape)
-    output, _ = run(TorchBackend(CPU, torch.float32), shape)
+    output, _ = run(get_backend(name, CPU, torch.float32, block_size), shape)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -163,11 +179,51 @@ def test_reference_equals_transformers_attention_of_one_whole_sequence():
     torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=1e-5)
 
 
+@needs_kernels
+def test_native_answers_do_not_depend_on_the_number_of_threads():
+    shape = SHAPES["few long decodes"]
+    expected, _ = run(ReferenceBackend(), shape)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 2)  # parts of sequences, more than there are requests
+        output, _ = run(get_backend("native", CPU, torch.float32, 16), shape)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("seq_len", "block_id", "message"),
+    [
+        (9, 1, "do not fit a block table of 8"),
+        (0, 1, "0 to 0"),
+        (5, -1, "id -1"),
+        (5, 4, "pool of 4"),
+    ],
+)
+def test_native_backend_follows_no_table_out_of_its_memory(
+    seq_len: int, block_id: int, message: str
+):
+    memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=1, head_dim=8)
+    metadata = dataclasses.replace(
+        metadata_for(memory, [1], [5], torch.tensor([[1, 2]], dtype=torch.int32)),
+        seq_lens=torch.tensor([seq_len], dtype=torch.int32),
+        block_table=torch.tensor([[1, block_id]], dtype=torch.int32),
+    )
+    backend = get_backend("native", CPU, torch.float32, 4)
+    rows = torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match=message):
+        backend.begin_step(metadata)
+        backend.forward(rows, rows, rows, layer_of(memory, 0), metadata, 1.0)
+
+
 def test_causal_mask_is_aligned_to_the_last_token():
     assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
 
 
-def test_rows_of_other_layers_and_requests_are_left_alone():
+@ON_A_CPU
+def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
     shape = SHAPES["mixed"]
     generator = torch.Generator().manual_seed(0)
     memory = with_garbage(
@@ -178,7 +234,7 @@ def test_rows_of_other_layers_and_requests_are_left_alone():
     table = random_block_table(shape.seq_lens, 16, 16, generator)
     metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
     qkv = torch.randn(3, metadata.num_tokens, 2, 16, generator=generator)
-    backend = TorchBackend(CPU, torch.float32)
+    backend = get_backend(name, CPU, torch.float32, 16)
     backend.begin_step(metadata)
     backend.forward(qkv[0], qkv[1], qkv[2], layer_of(memory, 1), metadata, 1.0)
     after = memory.buffer.view(torch.float32).view(-1, 2, 16)
@@ -197,15 +253,26 @@ def test_buckets_hold_every_sequence_once_and_waste_at_most_a_quarter(lengths: l
         assert min(members) >= 0.75 * max(members)
 
 
-def test_auto_is_torch_on_a_cpu():
+def test_auto_is_torch_on_a_cpu_without_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMNI_NATIVE", "0")
     assert get_backend("auto", "cpu", torch.float32, 16).name == "torch"
+    with pytest.raises(ValueError, match="turned off by OMNI_NATIVE=0"):
+        get_backend("native", "cpu", torch.float32, 16)
+
+
+@needs_kernels
+def test_auto_is_native_on_a_cpu_in_float32_alone():
+    assert get_backend("auto", "cpu", torch.float32, 16).name == "native"
+    assert get_backend("auto", "cpu", torch.bfloat16, 16).name == "torch"
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "block_size", "message"),
     [
-        ("flash", "cpu", torch.float32, 16, "known are auto, torch, xformers, reference"),
+        ("flash", "cpu", torch.float32, 16, "known are auto, native, torch, xformers, reference"),
         ("torch", "cpu", torch.int32, 16, "floating point"),
+        ("native", "cuda", torch.float32, 16, "CPUs only, not on cuda"),
+        ("native", "cpu", torch.bfloat16, 16, "needs float32, got torch.bfloat16"),
         ("xformers", "cpu", torch.float16, 16, "CUDA devices only, not on cpu"),
         ("xformers", "cuda", torch.float32, 16, "float16 or bfloat16, got torch.float32"),
         ("xformers", "cuda", torch.float16, 24, "multiple of 16, got 24"),

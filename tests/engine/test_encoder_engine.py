@@ -329,6 +329,12 @@ def test_roberta_counts_positions_from_after_its_padding_id(checkpoint: Callable
         engine.add_request("long", TokensPrompt(token_ids(64)))
 
 
+def test_a_step_without_requests_does_nothing(bert_engine: EncoderEngine):
+    before = bert_engine.stats().num_steps
+    assert bert_engine.step() == []
+    assert bert_engine.stats().num_steps == before
+
+
 def test_a_failing_input_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch):
     engine = engine_of(bert)
     real = engine._model.forward

@@ -120,6 +120,15 @@ def test_a_sequence_stops_at_max_model_len(qwen2_checkpoint: str) -> None:
     assert output.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("max_model_len", [1, 2])
+def test_the_shortest_sequences_run(qwen2_checkpoint: str, max_model_len: int) -> None:
+    engine = LLMEngine(EngineConfig(model=qwen2_checkpoint, max_model_len=max_model_len))
+    params = SamplingParams(temperature=0.0, max_tokens=max_model_len - 1)
+    output = engine.generate(TokensPrompt((5,)), params)[0].outputs[0]
+    assert len(output.token_ids) == max_model_len - 1
+    assert output.tensors["hidden_states"].shape[0] == 1
+
+
 def test_metrics_and_stats_count(qwen2_checkpoint: str) -> None:
     engine = LLMEngine(EngineConfig(model=qwen2_checkpoint, block_size=4))
     first, second = (engine.generate(PROMPT, GREEDY)[0] for _ in range(2))
@@ -155,6 +164,35 @@ def test_generate_with_one_bad_prompt_runs_nothing_and_leaves_nothing(engine: LL
     with pytest.raises(ValueError, match="2 prompts but 1 sampling"):
         engine.generate([PROMPT, PROMPT], [GREEDY])
     assert engine.stats().num_steps == steps and not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("drive", ["generate", "stream"])
+def test_generate_and_stream_take_nobody_elses_outputs(engine: LLMEngine, drive: str) -> None:
+    engine.add_request("live", "a b", SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match=f"{drive} drives the engine alone, but 1 requests"):
+        next(iter(getattr(engine, drive)(PROMPT, GREEDY)))
+    assert [(output.request_id, output.finished) for output in engine.step()] == [("live", True)]
+    assert not engine.has_unfinished_requests
+
+
+def test_a_salt_is_any_string(engine: LLMEngine) -> None:
+    """The hash is taken inside a step, where an error would hit the neighbours as well."""
+    for salt in ("\ud800", "\udfff", "?"):
+        engine.add_request(salt, PROMPT, GREEDY, cache_salt=salt)
+    done = []
+    while engine.has_unfinished_requests:
+        done += [output for output in engine.step() if output.finished]
+    assert [output.num_cached_tokens for output in done] == [0, 0, 0]
+    engine.check_integrity()
+
+
+def test_preemptions_of_all_completions_are_counted(qwen2_checkpoint: str) -> None:
+    engine = LLMEngine(
+        EngineConfig(model=qwen2_checkpoint, block_size=1, num_blocks=40, max_num_seqs=4)
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True, n=3, seed=1)
+    (output,) = engine.generate(TokensPrompt(tuple(range(50, 60))), params)
+    assert output.metrics.num_preemptions == engine.stats().num_preemptions > 0
 
 
 def test_output_names_restrict_what_is_mirrored(qwen2_checkpoint: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from engine import EmbedsPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from omni.seeded_checkpoints import build_causal_lm
 from tests.support.greedy_reference import GreedyAnswer, GreedyReference, assert_greedy
+from tests.support.native_kernels import needs_kernels
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 PROMPT_LENGTHS = (1, 5, 17, 40, 16, 33)
@@ -75,7 +76,9 @@ def test_the_references_depend_on_their_prompts(family: Family) -> None:
         assert len({token for answer in answers for token in answer.token_ids}) > 20
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
+)
 def test_backends_agree(family: Family, backend: str) -> None:
     checkpoint, prompts, answers = family("qwen3", True)
     engine = LLMEngine(

@@ -23,8 +23,10 @@ from engine import (
     LLMEngine,
     RequestOutput,
     SamplingParams,
+    TextPrompt,
     TokensPrompt,
 )
+from engine.stop_checker import CompletionText
 from tests.support.greedy_reference import NEAR_TIE
 
 BLOCK_SIZE = 4
@@ -364,7 +366,7 @@ def test_promise_6_resume_after_preemption_gives_all_rows(
 def test_promise_7_a_bad_request_is_refused_and_its_neighbours_finish(roomy: LLMEngine) -> None:
     good = Ask(0, 10, 0, 4, False, False, 0, None)
     roomy.add_request("good", good.prompt, good.params)
-    bad: list[tuple[TokensPrompt | EmbedsPrompt | str, SamplingParams, str]] = [
+    bad: list[tuple[TokensPrompt | EmbedsPrompt | TextPrompt | str, SamplingParams, str]] = [
         (TokensPrompt(()), good.params, "prompt is empty"),
         (TokensPrompt((1, 768)), good.params, "prompt token 1 is 768"),
         (TokensPrompt((-1,)), good.params, "prompt token 0 is -1"),
@@ -375,6 +377,13 @@ def test_promise_7_a_bad_request_is_refused_and_its_neighbours_finish(roomy: LLM
         (EmbedsPrompt(torch.zeros(0, 64)), good.params, "prompt is empty"),
         (EmbedsPrompt(torch.zeros(3, 64, dtype=torch.int32)), good.params, "floating point"),
         (EmbedsPrompt(torch.full((2, 64), float("nan"))), good.params, "NaN"),
+        (EmbedsPrompt(torch.full((2, 64), 1e300, dtype=torch.float64)), good.params, "infinite in"),
+        (EmbedsPrompt([[0.5] * 64]), good.params, "dense tensor, got list"),  # type: ignore[arg-type]
+        (EmbedsPrompt(torch.eye(64).to_sparse()), good.params, "dense tensor, got torch.sparse"),
+        (TokensPrompt((1.5,)), good.params, "must be integers"),  # type: ignore[arg-type]
+        (TokensPrompt(("1",)), good.params, "must be integers"),  # type: ignore[arg-type]
+        ("half \ud800 a pair", good.params, "surrogate pair at character 5"),
+        (TextPrompt(5), good.params, "must be a str, got int"),  # type: ignore[arg-type]
     ]
     for prompt, params, message in bad:
         with pytest.raises(ValueError, match=message):
@@ -414,6 +423,50 @@ def test_promise_7_a_request_with_broken_logits_fails_alone(
         engine.check_integrity()
     assert done["ill"].outputs[0].finish_reason is FinishReason.ERROR
     assert done["ill"].error is not None and "NaN" in done["ill"].error
+    assert_same(done["well"], alone.answer(well))
+
+
+@pytest.mark.parametrize("left_behind", [float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+def test_promise_7_broken_numbers_in_a_freed_page_hurt_nobody(
+    qwen2_checkpoint: str, backend: str, left_behind: float
+) -> None:
+    """Whoever gets a page next has rows in it that are not written yet, and kernels read them."""
+    config = EngineConfig(
+        model=qwen2_checkpoint, block_size=BLOCK_SIZE, num_blocks=64, attention_backend=backend
+    )
+    prompts = [TokensPrompt(tuple(range(50, 50 + length))) for length in (5, 8, 14)]
+    params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=2)
+    expected = LLMEngine(config).generate(prompts, params)
+    engine = LLMEngine(config)
+    pages = engine._runner._memory.buffer.view(torch.float32).view(64, -1)
+    pages[1:] = left_behind
+    for ours, theirs in zip(engine.generate(prompts, params), expected, strict=True):
+        assert ours.error is None
+        assert_same(ours, theirs)
+
+
+def test_promise_7_a_request_whose_text_breaks_fails_alone(
+    qwen2_checkpoint: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(qwen2_checkpoint, num_blocks=64)
+    well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
+    engine.add_request("well", well.prompt, well.params)
+    engine.add_request("ill", ill.prompt, ill.params)
+    broken = engine._groups["ill"].completions[0].request.text
+    append = CompletionText.append
+
+    def breaks_for_one(self: CompletionText, token_id: int) -> FinishReason | None:
+        if self is broken:
+            raise KeyError("no such piece")
+        return append(self, token_id)
+
+    monkeypatch.setattr(CompletionText, "append", breaks_for_one)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    assert done["ill"].error is not None and "no such piece" in done["ill"].error
     assert_same(done["well"], alone.answer(well))
 
 

@@ -200,6 +200,28 @@ def test_verify_exits_with_1_when_a_cached_row_is_wrong(monkeypatch: pytest.Monk
     assert "request 'prompt-1', stage 'writer', warm cache" in result.stdout
 
 
+def test_verify_exits_with_1_when_a_request_fails_in_every_run(tmp_path: Path) -> None:
+    requests = write_requests(
+        tmp_path,
+        {"prompt_token_ids": [5, 6]},
+        {"request_id": "long", "prompt_token_ids": [5] * 2000},
+    )
+    result = omni("verify", "two_step", "-i", requests, *SHORT)
+    assert result.exit_code == 1
+    assert "cached equals uncached: 1 of 2" in result.stdout
+    assert "failed without caching, not compared: request 'long'" in result.stdout
+
+
+def test_verify_takes_a_tolerance() -> None:
+    result = omni("verify", "two_step", "-p", "A quick brown fox", *SHORT, "--atol", "0.5")
+    assert result.exit_code == 0, result.stdout
+    assert "allowed 5.0e-01\n" in result.stdout
+    assert "noise" not in result.stdout
+    result = omni("verify", "two_step", "-p", "x", "--atol", "-1")
+    assert result.exit_code == 2
+    assert "atol must not be negative" in result.stderr
+
+
 @pytest.mark.parametrize("name", shipped_configs())
 def test_explain_shows_the_graph_every_default_and_the_memory(name: str, tmp_path: Path) -> None:
     result = omni("explain", name)

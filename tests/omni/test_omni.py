@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from omni import Omni, OmniOutput, OmniRequest, Pipeline
+from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
 
@@ -218,6 +218,18 @@ def test_a_crash_of_the_driver_reaches_every_consumer() -> None:
             list(omni.stream("x"))
         with pytest.raises(RuntimeError, match="crashed"), omni.paused():
             pass
+
+
+def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(override: object) -> SamplingParams:
+        raise KeyError("not mine")
+
+    monkeypatch.setattr(omni.pipeline.stages["a"], "merge_sampling", fail)
+    outputs = omni.generate([OmniRequest("x", sampling={"a": {}}), "y"])
+    assert outputs[0].error == "KeyError('not mine')"
+    assert text(outputs[1]) == "b(a(y))"
 
 
 def test_a_request_whose_outputs_nobody_takes_is_aborted() -> None:

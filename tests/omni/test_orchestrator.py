@@ -117,7 +117,8 @@ def test_the_user_gets_what_final_output_asks_for() -> None:
     assert list(stages) == ["both", "text", "tensors"]
     assert (stages["both"].text, list(stages["both"].tensors)) == ("both(x)", ["hidden_states"])
     assert (stages["text"].text, list(stages["text"].tensors)) == ("text(x)", [])
-    assert (stages["tensors"].text, stages["tensors"].token_ids) == (None, ())
+    assert (stages["tensors"].text, stages["tensors"].delta) == (None, "")
+    assert stages["tensors"].token_ids and stages["tensors"].finish_reason is FinishReason.STOP
     assert list(stages["tensors"].tensors) == ["hidden_states"]
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine import FinishReason, SamplingParams, TokenLogprobs
-from omni.output_comparison import Comparison, compare_outputs, tensor_tolerance
+from omni.output_comparison import Comparison, compare_outputs
+from omni.tolerance import Spread, Tolerance
 from stages import StageOutput
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -33,7 +34,11 @@ def output(token_ids: tuple[int, ...] = (), gap: float = 1.0, **fields: Any) -> 
 
 
 def compare(uncached: StageOutput, cached: StageOutput, **options: Any) -> Comparison:
-    defaults: dict[str, Any] = {"sampling": GREEDY, "dtype": torch.float32}
+    defaults: dict[str, Any] = {
+        "sampling": GREEDY,
+        "dtype": torch.float32,
+        "tolerance": Tolerance(),
+    }
     return compare_outputs(uncached, cached, "warm", **(defaults | options))
 
 
@@ -44,7 +49,8 @@ def tensors(value: Tensor) -> StageOutput:
 def test_an_output_equals_itself() -> None:
     same = output((8, 9), tensors={"hidden_states": torch.rand(3, 4), "ids": torch.arange(3)})
     found = compare(same, same)
-    assert (found.differences, found.near_tie, found.max_abs_diff) == ([], None, 0.0)
+    assert (found.differences, found.near_tie) == ([], None)
+    assert found.spread == Spread({"hidden_states": 0.0, "ids": 0.0}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_what_differs_is_named(changes: dict[str, Any], kind: str, message: str)
     [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2), (torch.int64, 0.0)],
 )
 def test_tensors_may_differ_by_rounding_only(dtype: torch.dtype, allowed: float) -> None:
-    assert tensor_tolerance(dtype) == allowed
+    assert Tolerance().tensor("hidden_states", dtype) == allowed
     ours = torch.zeros(3, 4, dtype=dtype)
     for difference, equal in ((0.9 * allowed, True), (allowed + 1, False)):
         theirs = (ours.double() + difference).to(dtype)
@@ -89,7 +95,7 @@ def test_the_worst_row_is_named() -> None:
     theirs = ours.clone()
     theirs[1, 0], theirs[3, 2] = 0.5, -2.0
     found = compare(tensors(ours), tensors(theirs))
-    assert found.max_abs_diff == 2.0
+    assert found.spread.tensors == {"hidden_states": 2.0}
     assert "differs in 2 of 5 rows, most in row 3: by 2" in found.differences[0].message
 
 
@@ -115,8 +121,8 @@ def test_equal_infinities_and_nans_are_equal() -> None:
 
 def test_a_tensor_that_only_one_run_has_is_named() -> None:
     with_tensor, without = tensors(torch.zeros(1, 1)), output()
-    assert "there not with caching" in compare(with_tensor, without).differences[0].message
-    assert "there only with caching" in compare(without, with_tensor).differences[0].message
+    assert "there only without caching" in compare(with_tensor, without).differences[0].message
+    assert "there only in the warm run" in compare(without, with_tensor).differences[0].message
 
 
 def test_one_dimensional_and_empty_tensors_are_compared() -> None:
@@ -129,8 +135,46 @@ def test_one_dimensional_and_empty_tensors_are_compared() -> None:
 
 def test_atol_replaces_the_tolerance() -> None:
     ours, theirs = torch.zeros(2, 2), torch.full((2, 2), 0.1)
-    assert compare(tensors(ours), tensors(theirs), atol=0.2).differences == []
-    assert compare(tensors(ours), tensors(ours + 1e-9), atol=0.0).differences
+    assert compare(tensors(ours), tensors(theirs), tolerance=Tolerance(0.2)).differences == []
+    exact = Tolerance(0.0, Spread({"hidden_states": 1.0}))
+    assert compare(tensors(ours), tensors(ours + 1e-9), tolerance=exact).differences
+
+
+def test_a_difference_is_measured_relative_to_its_row_and_the_worst_share_is_named() -> None:
+    ours = torch.tensor([[200.0, 0.0], [0.5, 0.0]])
+    nudge = torch.tensor([[0.0, 1.0], [0.0, 0.5]])
+    found = compare(tensors(ours), tensors(ours + nudge))
+    assert found.spread.tensors == {"hidden_states": 0.5}
+    assert "2 of 2 rows, most in row 1: by 0.5, allowed are 1e-05" in found.differences[0].message
+
+
+def test_four_times_the_noise_is_allowed_within_limits() -> None:
+    for noise, allowed in ((0.0, 1e-5), (1e-6, 1e-5), (1e-4, 4e-4), (0.5, 4e-3)):
+        tolerance = Tolerance(noise=Spread({"hidden_states": noise}))
+        assert tolerance.tensor("hidden_states", torch.float32) == pytest.approx(allowed)
+        assert tolerance.tensor("hidden_states", torch.int64) == 0.0
+        assert tolerance.tensor("other", torch.float32) == 1e-5
+    assert Tolerance(measuring=True).tensor("hidden_states", torch.float32) == 1e-3
+    assert Tolerance(measuring=True).tensor("hidden_states", torch.int64) == 0.0
+
+
+def test_a_measured_spread_of_logprobs_widens_what_is_a_tie() -> None:
+    uncached, again = output((8, 8), gap=5e-4), output((8, 9), gap=5e-4)
+    shifted = tuple(
+        replace(entry, logprob=entry.logprob + shift)
+        for entry, shift in zip(again.logprobs or (), (2e-4, 1.0), strict=True)
+    )
+    again = replace(again, logprobs=shifted)
+    noise = compare(uncached, again, tolerance=Tolerance(measuring=True)).spread
+    assert noise.logprobs == pytest.approx(2e-4), "of tokens before the runs part"
+    assert compare(uncached, again).near_tie is None
+    assert compare(uncached, again, tolerance=Tolerance(noise=noise)).near_tie is not None
+
+
+def test_a_spread_covers_what_it_includes() -> None:
+    spread = Spread({"a": 1.0, "b": 2.0}, 0.5)
+    spread.include(Spread({"b": 1.0, "c": 3.0}, 0.6))
+    assert spread == Spread({"a": 1.0, "b": 2.0, "c": 3.0}, 0.6)
 
 
 def test_a_near_tie_of_a_greedy_choice_is_no_difference() -> None:

@@ -17,6 +17,7 @@ from omni import OmniRequest, SamplingParams
         ({"cache_salt": b"x"}, "cache_salt must be str | None, got b'x'"),
         ({"sampling": None}, "sampling must be Mapping, got None"),
         ({"sampling": {"writer": None}}, "sampling for stage 'writer' must be SamplingParams or a"),
+        ({"sampling": {5: {}}}, "sampling must name stages by str, got 5"),
         ({"sampling": {"writer": [1]}}, "of its fields, got [1]"),
     ],
 )

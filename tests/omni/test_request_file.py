@@ -191,6 +191,11 @@ MISTAKES = {
 }
 
 
+def test_one_mistake_is_told_once(tmp_path: Path) -> None:
+    message = error_of(tmp_path, {"prompt_token_ids": [1.5]})
+    assert message.endswith("prompt_token_ids[0]: should be a valid integer, got 1.5")
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_bad_line_fails_alone_and_says_where(mistake: str, tmp_path: Path) -> None:
     line, expected = MISTAKES[mistake]

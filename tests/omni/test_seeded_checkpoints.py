@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from omni.model_reference import SEEDED_NAMES
 from omni.seeded_checkpoints import (
     SEEDED_MODELS,
     build_causal_lm,
@@ -20,6 +21,10 @@ from omni.seeded_checkpoints import (
 
 PROMPTS = ("What is the capital of", "Once upon a time there was a fox", "The library has")
 NUM_TOKENS = 24
+
+
+def test_every_seeded_name_has_its_builder() -> None:
+    assert tuple(SEEDED_MODELS) == SEEDED_NAMES
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-untied", "qwen3", "llama", "mistral"])

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from omni import AutoregressiveStage, EncoderStage, Omni, OmniRequest, Pipeline, StageInputs
+from omni import (
+    AutoregressiveStage,
+    EncoderStage,
+    Omni,
+    OmniRequest,
+    Pipeline,
+    StageInputs,
+    tolerance,
+)
 from omni import verify as verify_module
+from omni.seeded_checkpoints import build_causal_lm
 from omni.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
+from stages import StageOutput
 from tests.support.fake_stage import FakeStage
 
 BLOCK_SIZE = 4
@@ -97,7 +110,11 @@ def test_cached_equals_uncached_and_hits_are_told(omni: Omni) -> None:
     for stage in report.stages:
         assert min(stage.uncached_s, stage.cold_s, stage.warm_s) > 0
         assert stage.saved_s == stage.uncached_s - stage.warm_s
+        (tensor,) = (each for each in stage.tensors if each.name == "hidden_states")
+        assert tensor.noise is not None
+        assert 0 <= tensor.max_difference <= tensor.tolerance <= max(1e-5, 4 * tensor.noise)
     assert "cached equals uncached: 3 of 3" in report.lines()[0]
+    assert sum("hidden_states: largest difference" in line for line in report.lines()) == 3
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -275,7 +292,142 @@ def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPat
     stages = [FakeStage("a"), FakeStage("b", ("a",)), FakeStage("c", ("b",)), FakeStage("d")]
     with Omni(Pipeline(stages)) as omni:
         report = verify(omni, [OmniRequest("x", "r")])
-    assert compared == ["a", "d"] * 2
+    assert compared == ["a", "d"] * 3
     assert report.equal
-    assert [tie.run for tie in report.near_ties] == ["cold", "warm"]
-    assert sum("near tie: request 'r', stage 'a'" in line for line in report.lines()) == 2
+    assert [tie.run for tie in report.near_ties] == ["regrouped", "cold", "warm"]
+    assert sum("near tie: request 'r', stage 'a'" in line for line in report.lines()) == 3
+
+
+class RoundingStage(FakeStage):
+    """Its rows move with the number of requests that are run together, and by ``drift``."""
+
+    def __init__(self, per_mate: float, **fields: Any) -> None:
+        super().__init__("a", **fields)
+        self.per_mate = per_mate
+        self.drift = 0.0
+
+    def step(self) -> list[StageOutput]:
+        shift = self.per_mate * len(self.held) + self.drift
+        return [
+            replace(each, tensors={name: rows + shift for name, rows in each.tensors.items()})
+            for each in super().step()
+        ]
+
+
+TWO = [OmniRequest("x", "short"), OmniRequest("xyz", "long")]
+
+
+@pytest.mark.parametrize("requests", [TWO, TWO[:1]], ids=["several", "a sole one"])
+def test_what_batching_alone_does_is_allowed_and_a_hundredfold_is_not(
+    requests: list[OmniRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise of 5e-5 is more than the least tolerance, of a shallow model, allows."""
+    for drift, equal in ((5e-5, True), (5e-3, False)):
+        stage = RoundingStage(5e-5)
+        with monkeypatch.context() as patch, Omni(Pipeline([stage])) as omni:
+            plant(patch, partial(setattr, stage, "drift", drift))
+            report = verify(omni, requests)
+        assert report.equal == equal, report.lines()
+        assert {each.run for each in report.differences} <= {"warm"}
+        (tensor,) = report.stages[0].tensors
+        assert tensor.noise == pytest.approx(5e-5, rel=1e-2)
+        assert tensor.tolerance == pytest.approx(2e-4, rel=1e-2)
+        assert tensor.max_difference == pytest.approx(drift, rel=1e-2)
+        assert any("allowed 2.0e-04, noise 5.0e-05" in line for line in report.lines())
+
+
+def test_a_given_atol_is_what_is_allowed_and_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for atol, equal in ((0.0, False), (4e-5, False), (6e-5, True)):
+        stage = RoundingStage(5e-5)
+        with monkeypatch.context() as patch, Omni(Pipeline([stage])) as omni:
+            plant(patch, partial(setattr, stage, "drift", 5e-5))
+            report = verify(omni, TWO, atol=atol)
+        assert report.equal == equal, report.lines()
+        assert [(each.tolerance, each.noise) for each in report.stages[0].tensors] == [(atol, None)]
+        assert not any("noise" in line for line in report.lines())
+
+
+def test_a_stage_whose_outputs_depend_on_batch_mates_is_reported() -> None:
+    with Omni(Pipeline([RoundingStage(0.1)])) as omni:
+        report = verify(omni, TWO)
+    assert not report.equal
+    assert [(each.run, each.kind) for each in report.differences] == [("regrouped", "tensor")] * 2
+    assert report.lines()[:2] == [
+        "cached equals uncached: 2 of 2 requests compared",
+        "outputs DEPEND ON BATCH MATES, without any caching, in 2 places",
+    ]
+    assert any("uncached with other batch mates: tensor" in line for line in report.lines())
+
+
+def test_an_error_that_batch_mates_prevent_is_reported() -> None:
+    class Sociable(FakeStage):
+        def step(self) -> list[StageOutput]:
+            self.fail = () if len(self.held) > 1 else ("long",)
+            return super().step()
+
+    with Omni(Pipeline([Sociable("a")])) as omni:
+        (difference,) = verify(omni, TWO).differences
+    assert (difference.request_id, difference.run, difference.kind) == (
+        "long", "regrouped", "error",
+    )  # fmt: skip
+    assert "batched together None" in difference.message
+
+
+def test_noise_is_measured_on_the_longest_requests() -> None:
+    requests = [OmniRequest("x" * length, f"r{length}") for length in (3, 9, 1, 7, 5, 2)]
+    stage = Lengths("a")
+    with Omni(Pipeline([stage])) as omni:
+        verify(omni, requests)
+    alone = [ids[0] for ids in stage.batches if len(ids) == 1]
+    assert list(dict.fromkeys(alone)) == ["r3", "r9", "r7", "r5"], "r3 is the warm-up"
+
+
+class Lengths(FakeStage):
+    """Tells the lengths of its prompts, and remembers its batches."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.batches: list[list[str]] = []
+
+    def step(self) -> list[StageOutput]:
+        self.batches.append(list(self.held))
+        lengths = {key: len(str(request.prompt)) for key, (request, _) in self.held.items()}
+        return [
+            replace(each, num_prompt_tokens=lengths[each.request_id]) for each in super().step()
+        ]
+
+
+def test_a_deep_model_verifies_equal_by_measured_noise_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the least tolerance, which its rounding does not always exceed."""
+    checkpoint = build_causal_lm(
+        tmp_path,
+        hidden_size=256,
+        num_layers=6,
+        num_heads=8,
+        intermediate_size=512,
+        with_tokenizer=False,
+    )
+    engine = EngineConfig(model=str(checkpoint), num_blocks=128, max_model_len=256)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    stages = [
+        AutoregressiveStage("a", engine, sampling=greedy),
+        AutoregressiveStage(
+            "b",
+            engine,
+            sampling=greedy,
+            inputs=StageInputs(("a",), "hidden_states_as_prompt_embeds"),
+        ),
+    ]
+    shared = tuple(range(100, 260))
+    requests = [OmniRequest(TokensPrompt((*shared, *range(n, 2 * n)))) for n in (5, 9, 14, 30)]
+    limits = tolerance._LIMITS[torch.float32]._replace(tensor=0.0)
+    monkeypatch.setitem(tolerance._LIMITS, torch.float32, limits)
+    with Omni(Pipeline(stages)) as omni:
+        report = verify(omni, requests)
+    assert report.equal, report.lines()
+    assert report.failures == ()
+    assert all(stage.warm_hit_tokens >= 4 * 160 for stage in report.stages)

@@ -66,6 +66,20 @@ def test_chunks_are_the_same_rows_by_page_layer_and_kind():
             assert torch.equal(layer.chunks[first + 1], layer.values[of_page])
 
 
+def test_clearing_a_page_clears_its_rows_in_every_layer_and_no_others():
+    memory = new_memory()
+    memory.buffer.fill_(1)
+    memory.clear_page(0, 2)
+    slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    rows = memory.row_mapping(0, slots)
+    cleared = slots // BLOCK_SIZE == 2
+    for index in range(NUM_LAYERS):
+        layer = memory.layer(0, index)
+        for view in (layer.keys, layer.values):
+            assert torch.equal((view[rows] == 0).all(dim=(1, 2)), cleared)
+            assert torch.equal((view[rows] == 0).any(dim=(1, 2)), cleared)
+
+
 def test_more_than_one_group_is_refused():
     with pytest.raises(NotImplementedError, match=r"one KV-cache group .* the model has 2"):
         PagedMemory(tiny_config(4, BLOCK_SIZE, num_groups=2))

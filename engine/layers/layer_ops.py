@@ -1,0 +1,71 @@
+"""What layers compute between their products: with torch anywhere, with C kernels on a CPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from engine.layers.rotary import apply_rotary
+from engine.native import NativeKernels
+
+__all__ = ["LayerOps", "NativeLayerOps"]
+
+
+class LayerOps:
+    """Any device and type, with torch."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
+        if x.dtype == torch.float32:
+            # On a CPU F.rms_norm is a chain of more, and larger, operations.
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+            output: Tensor = (x * scale).mul_(weight)
+            return output
+        # As in transformers: rounded to x's type before the weight is applied.
+        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype).mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
+        """``activation(gate) * up`` of ``(rows, 2 * width)``: gates first, then ups."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        output: Tensor = activation(gate).mul_(up)
+        return output
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate heads in place; see :func:`engine.layers.apply_rotary`."""
+        apply_rotary(heads, cos, sin)
+
+
+class NativeLayerOps(LayerOps):
+    """float32 on a CPU: each operation is one pass over its rows, shared by all threads.
+
+    Args:
+        kernels: the C kernels.
+    """
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See :class:`LayerOps`."""
+        return self._kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See :class:`LayerOps`."""
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
+        """See :class:`LayerOps`; activations other than SiLU take torch's way."""
+        if isinstance(activation, nn.SiLU | SiLUActivation):
+            return self._kernels.gated_silu(gate_up)
+        return super().gate(gate_up, activation)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See :class:`LayerOps`."""
+        self._kernels.rotate(heads, cos, sin)

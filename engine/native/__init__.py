@@ -1,0 +1,41 @@
+"""Optional C kernels for the CPU. Without a compiler everything runs with torch alone.
+
+``OMNI_NATIVE=0`` in the environment turns them off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+from engine.native.build import NativeBuildError, compile_kernels
+from engine.native.kernels import NativeKernels
+
+__all__ = ["NativeBuildError", "NativeKernels", "load_kernels"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_kernels() -> NativeKernels:
+    """The kernels, compiled if this machine never did; loaded once per process.
+
+    Raises:
+        NativeBuildError: they are turned off, or cannot be built or loaded; says why.
+    """
+    if os.environ.get("OMNI_NATIVE") == "0":
+        raise NativeBuildError("native kernels are turned off by OMNI_NATIVE=0")
+    loaded = _load_once()
+    if isinstance(loaded, NativeBuildError):
+        raise loaded
+    return loaded
+
+
+@cache
+def _load_once() -> NativeKernels | NativeBuildError:
+    """Failures are kept too, so that a missing compiler is looked for, and logged, once."""
+    try:
+        return NativeKernels(compile_kernels())
+    except NativeBuildError as error:
+        logger.info("no native kernels, torch does their work: %s", error)
+        return error

@@ -1,0 +1,107 @@
+"""Compiles the C kernels with the system's compiler, once per machine, source and compiler.
+
+The result is kept in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native`` under a
+hash of everything that it depends on. Two processes that build at once both write a file of
+their own and rename it to the same place: each finds a whole library there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["NativeBuildError", "compile_kernels", "find_compiler"]
+
+SOURCE = Path(__file__).with_name("kernels.c")
+# Not -ffast-math: linking with it makes the whole process flush denormals to zero.
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_TIMEOUT_S = 120
+
+
+class NativeBuildError(RuntimeError):
+    """The kernels cannot be built or loaded here; the message says why."""
+
+
+def find_compiler() -> str:
+    """``$CC`` if it is set, else the first of gcc, cc and clang on the path.
+
+    Raises:
+        NativeBuildError: there is none.
+    """
+    asked = os.environ.get("CC")
+    for name in (asked,) if asked else ("gcc", "cc", "clang"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise NativeBuildError(
+        f"$CC is {asked!r}, which is no program"
+        if asked
+        else "there is no C compiler (gcc, cc, clang)"
+    )
+
+
+def compile_kernels() -> Path:
+    """The shared library, built if this is the first time.
+
+    Raises:
+        NativeBuildError: there is no compiler, or it failed; says what it printed.
+    """
+    compiler = find_compiler()
+    source = SOURCE.read_bytes()
+    # -march=native is decided by the machine, and home folders are shared between machines.
+    parts = (source, " ".join(_FLAGS), _run([compiler, "--version"]), _cpu_features())
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    library = _cache_folder() / f"{digest.hexdigest()}.so"
+    if not library.exists():
+        _build(compiler, library)
+    return library
+
+
+def _build(compiler: str, library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+            object_file, output = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+            _run([compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(object_file)])
+            # Linked without -fopenmp: the OpenMP functions are then those that torch has loaded,
+            # so that there is one pool of threads, never two that fight over the cores.
+            _run([compiler, "-shared", str(object_file), "-o", str(output)])
+            os.replace(output, library)
+    except OSError as error:
+        raise NativeBuildError(f"cannot write to {library.parent}: {error}") from error
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        raise NativeBuildError(
+            f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
+    return done.stdout
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("OMNI_CACHE_DIR")
+    return (Path(root) if root else Path.home() / ".cache" / "omni-pipeline") / "native"
+
+
+def _cpu_features() -> str:
+    """The line of ``/proc/cpuinfo`` that lists instruction sets; the machine's name elsewhere."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"

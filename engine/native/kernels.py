@@ -1,0 +1,210 @@
+"""The C kernels as functions over tensors: checks here, arithmetic in ``kernels.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.native.build import NativeBuildError
+
+__all__ = ["NativeKernels"]
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
+    "omni_gated_silu": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
+    "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
+    "omni_decode_attention": [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+        *[c_int64] * 3,
+        *[c_int32] * 4,
+        *(c_float, c_void_p, c_void_p, c_int),
+    ],
+}
+
+
+class NativeKernels:
+    """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of torch's pool.
+
+    Args:
+        library: what :func:`engine.native.build.compile_kernels` built.
+
+    Raises:
+        NativeBuildError: the library does not load into this process.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            functions = ctypes.CDLL(str(library))
+            for name, argtypes in _SIGNATURES.items():
+                function = getattr(functions, name)
+                function.argtypes = argtypes
+                function.restype = None
+        except (OSError, AttributeError) as error:
+            raise NativeBuildError(f"the built kernels do not load: {error}") from error
+        self._add_rms_norm = functions.omni_add_rms_norm
+        self._gated_silu = functions.omni_gated_silu
+        self._rotate = functions.omni_rotate
+        self._decode_attention = functions.omni_decode_attention
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / rms(x) * weight`` for ``x`` ``(..., width)``."""
+        return self._norm(None, x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to ``residual`` in place, and return the sum normalised."""
+        if x.shape != residual.shape:
+            raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}")
+        _require(x, "x")
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        _require(residual, "the rows")
+        _require(weight, "weight")
+        width = residual.shape[-1]
+        if weight.shape != (width,):
+            raise ValueError(f"weight is {tuple(weight.shape)}, rows are {width} wide")
+        output = torch.empty_like(residual)
+        self._add_rms_norm(
+            None if x is None else x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            output.data_ptr(),
+            residual.numel() // width,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return output
+
+    def gated_silu(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` for ``(rows, 2 * width)``: gates first, then ups."""
+        _require(gate_up, "gate_up")
+        rows, both = gate_up.shape
+        if both % 2:
+            raise ValueError(f"gate_up has {both} columns, which are not two halves")
+        output = gate_up.new_empty(rows, both // 2)
+        self._gated_silu(
+            gate_up.data_ptr(), output.data_ptr(), rows, both // 2, torch.get_num_threads()
+        )
+        return output
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate heads in place; see :func:`engine.layers.apply_rotary`.
+
+        Args:
+            heads: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
+            cos: ``(num_tokens, 1, rotary_dim)``.
+            sin: the same, its first half negated.
+        """
+        _require(cos, "cos")
+        _require(sin, "sin")
+        _require_rows(heads, "heads")
+        num_tokens, num_heads, head_dim = heads.shape
+        rotary_dim = cos.shape[-1]
+        fits = rotary_dim <= head_dim and rotary_dim % 2 == 0
+        if not fits or cos.shape != (num_tokens, 1, rotary_dim) or sin.shape != cos.shape:
+            raise ValueError(
+                f"heads {tuple(heads.shape)} take no cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+            )
+        self._rotate(
+            heads.data_ptr(),
+            heads.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_dim,
+            rotary_dim // 2,
+            torch.get_num_threads(),
+        )
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        block_size: int,
+        chunks_per_page: int,
+        scale: float,
+        partial: Tensor,
+        output: Tensor,
+    ) -> None:
+        """One query token per request over its paged keys and values, read in place.
+
+        The table's entries and the lengths are not looked at here: they are the same for all
+        layers, and the caller checks them once per step.
+
+        Args:
+            query: ``(B, num_heads, head_dim)``; requests may be a stride apart.
+            keys: as :attr:`prefix_cache.LayerKVCache.keys`.
+            values: likewise.
+            block_table: ``(>= B, blocks)`` int32; blocks may be a stride apart per row.
+            seq_lens: ``(>= B,)`` int32.
+            block_size: tokens per block.
+            chunks_per_page: from :class:`prefix_cache.LayerKVCache`.
+            scale: factor on the scores.
+            partial: ``(B, parts, num_heads, head_dim + 2)`` scratch; each sequence is cut into
+                ``parts`` that run in parallel.
+            output: ``(B, num_heads, head_dim)``, contiguous, written to.
+        """
+        _require_rows(query, "query")
+        for tensor, name in ((keys, "keys"), (values, "values"), (partial, "partial")):
+            _require(tensor, name)
+        _require(output, "output")
+        batch, num_heads, head_dim = query.shape
+        num_kv_heads = keys.shape[1]
+        parts = partial.shape[1]
+        if partial.shape != (batch, parts, num_heads, head_dim + 2) or output.shape != query.shape:
+            raise ValueError(
+                f"query {tuple(query.shape)} takes no partial {tuple(partial.shape)}, "
+                f"output {tuple(output.shape)}"
+            )
+        if num_heads % num_kv_heads or keys.shape[2] != head_dim:
+            raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(keys.shape)}")
+        self._decode_attention(
+            query.data_ptr(),
+            query.stride(0),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            seq_lens.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            chunks_per_page * block_size * num_kv_heads * head_dim,
+            batch,
+            parts,
+            block_size,
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            head_dim,
+            scale,
+            partial.data_ptr(),
+            output.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def _require(tensor: Tensor, name: str) -> None:
+    if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous float32 on a CPU, got {tensor.dtype} on {tensor.device}, "
+            f"strides {tensor.stride()}"
+        )
+
+
+def _require_rows(tensor: Tensor, name: str) -> None:
+    """As :func:`_require`, but only inside of ``tensor[i]`` ``(heads, head_dim)``."""
+    inner = tensor.stride()[1:]
+    packed = inner[1] == 1 and (inner[0] == tensor.shape[2] or tensor.shape[1] == 1)
+    if tensor.dtype != torch.float32 or not tensor.is_cpu or not packed:
+        raise ValueError(
+            f"{name} must be float32 on a CPU with contiguous (heads, head_dim), got "
+            f"{tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+        )

@@ -1,0 +1,194 @@
+"""The C kernels against torch, and how they are built, kept and done without."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import engine.native as native
+from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.layers import LayerOps, NativeLayerOps
+from engine.native import NativeBuildError, NativeKernels, load_kernels
+from engine.native.build import compile_kernels
+from tests.support.native_kernels import needs_compiler, needs_kernels
+
+WIDTHS = [1, 7, 16, 33, 768]
+ROWS = [0, 1, 5]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=2e-6)
+
+
+@pytest.fixture
+def ops() -> LayerOps:
+    return NativeLayerOps(load_kernels())
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_norms_equal_torch(ops: LayerOps, rows: int, width: int):
+    x, residual, weight = normal(rows, width), normal(rows, width, seed=1), normal(width, seed=2)
+    assert_near(ops.rms_norm(x, weight, 1e-6), LayerOps().rms_norm(x, weight, 1e-6))
+    total = x + residual
+    normed = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total)
+    assert_near(normed, nn.functional.rms_norm(total, (width,), weight, 1e-6))
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gate_equals_torch(ops: LayerOps, rows: int, width: int):
+    gate_up = 20 * normal(rows, 2 * width)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_near(ops.gate(gate_up, nn.SiLU()), nn.functional.silu(gate) * up)
+    assert torch.equal(ops.gate(gate_up, nn.ReLU()), gate.relu() * up)
+
+
+@needs_kernels
+def test_gate_keeps_extremes_finite_and_nan_visible(ops: LayerOps):
+    gates = torch.tensor([[-1e4, -100.0, -88.5, 0.0, 88.5, 1e4, float("nan")]])
+    gated = ops.gate(torch.cat([gates, torch.ones_like(gates)], dim=1), nn.SiLU())
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 88.5, 1e4, float("nan")]])
+    torch.testing.assert_close(gated, expected, atol=1e-30, rtol=1e-6, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rotary_dim", [2, 6, 20, 24])
+def test_rotation_equals_torch_on_a_view_of_wider_rows(ops: LayerOps, rotary_dim: int):
+    wide = normal(5, 4 * 24)
+    expected = wide.clone()
+    angles = normal(5, 1, rotary_dim // 2, seed=1)
+    cos = torch.cat([angles.cos()] * 2, dim=-1)
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    ops.rotate(wide[:, 24:72].view(5, 2, 24), cos, sin)
+    LayerOps().rotate(expected[:, 24:72].view(5, 2, 24), cos, sin)
+    assert_near(wide, expected)
+
+
+@needs_kernels
+def test_what_the_kernels_would_misread_is_refused():
+    kernels = load_kernels()
+    with pytest.raises(ValueError, match=r"contiguous float32 on a CPU, got torch\.float64"):
+        kernels.gated_silu(normal(2, 4).double())
+    with pytest.raises(ValueError, match="strides"):
+        kernels.rms_norm(normal(4, 6).T, normal(4), 1e-6)
+    with pytest.raises(ValueError, match="weight is"):
+        kernels.rms_norm(normal(4, 6), normal(5), 1e-6)
+    with pytest.raises(ValueError, match="two halves"):
+        kernels.gated_silu(normal(2, 5))
+    with pytest.raises(ValueError, match="take no cos"):
+        kernels.rotate(normal(2, 1, 4), normal(2, 1, 6), normal(2, 1, 6))
+
+
+@needs_kernels
+def test_there_is_one_pool_of_threads():
+    """In a fresh process, where no other package has loaded an OpenMP library of its own."""
+    script = (
+        "from engine.native import load_kernels; load_kernels();"
+        "maps = open('/proc/self/maps').read().split();"
+        "print(len({path for path in maps if 'libgomp' in path}))"
+    )
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_again_when_the_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
+    first = compile_kernels()
+    built = first.stat().st_mtime_ns
+    assert compile_kernels() == first
+    assert first.stat().st_mtime_ns == built
+    changed = tmp_path / "kernels.c"
+    changed.write_bytes(native.build.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native.build, "SOURCE", changed)
+    assert compile_kernels() != first
+    assert len(list((tmp_path / "native").iterdir())) == 2
+
+
+@needs_compiler
+def test_builds_at_once_end_in_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        libraries = list(pool.map(lambda _: compile_kernels(), range(3)))
+    assert len(set(libraries)) == 1
+    assert [file.name for file in (tmp_path / "native").iterdir()] == [libraries[0].name]
+    NativeKernels(libraries[0])
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"), [("/bin/false", "exited with 1"), ("no-such-cc", "is no program")]
+)
+def test_a_failing_compiler_is_an_error_that_says_so(
+    compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(NativeBuildError, match=message):
+        compile_kernels()
+
+
+def test_a_library_that_does_not_load_is_an_error_that_says_so(tmp_path: Path):
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"not a library")
+    with pytest.raises(NativeBuildError, match="do not load"):
+        NativeKernels(broken)
+
+
+def test_without_a_compiler_an_engine_runs_with_torch_and_says_so_once(
+    qwen2_checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("OMNI_NATIVE", raising=False)
+    monkeypatch.setenv("PATH", "")
+    native._load_once.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="engine.native"):
+            engines = [
+                LLMEngine(EngineConfig(model=qwen2_checkpoint, device="cpu", max_model_len=64))
+                for _ in range(2)
+            ]
+    finally:
+        native._load_once.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no native kernels, torch does their work: there is no C compiler (gcc, cc, clang)"
+    ]
+    assert "attention      torch" in engines[0].memory_plan.lines()
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    assert len(engines[0].generate(["the quick brown fox"], params)[0].outputs[0].token_ids) == 3
+
+
+@needs_kernels
+def test_backend_and_layers_are_switched_together(qwen2_checkpoint: str):
+    for name in ("native", "torch"):
+        engine = LLMEngine(
+            EngineConfig.model_validate(
+                {
+                    "model": qwen2_checkpoint,
+                    "device": "cpu",
+                    "max_model_len": 64,
+                    "attention_backend": name,
+                }
+            )
+        )
+        assert f"attention      {name}" in engine.memory_plan.lines()
