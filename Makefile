@@ -3,8 +3,9 @@
 # make test     lint, types and tests: what .ci/run calls
 # make bench    the benchmarks of benchmarks/, printed
 #
-# The first target that needs it builds .venv; nothing outside this folder is touched. On Linux
-# PyPI's torch brings CUDA along; for the small CPU build:
+# The first target that needs it builds .venv. Outside this folder only $OMNI_CACHE_DIR, by default
+# ~/.cache/omni-pipeline, is written: seeded models and compiled kernels. On Linux PyPI's torch
+# brings CUDA along; for the small CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
 PYTHON ?= python3.11

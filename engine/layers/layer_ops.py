@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from engine.layers.packed_weight import NativeWeight, OneDnnWeight, PackedWeight
 from engine.layers.rotary import apply_rotary
 from engine.native import NativeKernels
 
@@ -15,6 +16,10 @@ __all__ = ["LayerOps", "NativeLayerOps"]
 
 class LayerOps:
     """Any device and type, with torch."""
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        """A float32 weight ``(out, in)`` on a CPU, laid out for the products of decode steps."""
+        return OneDnnWeight(weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
@@ -51,6 +56,13 @@ class NativeLayerOps(LayerOps):
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        """See :class:`LayerOps`; widths that the kernel does not take go to oneDNN."""
+        packed = self._kernels.pack_linear(weight)
+        return (
+            super().pack_weight(weight) if packed is None else NativeWeight(self._kernels, packed)
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""

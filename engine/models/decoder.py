@@ -194,6 +194,7 @@ class DecoderModel(CausalModel):
     ) -> None:
         super().__init__()
         self.config = config
+        self.ops = settings.ops
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size if has_head else 0
         self.max_position_embeddings = config.max_position_embeddings
@@ -239,7 +240,7 @@ class DecoderModel(CausalModel):
             if isinstance(module, HeadNorm):
                 module.finish_loading()
             elif isinstance(module, Linear) and pack_weights:
-                module.pack()
+                module.pack(self.ops)
 
     @property
     def weight_nbytes(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["NativeBuildError", "compile_kernels", "find_compiler"]
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 120
@@ -53,7 +53,7 @@ def compile_kernels() -> Path:
         NativeBuildError: there is no compiler, or it failed; says what it printed.
     """
     compiler = find_compiler()
-    source = SOURCE.read_bytes()
+    source = b"".join(path.read_bytes() for path in SOURCES)
     # -march=native is decided by the machine, and home folders are shared between machines.
     parts = (source, " ".join(_FLAGS), _run([compiler, "--version"]), _cpu_features())
     digest = hashlib.sha256()
@@ -70,11 +70,13 @@ def _build(compiler: str, library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-            object_file, output = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-            _run([compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(object_file)])
+            objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+            for source, target in zip(SOURCES, objects, strict=True):
+                _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)])
+            output = Path(folder, "kernels.so")
             # Linked without -fopenmp: the OpenMP functions are then those that torch has loaded,
             # so that there is one pool of threads, never two that fight over the cores.
-            _run([compiler, "-shared", str(object_file), "-o", str(output)])
+            _run([compiler, "-shared", *map(str, objects), "-o", str(output)])
             os.replace(output, library)
     except OSError as error:
         raise NativeBuildError(f"cannot write to {library.parent}: {error}") from error

@@ -18,6 +18,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "omni_gated_silu": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
+    "omni_linear": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int],
     "omni_decode_attention": [
         *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
         *[c_int64] * 3,
@@ -26,12 +27,20 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
 }
 
+# Outputs that linear.c keeps side by side; it computes two panels at once.
+_PANEL = 16
+# From here on a copy of the rows, laid out for the kernel, costs less than it saves.
+_MANY_ROWS = 65
+
 
 class NativeKernels:
     """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of torch's pool.
 
     Args:
         library: what :func:`engine.native.build.compile_kernels` built.
+
+    Attributes:
+        has_linear: whether :meth:`linear` is fast on this processor (AVX-512).
 
     Raises:
         NativeBuildError: the library does not load into this process.
@@ -49,7 +58,53 @@ class NativeKernels:
         self._add_rms_norm = functions.omni_add_rms_norm
         self._gated_silu = functions.omni_gated_silu
         self._rotate = functions.omni_rotate
+        self._linear = functions.omni_linear
         self._decode_attention = functions.omni_decode_attention
+        self.has_linear = bool(functions.omni_has_linear())
+
+    def pack_linear(self, weight: Tensor) -> Tensor | None:
+        """Lay a weight ``(out, in)`` out for :meth:`linear`; None if it does not take this one.
+
+        Returns:
+            ``(out / 16, in, 16)``: 16 outputs of every input side by side.
+        """
+        if not self.has_linear or weight.shape[0] % (2 * _PANEL):
+            return None
+        _require(weight, "weight")
+        return weight.view(-1, _PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
+
+        Args:
+            x: the rows.
+            packed: what :meth:`pack_linear` made of W.
+            bias: ``(out,)`` or None.
+        """
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        rows, width = x.shape
+        panels, in_features, _ = packed.shape
+        if x.dtype != torch.float32 or not x.is_cpu or width != in_features:
+            raise ValueError(
+                f"expected float32 rows of {in_features} on a CPU, got {x.dtype} rows of {width} "
+                f"on {x.device}"
+            )
+        output = x.new_empty(rows, panels * _PANEL)
+        copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
+        self._linear(
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            output.data_ptr(),
+            rows,
+            width,
+            panels * _PANEL,
+            None if copy is None else copy.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / rms(x) * weight`` for ``x`` ``(..., width)``."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import engine.native as native
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.layers import LayerOps, NativeLayerOps
+from engine.layers.packed_weight import OneDnnWeight
 from engine.native import NativeBuildError, NativeKernels, load_kernels
 from engine.native.build import compile_kernels
 from tests.support.native_kernels import needs_compiler, needs_kernels
@@ -34,6 +35,13 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.fixture
 def ops() -> LayerOps:
     return NativeLayerOps(load_kernels())
+
+
+@pytest.fixture
+def native_products() -> None:
+    """Skips where the processor has no AVX-512."""
+    if not load_kernels().has_linear:
+        pytest.skip("linear.c needs AVX-512")
 
 
 @needs_kernels
@@ -80,6 +88,40 @@ def test_rotation_equals_torch_on_a_view_of_wider_rows(ops: LayerOps, rotary_dim
 
 
 @needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_features", [1, 40, 256, 257, 2048])
+@pytest.mark.parametrize("rows", [0, 1, 2, 13, 14, 15, 16, 57, 300])
+def test_products_are_as_near_to_float64_as_torchs(
+    native_products: None, rows: int, in_features: int, bias: bool
+):
+    kernels = load_kernels()
+    x, weight = normal(rows, in_features + 3)[:, :in_features], normal(96, in_features, seed=1)
+    added = normal(96, seed=2) if bias else None
+    packed = kernels.pack_linear(weight)
+    assert packed is not None
+    actual = kernels.linear(x, packed, added)
+    exact = nn.functional.linear(
+        x.double(), weight.double(), None if added is None else added.double()
+    )
+    # Sums of n products of unit normals: about sqrt(n) large, each rounded n / 256 + 256 times.
+    torch.testing.assert_close(
+        actual.double(), exact, atol=3e-6 * in_features**0.5 + 1e-6, rtol=1e-5
+    )
+
+
+@needs_kernels
+def test_products_that_the_kernel_does_not_take_go_to_onednn(
+    ops: LayerOps, monkeypatch: pytest.MonkeyPatch
+):
+    odd, even = normal(33, 8), normal(64, 8)
+    assert isinstance(ops.pack_weight(odd), OneDnnWeight)
+    monkeypatch.setattr(load_kernels(), "has_linear", False)
+    assert isinstance(ops.pack_weight(even), OneDnnWeight)
+    x = normal(3, 8, seed=1)
+    assert_near(ops.pack_weight(even).multiply(x, None), x @ even.T)
+
+
+@needs_kernels
 def test_what_the_kernels_would_misread_is_refused():
     kernels = load_kernels()
     with pytest.raises(ValueError, match=r"contiguous float32 on a CPU, got torch\.float64"):
@@ -88,6 +130,11 @@ def test_what_the_kernels_would_misread_is_refused():
         kernels.rms_norm(normal(4, 6).T, normal(4), 1e-6)
     with pytest.raises(ValueError, match="weight is"):
         kernels.rms_norm(normal(4, 6), normal(5), 1e-6)
+    if kernels.has_linear:
+        packed = kernels.pack_linear(normal(32, 5))
+        assert packed is not None
+        with pytest.raises(ValueError, match="expected float32 rows of 5"):
+            kernels.linear(normal(2, 4), packed, None)
     with pytest.raises(ValueError, match="two halves"):
         kernels.gated_silu(normal(2, 5))
     with pytest.raises(ValueError, match="take no cos"):
@@ -118,8 +165,8 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
     assert compile_kernels() == first
     assert first.stat().st_mtime_ns == built
     changed = tmp_path / "kernels.c"
-    changed.write_bytes(native.build.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(native.build, "SOURCE", changed)
+    changed.write_bytes(native.build.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(native.build, "SOURCES", (changed, *native.build.SOURCES[1:]))
     assert compile_kernels() != first
     assert len(list((tmp_path / "native").iterdir())) == 2
 

@@ -30,7 +30,7 @@ def test_only_full_blocks_are_hashed():
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40), st.integers(1, 5), st.data())
 def test_extending_step_by_step_equals_hashing_at_once(token_ids, block_size, data):
-    steps: list[BlockHash] = []
+    steps = block_hashes([])
     length = 0
     while length < len(token_ids):
         length = data.draw(st.integers(length + 1, len(token_ids)))
