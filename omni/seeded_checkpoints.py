@@ -195,7 +195,10 @@ def build_text_encoder(
 
 
 def build_benchmark_qwen2(directory: str | Path) -> Path:
-    """Write the Qwen2 of about 0.1 B parameters that the CPU benchmark runs (fp32, tied)."""
+    """Write the Qwen2 of about 0.1 B parameters that the CPU benchmark runs (fp32, tied).
+
+    Without a tokenizer, so that both sides of the benchmark turn ids into ids and no more.
+    """
     return build_causal_lm(
         directory,
         "qwen2",
@@ -206,6 +209,7 @@ def build_benchmark_qwen2(directory: str | Path) -> Path:
         intermediate_size=2048,
         vocab_size=32_000,
         max_position_embeddings=4096,
+        with_tokenizer=False,
     )
 
 
