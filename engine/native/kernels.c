@@ -15,8 +15,8 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* e^x to 1e-7 relative, for x <= 88; below -87 it stays at e^-87. NaN stays NaN.
- * Written without a branch, so that loops over it become vector code: x = n ln 2 + r, |r| <= ln 2/2,
- * and 2^n goes into the exponent's bits. */
+ * Written without a branch, so that loops over it become vector code: x = n ln 2 + r with
+ * |r| <= ln 2 / 2, and 2^n goes into the exponent's bits. */
 INLINE float exp_fast(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
@@ -91,11 +91,26 @@ void omni_rotate(float *heads, int64_t row_stride, const float *cos, const float
     }
 }
 
+/* tanh to 1e-7 relative: near 0 an odd polynomial (Cephes), where 1 - 2 / (e^2x + 1) cancels. */
+INLINE float tanh_fast(float x) {
+    const float z = x * x;
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const float near = x + x * z * p, far = 1.0f - 2.0f / (exp_fast(2.0f * x) + 1.0f);
+    return z < 0.390625f ? near : far;
+}
+
 /* Paged keys and values of one layer; see prefix_cache/paged_memory.py for the layout. */
 typedef struct {
     const float *keys, *values; /* row 0 of this layer in page 0 */
     int64_t page_stride;        /* from a page to the next, all layers */
     int32_t block_size, num_kv_heads, group, head_dim;
+    float softcap;     /* scores become softcap * tanh(score / softcap); 0: they stay */
+    const float *bias; /* (heads, distances), added to scores then; NULL: nothing is */
+    int64_t distances; /* of the bias; keys that are farther away take the last */
 } Pages;
 
 /* Lane j of the result is the sum of the lanes of s[j]. Every stage halves the number of vectors:
@@ -136,27 +151,69 @@ INLINE void score_tile(const float *query, const float *keys, const int64_t *row
 /* sums = sums * shrink + sum over t of weights[t] * (values + rows[t]), for 16 * n channels. */
 INLINE void add_values(float *sums, float shrink, const float *weights, const float *values,
                        const int64_t *rows, int count, int n) {
-    vec acc[4];
-    for (int i = 0; i < n; i++) acc[i] = *(const vec *)(sums + i * LANES) * shrink;
-    for (int t = 0; t < count; t++)
+    vec even[4], odd[4]; /* two chains of additions, which the processor runs side by side */
+    for (int i = 0; i < n; i++)
+        even[i] = *(const vec *)(sums + i * LANES) * shrink, odd[i] = (vec){0};
+    int t = 0;
+    for (; t + 1 < count; t += 2)
+        for (int i = 0; i < n; i++) {
+            even[i] += weights[t] * *(const vec *)(values + rows[t] + i * LANES);
+            odd[i] += weights[t + 1] * *(const vec *)(values + rows[t + 1] + i * LANES);
+        }
+    if (t < count)
         for (int i = 0; i < n; i++)
-            acc[i] += weights[t] * *(const vec *)(values + rows[t] + i * LANES);
-    for (int i = 0; i < n; i++) *(vec *)(sums + i * LANES) = acc[i];
+            even[i] += weights[t] * *(const vec *)(values + rows[t] + i * LANES);
+    for (int i = 0; i < n; i++) *(vec *)(sums + i * LANES) = even[i] + odd[i];
 }
 
-/* Scores of a tile become weights relative to the largest score so far; returns the factor by
- * which sums of earlier tiles shrink. */
-INLINE float soften(float *scores, int count, float *peak, float *total) {
-    float top = *peak, sum = 0.0f;
-    for (int t = count; t < LANES; t++) scores[t] = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int t = 0; t < LANES; t++) top = scores[t] > top ? scores[t] : top;
-#pragma omp simd
-    for (int t = 0; t < LANES; t++) scores[t] = exp_fast(scores[t] - top);
-    for (int t = 0; t < count; t++) sum += scores[t];
-    const float shrink = exp_fast(*peak - top);
-    *total = *total * shrink + sum;
-    *peak = top;
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec larger(vec a, vec b) {
+    const ivec is_a = a > b;
+    return (vec)((is_a & (ivec)a) | (~is_a & (ivec)b));
+}
+
+/* exp_fast of sixteen values; adding 1.5 * 2^23 rounds to an integer. */
+INLINE vec exp_lanes(vec x) {
+    const vec magic = (vec){0} + 12582912.0f;
+    x = larger(x, (vec){0} - 87.0f);
+    const vec n = (x * 1.44269504f + magic) - magic;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = (vec){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return (p * r * r + r + 1.0f) * (vec)exponent;
+}
+
+#define FOLD(v, w)                                                                               \
+    __builtin_shufflevector(v, v, 0 ^ w, 1 ^ w, 2 ^ w, 3 ^ w, 4 ^ w, 5 ^ w, 6 ^ w, 7 ^ w, 8 ^ w, \
+                            9 ^ w, 10 ^ w, 11 ^ w, 12 ^ w, 13 ^ w, 14 ^ w, 15 ^ w)
+
+/* Scores of a tile become weights relative to the largest score so far; those before `from` and
+ * from `to` on are not seen. Returns the factor by which sums of earlier tiles shrink. */
+INLINE float soften(float *scores, int from, int to, float *peak, float *total) {
+    for (int t = 0; t < from && t < LANES; t++) scores[t] = -INFINITY;
+    for (int t = to < 0 ? 0 : to; t < LANES; t++) scores[t] = -INFINITY;
+    vec s = *(vec *)scores;
+    vec top = larger(s, FOLD(s, 8));
+    top = larger(top, FOLD(top, 4));
+    top = larger(top, FOLD(top, 2));
+    top = larger(top, FOLD(top, 1));
+    const vec before = (vec){0} + *peak;
+    top = larger(top, before);
+    vec sum = exp_lanes(s - top);
+    *(vec *)scores = sum;
+    sum += FOLD(sum, 8);
+    sum += FOLD(sum, 4);
+    sum += FOLD(sum, 2);
+    sum += FOLD(sum, 1);
+    const float shrink = exp_lanes(before - top)[0];
+    *total = *total * shrink + sum[0];
+    *peak = top[0];
     return shrink;
 }
 
@@ -181,84 +238,170 @@ INLINE void prefetch_row(const Pages *p, int64_t row) {
     }
 }
 
-/* One query token over positions first .. last-1 of its sequence: online softmax, tile by tile.
- *
- * `sums` (heads, dim) are values weighted by exp(score - peak), `total` (heads) the weights' sum,
- * `peak` (heads) the largest score. While a tile is computed the next one is fetched, its rows
- * spread evenly over the heads. dim is a constant where this is inlined. */
-INLINE void attend(const Pages *p, const float *query, const int32_t *table, int64_t first,
-                   int64_t last, float *sums, float *peak, float *total, int dim) {
+INLINE void cap(float *scores, int count, float softcap) {
+#pragma omp simd
+    for (int i = 0; i < count; i++) scores[i] = softcap * tanh_fast(scores[i] / softcap);
+}
+
+/* Add what the bias says of a tile's keys; the first lies `distance` behind the query, the others
+ * nearer and nearer. Keys past the query are hidden later: they take any column. */
+INLINE void add_bias(const Pages *p, float scores[][LANES], int heads, int64_t distance) {
+    int32_t column[LANES];
+    for (int t = 0; t < LANES; t++) {
+        const int64_t d = distance > t ? distance - t : 0;
+        column[t] = (int32_t)(d < p->distances ? d : p->distances - 1);
+    }
+    for (int h = 0; h < heads; h++) {
+        const float *bias = p->bias + h * p->distances;
+        for (int t = 0; t < LANES; t++) scores[h][t] += bias[column[t]];
+    }
+}
+
+/* One query token: its position, what it sees, and its share of the softmax so far. `sums` (heads,
+ * dim) are values weighted by exp(score - peak), `total` (heads) the weights' sum, `peak` (heads)
+ * the largest score. `query` is scaled already. */
+typedef struct {
+    const float *query;
+    int64_t position, first, last;
+    float *sums, *peak, *total;
+} Token;
+
+#define MAX_TOKENS 4 /* that share the reading of a tile of keys */
+
+/* Tokens of one sequence over its positions, an online softmax, tile by tile. While a tile is
+ * computed the next one is fetched (if `fetch`), its rows spread evenly over the heads. dim is a
+ * constant where this is inlined. Three loops per tile, each over independent heads, because the
+ * steps of one head wait for each other. */
+INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
+                   int fetch, int dim) {
     const int heads = p->num_kv_heads * p->group;
-    int64_t rows[LANES], next[LANES];
-    for (int h = 0; h < heads; h++) peak[h] = -INFINITY, total[h] = 0.0f;
-    memset(sums, 0, sizeof(float) * (size_t)(heads * dim));
-    if (first < last) find_rows(p, table, first, last, next);
-    for (int64_t start = first; start < last; start += LANES) {
-        const int count = (int)(last - start < LANES ? last - start : LANES);
-        const int more = start + LANES < last;
+    int64_t rows[LANES], next[LANES], begin = tokens[0].first, end = tokens[0].last;
+    float scores[MAX_TOKENS][heads][LANES], shrink[MAX_TOKENS][heads];
+    for (int i = 0; i < num_tokens; i++) {
+        const Token *k = tokens + i;
+        begin = k->first < begin ? k->first : begin;
+        end = k->last > end ? k->last : end;
+        for (int h = 0; h < heads; h++) k->peak[h] = -INFINITY, k->total[h] = 0.0f;
+        memset(k->sums, 0, sizeof(float) * (size_t)(heads * dim));
+    }
+    if (begin < end) find_rows(p, table, begin, end, next);
+    for (int64_t start = begin; start < end; start += LANES) {
+        const int more = start + LANES < end;
         memcpy(rows, next, sizeof rows);
-        if (more) find_rows(p, table, start + LANES, last, next);
+        if (more) find_rows(p, table, start + LANES, end, next);
         for (int h = 0; h < heads; h++) {
-            const float *keys = p->keys + h / p->group * dim;
-            const float *values = p->values + h / p->group * dim;
-            float scores[LANES], *sum = sums + h * dim;
-            if (more)
+            if (more && fetch)
                 for (int t = LANES * h / heads; t < LANES * (h + 1) / heads; t++)
                     prefetch_row(p, next[t]);
-            score_tile(query + h * dim, keys, rows, dim, scores);
-            const float shrink = soften(scores, count, peak + h, total + h);
-            int i = 0;
-            for (; i + 4 * LANES <= dim; i += 4 * LANES)
-                add_values(sum + i, shrink, scores, values + i, rows, count, 4);
-            for (; i + LANES <= dim; i += LANES)
-                add_values(sum + i, shrink, scores, values + i, rows, count, 1);
-            for (; i < dim; i++) {
-                sum[i] *= shrink;
-                for (int t = 0; t < count; t++) sum[i] += scores[t] * values[rows[t] + i];
+            for (int i = 0; i < num_tokens; i++)
+                score_tile(tokens[i].query + h * dim, p->keys + h / p->group * dim, rows, dim,
+                           scores[i][h]);
+        }
+        for (int i = 0; i < num_tokens; i++) {
+            const Token *k = tokens + i;
+            const int from = k->first > start ? (int)(k->first - start) : 0;
+            const int to = k->last - start < LANES ? (int)(k->last - start) : LANES;
+            if (p->softcap > 0.0f) cap(scores[i][0], heads * LANES, p->softcap);
+            if (p->bias) add_bias(p, scores[i], heads, k->position - start);
+            for (int h = 0; h < heads; h++)
+                shrink[i][h] = soften(scores[i][h], from, to, k->peak + h, k->total + h);
+        }
+        const int count = end - start < LANES ? (int)(end - start) : LANES;
+        for (int h = 0; h < heads; h++) {
+            const float *values = p->values + h / p->group * dim;
+            for (int token = 0; token < num_tokens; token++) {
+                const float *weights = scores[token][h], factor = shrink[token][h];
+                float *sum = tokens[token].sums + h * dim;
+                int i = 0;
+                for (; i + 4 * LANES <= dim; i += 4 * LANES)
+                    add_values(sum + i, factor, weights, values + i, rows, count, 4);
+                for (; i + LANES <= dim; i += LANES)
+                    add_values(sum + i, factor, weights, values + i, rows, count, 1);
+                for (; i < dim; i++) {
+                    sum[i] *= factor;
+                    for (int t = 0; t < count; t++) sum[i] += weights[t] * values[rows[t] + i];
+                }
             }
         }
     }
 }
 
 /* Common widths become constants, which unrolls the loops over them. */
-static void attend_any(const Pages *p, const float *query, const int32_t *table, int64_t first,
-                       int64_t last, float *sums, float *peak, float *total) {
+static void attend_any(const Pages *p, const Token *tokens, int num_tokens, const int32_t *table,
+                       int fetch) {
     if (p->head_dim == 64)
-        attend(p, query, table, first, last, sums, peak, total, 64);
+        attend(p, tokens, num_tokens, table, fetch, 64);
     else if (p->head_dim == 128)
-        attend(p, query, table, first, last, sums, peak, total, 128);
+        attend(p, tokens, num_tokens, table, fetch, 128);
     else
-        attend(p, query, table, first, last, sums, peak, total, p->head_dim);
+        attend(p, tokens, num_tokens, table, fetch, p->head_dim);
 }
 
-/* One query token per request over its paged sequence.
+/* Store a step's keys and values, (tokens, width) each; rows[i] is where token i goes. */
+void omni_write_kv(const float *key, const float *value, int64_t key_stride, int64_t value_stride,
+                   const int64_t *rows, float *keys, float *values, int64_t tokens,
+                   int64_t width) {
+    for (int64_t token = 0; token < tokens; token++) {
+        memcpy(keys + rows[token] * width, key + token * key_stride, sizeof(float) * (size_t)width);
+        memcpy(values + rows[token] * width, value + token * value_stride,
+               sizeof(float) * (size_t)width);
+    }
+}
+
+/* Query tokens over paged sequences: token i sees positions starts[i] .. ends[i] - 1 of the
+ * sequence whose blocks are row table_rows[i] of the block table. It gets zeros if that is none. A
+ * bias takes ends[i] - 1 for its own position.
  *
- * A task is one part of one request, so that few long sequences keep all threads busy too; parts
- * meet in `partial`, (batch, parts, heads, dim + 2): sums, peak and total of each head.
- * query is (batch, heads, dim), `query_stride` from row to row; out is contiguous. */
-void omni_decode_attention(const float *query, int64_t query_stride, const int32_t *block_table,
-                           int64_t table_stride, const int32_t *seq_lens, const float *keys,
-                           const float *values, int64_t page_stride, int64_t batch,
-                           int64_t parts, int32_t block_size, int32_t num_kv_heads, int32_t group,
-                           int32_t head_dim, float scale, float *partial, float *out,
-                           int threads) {
-    const Pages pages = {keys, values, page_stride, block_size, num_kv_heads, group, head_dim};
+ * A task is one part of the keys of one token, or of some neighbours, so that few long sequences
+ * keep all threads busy too; parts meet in `partial`, (tokens, parts, heads, dim + 2): sums, peak
+ * and total of each head. query is (tokens, heads, dim), `query_stride` from row to row; out is
+ * contiguous. */
+void omni_paged_attention(const float *query, int64_t query_stride, const int32_t *block_table,
+                          int64_t table_stride, const int32_t *table_rows, const int32_t *starts,
+                          const int32_t *ends, const float *keys, const float *values,
+                          int64_t page_stride, int64_t tokens, int64_t parts, int32_t block_size,
+                          int32_t num_kv_heads, int32_t group, int32_t head_dim, float scale,
+                          float softcap, const float *bias, int64_t distances, float *partial,
+                          float *out, int threads) {
+    const Pages pages = {keys,  values,   page_stride, block_size, num_kv_heads,
+                         group, head_dim, softcap,     bias,       distances};
     const int64_t heads = (int64_t)num_kv_heads * group, dim = head_dim;
     const int64_t part_size = heads * (dim + 2);
+    /* Few tokens are spread over the threads, many share what they read. */
+    const int64_t together = tokens >= 16 * MAX_TOKENS ? MAX_TOKENS : 1;
+    const int64_t tasks = (tokens + together - 1) / together * parts;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < batch * parts; task++) {
-            const int64_t request = task / parts, part = task % parts, length = seq_lens[request];
-            const int64_t first = length * part / parts, last = length * (part + 1) / parts;
-            float scaled[heads * dim], *sums = partial + task * part_size;
-            for (int64_t i = 0; i < heads * dim; i++)
-                scaled[i] = query[request * query_stride + i] * scale;
-            attend_any(&pages, scaled, block_table + request * table_stride, first, last, sums,
-                       sums + heads * dim, sums + heads * (dim + 1));
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t part = task % parts, from = task / parts * together;
+            const int64_t to = from + together < tokens ? from + together : tokens;
+            float scaled[MAX_TOKENS][heads * dim];
+            Token run[MAX_TOKENS];
+            int length = 0;
+            for (int64_t token = from; token < to; token++) {
+                const int64_t start = starts[token], seen = ends[token] - start;
+                float *sums = partial + (token * parts + part) * part_size;
+                for (int64_t i = 0; i < heads * dim; i++)
+                    scaled[length][i] = query[token * query_stride + i] * scale;
+                run[length] = (Token){scaled[length],
+                                      ends[token] - 1,
+                                      start + seen * part / parts,
+                                      start + seen * (part + 1) / parts,
+                                      sums,
+                                      sums + heads * dim,
+                                      sums + heads * (dim + 1)};
+                length++;
+                if (token + 1 < to && table_rows[token + 1] == table_rows[token]) continue;
+                /* The tokens before, if of the same request, have just used the same pages. */
+                const int64_t head = token - length;
+                attend_any(&pages, run, length, block_table + table_rows[token] * table_stride,
+                           head < 0 || table_rows[head] != table_rows[token]);
+                length = 0;
+            }
         }
 #pragma omp for
-        for (int64_t row = 0; row < batch * heads; row++) {
+        for (int64_t row = 0; row < tokens * heads; row++) {
             const float *first = partial + row / heads * parts * part_size;
             const int64_t head = row % heads;
             float top = -INFINITY, total = 0.0f, *result = out + row * dim;
@@ -267,6 +410,7 @@ void omni_decode_attention(const float *query, int64_t query_stride, const int32
                 top = peak > top ? peak : top;
             }
             memset(result, 0, sizeof(float) * (size_t)dim);
+            if (starts[row / heads] == ends[row / heads]) continue;
             for (int64_t part = 0; part < parts; part++) {
                 const float *sums = first + part * part_size;
                 const float weight = exp_fast(sums[heads * dim + head] - top);

@@ -19,11 +19,13 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_gated_silu": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
     "omni_linear": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int],
-    "omni_decode_attention": [
-        *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+    "omni_write_kv": [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 2],
+    "omni_paged_attention": [
+        *(c_void_p, c_int64, c_void_p, c_int64),
+        *[c_void_p] * 5,
         *[c_int64] * 3,
         *[c_int32] * 4,
-        *(c_float, c_void_p, c_void_p, c_int),
+        *(c_float, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int),
     ],
 }
 
@@ -59,7 +61,8 @@ class NativeKernels:
         self._gated_silu = functions.omni_gated_silu
         self._rotate = functions.omni_rotate
         self._linear = functions.omni_linear
-        self._decode_attention = functions.omni_decode_attention
+        self._write_kv = functions.omni_write_kv
+        self._paged_attention = functions.omni_paged_attention
         self.has_linear = bool(functions.omni_has_linear())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
@@ -178,68 +181,119 @@ class NativeKernels:
             torch.get_num_threads(),
         )
 
-    def decode_attention(
+    def write_kv(
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, rows: Tensor
+    ) -> None:
+        """Store keys and values ``(num_tokens, num_kv_heads, head_dim)`` in their pages.
+
+        Args:
+            key: of this step; tokens may be a stride apart.
+            value: likewise.
+            keys: as :attr:`prefix_cache.LayerKVCache.keys`.
+            values: likewise.
+            rows: ``(num_tokens,)`` int64 row of each token; not looked at here, see
+                :meth:`paged_attention`.
+        """
+        for tensor, name in ((key, "key"), (value, "value")):
+            _require_rows(tensor, name)
+            if tensor.shape != (rows.shape[0], *keys.shape[1:]):
+                raise ValueError(f"{name} {tuple(tensor.shape)} for keys {tuple(keys.shape)}")
+        self._write_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(0),
+            value.stride(0),
+            rows.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            rows.shape[0],
+            keys.shape[1] * keys.shape[2],
+        )
+
+    def paged_attention(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         block_table: Tensor,
-        seq_lens: Tensor,
+        spans: Tensor,
         *,
         block_size: int,
         chunks_per_page: int,
         scale: float,
+        softcap: float | None,
+        bias: Tensor | None = None,
         partial: Tensor,
         output: Tensor,
     ) -> None:
-        """One query token per request over its paged keys and values, read in place.
+        """Query tokens over the paged keys and values of their sequences, read in place.
 
-        The table's entries and the lengths are not looked at here: they are the same for all
+        The table's entries and the spans are not looked at here: they are the same for all
         layers, and the caller checks them once per step.
 
         Args:
-            query: ``(B, num_heads, head_dim)``; requests may be a stride apart.
+            query: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
             keys: as :attr:`prefix_cache.LayerKVCache.keys`.
             values: likewise.
-            block_table: ``(>= B, blocks)`` int32; blocks may be a stride apart per row.
-            seq_lens: ``(>= B,)`` int32.
+            block_table: ``(num_reqs, blocks)`` int32; blocks lie side by side.
+            spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its
+                request's row in the table, the first position that it sees, and one past the
+                last; who sees nothing gets zeros.
             block_size: tokens per block.
             chunks_per_page: from :class:`prefix_cache.LayerKVCache`.
             scale: factor on the scores.
-            partial: ``(B, parts, num_heads, head_dim + 2)`` scratch; each sequence is cut into
-                ``parts`` that run in parallel.
-            output: ``(B, num_heads, head_dim)``, contiguous, written to.
+            softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+            bias: ``(num_heads, distances)`` added to scores by how far the key lies behind the
+                token's last position, the last column standing for all that lie farther.
+            partial: ``(num_tokens, parts, num_heads, head_dim + 2)`` scratch; the keys of each
+                token are cut into ``parts`` that run in parallel.
+            output: ``(num_tokens, num_heads, head_dim)``, contiguous, written to.
         """
         _require_rows(query, "query")
         for tensor, name in ((keys, "keys"), (values, "values"), (partial, "partial")):
             _require(tensor, name)
         _require(output, "output")
-        batch, num_heads, head_dim = query.shape
+        num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         parts = partial.shape[1]
-        if partial.shape != (batch, parts, num_heads, head_dim + 2) or output.shape != query.shape:
+        scratch = (num_tokens, parts, num_heads, head_dim + 2)
+        if partial.shape != scratch or output.shape != query.shape:
             raise ValueError(
                 f"query {tuple(query.shape)} takes no partial {tuple(partial.shape)}, "
                 f"output {tuple(output.shape)}"
             )
         if num_heads % num_kv_heads or keys.shape[2] != head_dim:
             raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(keys.shape)}")
-        self._decode_attention(
+        if spans.shape != (3, num_tokens) or spans.dtype != torch.int32 or spans.stride(1) != 1:
+            raise ValueError(f"{num_tokens} tokens, but spans {tuple(spans.shape)} {spans.dtype}")
+        num_distances = 0
+        if bias is not None:
+            _require(bias, "bias")
+            if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] < 1:
+                raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
+            num_distances = bias.shape[1]
+        rows, starts, ends = (span.data_ptr() for span in spans)
+        self._paged_attention(
             query.data_ptr(),
             query.stride(0),
             block_table.data_ptr(),
             block_table.stride(0),
-            seq_lens.data_ptr(),
+            rows,
+            starts,
+            ends,
             keys.data_ptr(),
             values.data_ptr(),
             chunks_per_page * block_size * num_kv_heads * head_dim,
-            batch,
+            num_tokens,
             parts,
             block_size,
             num_kv_heads,
             num_heads // num_kv_heads,
             head_dim,
             scale,
+            softcap or 0.0,
+            None if bias is None else bias.data_ptr(),
+            num_distances,
             partial.data_ptr(),
             output.data_ptr(),
             torch.get_num_threads(),
