@@ -72,7 +72,7 @@ def compare(
 
 def scattered_blocks(pool: BlockPool, num_blocks: int) -> list[int]:
     """Held blocks in no order, as a pool hands them out after an hour of work."""
-    ids = [block.block_id for block in pool.allocate(0, num_blocks)]
+    ids = [block.block_id for block in pool.allocate({0: num_blocks})[0]]
     random.Random(0).shuffle(ids)
     return ids
 
@@ -84,8 +84,8 @@ def slots_of(block_ids: list[int]) -> Tensor:
 
 def measure_write(repeats: int) -> Comparison:
     """One decode step of 64 requests, each in a block of its own."""
-    pool = BlockPool(NUM_BLOCKS)
-    cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations)
+    pool = BlockPool.uniform(NUM_BLOCKS)
+    cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations(0))
     blocks = torch.tensor(scattered_blocks(pool, NUM_REQUESTS))
     slots = blocks * BLOCK_SIZE + torch.arange(NUM_REQUESTS) % BLOCK_SIZE
     tensors = {name: torch.randn(NUM_REQUESTS, WIDTH).bfloat16() for name in NAMES}
@@ -100,8 +100,8 @@ def measure_write(repeats: int) -> Comparison:
 
 def measure_gather(repeats: int) -> Comparison:
     """A hit whose rows were written block by block by earlier requests."""
-    pool = BlockPool(NUM_BLOCKS)
-    cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations)
+    pool = BlockPool.uniform(NUM_BLOCKS)
+    cache = StageOutputCache(NUM_BLOCKS, BLOCK_SIZE, pool.generations(0))
     block_ids = scattered_blocks(pool, -(-HIT_TOKENS // BLOCK_SIZE))
     slots = slots_of(block_ids)
     rows = torch.randn(len(slots), WIDTH).bfloat16()

@@ -45,15 +45,15 @@ class EncoderOutputStore:
 
     def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
         self._block_size = block_size
-        self._pool = BlockPool(num_blocks)
-        self._rows = StageOutputCache(num_blocks, block_size, self._pool.generations, names)
+        self._pool = BlockPool.uniform(num_blocks)
+        self._rows = StageOutputCache(num_blocks, block_size, self._pool.generations(0), names)
         self._inputs = WholeInputCache(self._pool, self._rows, block_size)
         self._hit_tokens = 0
         self._queried_tokens = 0
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether an input fits the empty pool."""
-        return self._inputs.num_blocks_for(num_tokens) <= self._pool.usable_blocks
+        return self._inputs.num_blocks_for(num_tokens) <= self._pool.usable_blocks()
 
     def find(self, request: EncoderRequest) -> HeldInput | None:
         """Hold an input whose rows are all there, or None."""
@@ -66,7 +66,7 @@ class EncoderOutputStore:
 
     def hold(self, request: EncoderRequest) -> HeldInput | None:
         """Hold new blocks for an input, or None when too few are free in this step."""
-        if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free:
+        if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free():
             return None
         return HeldInput(request, self._inputs.allocate(request.num_tokens))
 
@@ -101,15 +101,7 @@ class EncoderOutputStore:
 
     def stats(self) -> KVCacheStats:
         """The pool now, and how many tokens were found in it."""
-        return KVCacheStats(
-            num_blocks=self._pool.num_blocks,
-            free=len(self._pool.free_queue),
-            held=self._pool.usable_blocks - self._pool.num_free,
-            cached=len(self._pool.cached_queue),
-            evictions=self._pool.num_evictions,
-            hit_tokens=self._hit_tokens,
-            queried_tokens=self._queried_tokens,
-        )
+        return KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
 
     def check_integrity(self) -> None:
         """Check the pool between two steps, when nothing is held.

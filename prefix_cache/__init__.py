@@ -5,41 +5,69 @@ Knows no model, no tokenizer and no request queue: ids, hashes, sizes and tensor
 
 from __future__ import annotations
 
-from prefix_cache.block import FreeBlockQueue, KVCacheBlock
+from prefix_cache.block import KVCacheBlock, LargePage
 from prefix_cache.block_hash import (
     BlockHash,
     ContentSpan,
     content_hash,
     extend_block_hashes,
+    whole_input_block_hashes,
     whole_input_hash,
 )
 from prefix_cache.block_pool import BlockPool
+from prefix_cache.cached_prefix import CachedPrefix, EncoderBlocks
+from prefix_cache.chunk_stops import ChunkStops
 from prefix_cache.coordinator import MANAGER_TYPES, KVCacheCoordinator
+from prefix_cache.cross_attention_manager import CrossAttentionManager
 from prefix_cache.full_attention_manager import FullAttentionManager
 from prefix_cache.integrity import IntegrityError, check_integrity, check_pool_integrity
-from prefix_cache.kv_cache_manager import CachedPrefix, KVCacheManager, KVCacheStats
+from prefix_cache.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
+from prefix_cache.kv_cache_manager import ENCODER_HIDDEN_STATES, KVCacheManager
 from prefix_cache.kv_cache_spec import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
+    HostOnlySpec,
     KVCacheSpec,
-    group_layers,
+    MambaSpec,
+    SlidingWindowSpec,
+    StateTensor,
 )
+from prefix_cache.kv_cache_stats import KVCacheStats
+from prefix_cache.mamba_manager import MambaManager
+from prefix_cache.page_accounting import (
+    held_bytes,
+    needed_bytes,
+    one_size_groups,
+    request_bytes,
+)
+from prefix_cache.page_arena import PageArena
 from prefix_cache.paged_memory import LayerKVCache, PagedMemory
 from prefix_cache.pending_blocks import PendingBlocks
 from prefix_cache.single_type_manager import SingleTypeKVCacheManager
 from prefix_cache.stage_output_cache import StageOutputCache, StageOutputCacheStats
+from prefix_cache.swap_space import PageCopy, SwapSpace
 from prefix_cache.whole_input_cache import WholeInputCache
+from prefix_cache.window_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 
 __all__ = [
+    "ENCODER_HIDDEN_STATES",
     "MANAGER_TYPES",
+    "AttentionSpec",
     "BlockHash",
     "BlockPool",
     "CachedPrefix",
+    "ChunkStops",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalAttentionSpec",
     "ContentSpan",
-    "FreeBlockQueue",
+    "CrossAttentionManager",
+    "CrossAttentionSpec",
+    "EncoderBlocks",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "HostOnlySpec",
     "IntegrityError",
     "KVCacheBlock",
     "KVCacheConfig",
@@ -48,17 +76,32 @@ __all__ = [
     "KVCacheManager",
     "KVCacheSpec",
     "KVCacheStats",
+    "LargePage",
     "LayerKVCache",
+    "MambaManager",
+    "MambaSpec",
+    "PageArena",
+    "PageCopy",
     "PagedMemory",
     "PendingBlocks",
     "SingleTypeKVCacheManager",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
     "StageOutputCache",
     "StageOutputCacheStats",
+    "StateTensor",
+    "SwapSpace",
     "WholeInputCache",
     "check_integrity",
     "check_pool_integrity",
     "content_hash",
     "extend_block_hashes",
     "group_layers",
+    "held_bytes",
+    "needed_bytes",
+    "one_size_groups",
+    "pad_pages",
+    "request_bytes",
+    "whole_input_block_hashes",
     "whole_input_hash",
 ]

@@ -1,14 +1,16 @@
-"""One block of the pool, and the queue in which blocks wait to be handed out."""
+"""One block (a small page), and the large page that it is part of."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefix_cache.block_hash import BlockHash
 
-__all__ = ["FreeBlockQueue", "KVCacheBlock"]
+__all__ = ["EvictionKey", "KVCacheBlock", "LargePage"]
+
+EvictionKey = tuple[int, int]
+"""Priority, then time of last use: what compares smaller is evicted first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -16,53 +18,47 @@ class KVCacheBlock:
     """Bookkeeping of one block. Compared by identity; changed by the :class:`BlockPool` only.
 
     Attributes:
-        block_id: the block's place in the pool; ``slot = block_id * block_size + offset``.
+        block_id: the block's place among its group's; ``slot = block_id * block_size + offset``.
+        group_id: the KV-cache group it serves for as long as its large page does.
+        large_page: the page it is part of; None for the null block.
         ref_cnt: block tables that hold the block. At 0 it waits in a queue of the pool.
-        group_id: the KV-cache group it was last handed out for.
         block_hash: set while the block can be found by its content.
-        generation: how often the block was handed out; 0 means never. What was written for an
+        generation: how often the block id was handed out; 0 means never. What was written for an
             earlier generation is not this block's content.
+        key: when it was last given back; meaningful while nobody holds it.
     """
 
     block_id: int
+    group_id: int
+    large_page: LargePage | None
     ref_cnt: int = 0
-    group_id: int | None = None
     block_hash: BlockHash | None = None
     generation: int = 0
+    key: EvictionKey = (0, 0)
 
 
-class FreeBlockQueue:
-    """Blocks that nobody holds, in the order in which they will be handed out.
+@dataclass(slots=True, eq=False)
+class LargePage:
+    """A large page: free, or cut into the blocks of one group.
 
-    Every operation is O(1), removal from the middle included: a hit takes a block from wherever
-    it waits.
+    Attributes:
+        page_id: its place in the buffer.
+        group_id: whom it serves; None while it is free.
+        blocks: all its blocks, in order; empty while it is free.
+        free: those among them that are neither held nor hold content; the last is next.
+        num_held: those among them that somebody holds.
+        key: highest priority of its content, and when its last block was given back; meaningful
+            while nobody holds any.
     """
 
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, KVCacheBlock] = OrderedDict()
+    page_id: int
+    group_id: int | None = None
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    free: list[KVCacheBlock] = field(default_factory=list)
+    num_held: int = 0
+    key: EvictionKey = (0, 0)
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[KVCacheBlock]:
-        return iter(self._blocks.values())
-
-    def __contains__(self, block: KVCacheBlock) -> bool:
-        return block.block_id in self._blocks
-
-    def popleft(self) -> KVCacheBlock:
-        """Take the block that is next to be handed out. ``KeyError`` when empty."""
-        return self._blocks.popitem(last=False)[1]
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Put a block last."""
-        self._blocks[block.block_id] = block
-
-    def prepend(self, block: KVCacheBlock) -> None:
-        """Put a block first."""
-        self._blocks[block.block_id] = block
-        self._blocks.move_to_end(block.block_id, last=False)
-
-    def remove(self, block: KVCacheBlock) -> None:
-        """Take a block from wherever it is. ``KeyError`` when it is not here."""
-        del self._blocks[block.block_id]
+    @property
+    def cached(self) -> Iterator[KVCacheBlock]:
+        """Blocks that nobody holds but that can be found by their content."""
+        return (b for b in self.blocks if b.ref_cnt == 0 and b.block_hash is not None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -21,7 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BlockHash", "ContentSpan", "content_hash", "extend_block_hashes", "whole_input_hash"]
+__all__ = [
+    "BlockHash",
+    "ContentSpan",
+    "content_hash",
+    "extend_block_hashes",
+    "whole_input_block_hashes",
+    "whole_input_hash",
+]
 
 BlockHash = NewType("BlockHash", bytes)
 """A SHA-256 digest, 32 bytes."""
@@ -132,6 +139,23 @@ def whole_input_hash(
     hashes: list[BlockHash] = []
     extend_block_hashes(hashes, token_ids, len(token_ids), spans=spans, salt=salt)
     return hashes[0]
+
+
+def whole_input_block_hashes(
+    input_hash: BlockHash, num_tokens: int, block_size: int
+) -> Iterator[BlockHash]:
+    """One key per block of a whole input, its partial last block included.
+
+    Made as they are asked for: a miss shows at the first.
+
+    Args:
+        input_hash: see :func:`whole_input_hash`.
+        num_tokens: rows of the input.
+        block_size: rows per block.
+    """
+    for index in range(-(-num_tokens // block_size)):
+        place = struct.pack("<QQ", index, num_tokens)
+        yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())
 
 
 def _block_hash(

@@ -6,86 +6,160 @@ A block is in exactly one state::
       ▲                 ▲ └────release──► cached   (with a hash)
       │                 └─────touch────────┘ │
       └──── allocate evicts the LRU one ─────┘
+
+Blocks are cut from large pages, which go from one group to another; see
+:mod:`prefix_cache.page_arena`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
-from prefix_cache.block import FreeBlockQueue, KVCacheBlock
+from prefix_cache.block import KVCacheBlock, LargePage
 from prefix_cache.block_hash import BlockHash
+from prefix_cache.kv_cache_config import KVCacheConfig
+from prefix_cache.page_arena import PageArena
 
-__all__ = ["BlockPool"]
+__all__ = ["HIGH_PRIORITY", "LOW_PRIORITY", "BlockPool"]
+
+LOW_PRIORITY = 0
+"""For content that a later hit hardly needs: it is evicted before all other content."""
+HIGH_PRIORITY = 1
 
 
 class BlockPool:
     """All blocks of one engine.
 
-    Block 0 is the null block: it pads block tables, belongs to nobody, and is never handed out.
+    Block 0 of every group is its null block: it pads block tables, belongs to nobody, and is
+    never handed out.
 
     Args:
-        num_blocks: the null block included.
+        arenas: where the pages are; every group lives in one of them.
 
     Attributes:
-        blocks: every block, by its id.
-        null_block: block 0.
-        free_queue: free blocks without a hash; handed out first, the last one freed first, so
-            that memory never touched stays untouched for as long as possible.
-        cached_queue: blocks with a hash that nobody holds, least recently used first.
+        arenas: as given.
         hash_table: (group id, hash) to the one block found by it.
-        generations: ``(num_blocks,)`` int64 on the CPU, ``blocks[i].generation`` for all blocks,
-            for those who tag rows by the million.
         num_evictions: cached blocks whose content was given up for a new one.
 
     Attributes are for reading; only the methods change them.
-
-    Raises:
-        ValueError: if there is no block beside the null block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(
-                f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
-            )
-        self.num_blocks = num_blocks
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        self.null_block = self.blocks[0]
-        self.free_queue = FreeBlockQueue()
-        for block in self.blocks[1:]:
-            self.free_queue.append(block)
-        self.cached_queue = FreeBlockQueue()
+    def __init__(self, arenas: Sequence[PageArena]) -> None:
+        self.arenas = tuple(arenas)
         self.hash_table: dict[tuple[int, BlockHash], KVCacheBlock] = {}
-        self.generations = torch.zeros(num_blocks, dtype=torch.int64)
-        # The same memory; element access through numpy is an order of magnitude cheaper.
-        self._generations = self.generations.numpy()
         self.num_evictions = 0
+        self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that :meth:`allocate` could hand out now: the free and the cached ones."""
-        return len(self.free_queue) + len(self.cached_queue)
+    @classmethod
+    def uniform(cls, num_blocks: int) -> BlockPool:
+        """A pool of one group, number 0.
 
-    @property
-    def usable_blocks(self) -> int:
-        """Blocks that can be held at all: all but the null block."""
-        return self.num_blocks - 1
+        Args:
+            num_blocks: the null block included.
+
+        Raises:
+            ValueError: if there is no block beside the null block.
+        """
+        return cls([PageArena(num_blocks, {0: 1})])
+
+    @classmethod
+    def for_config(cls, config: KVCacheConfig) -> BlockPool:
+        """One arena for the groups on the device, one for each on the host."""
+        groups = range(len(config.groups))
+        on_device = {
+            g: config.pages_per_large_page(g) for g in groups if config.groups[g].on_device
+        }
+        on_host = [g for g in groups if not config.groups[g].on_device]
+        return cls(
+            [
+                PageArena(config.num_large_pages, on_device),
+                *(PageArena(config.num_host_blocks, {g: 1}) for g in on_host),
+            ]
+        )
+
+    def null_block(self, group_id: int) -> KVCacheBlock:
+        """Block 0 of a group."""
+        return self._arena_of[group_id].groups[group_id].null_block
+
+    def generations(self, group_id: int) -> Tensor:
+        """``(num_blocks,)`` int64 on the CPU: how often each block of a group was handed out."""
+        return self._arena_of[group_id].groups[group_id].generations
+
+    def num_free(self, group_id: int = 0) -> int:
+        """Blocks that the group could have now if no other group took any."""
+        arena = self._arena_of[group_id]
+        group = arena.groups[group_id]
+        return group.num_spare + arena.num_available * group.blocks_per_page
+
+    def usable_blocks(self, group_id: int = 0) -> int:
+        """Blocks that the group could hold at all: all but those of the null page."""
+        arena = self._arena_of[group_id]
+        return (len(arena.pages) - 1) * arena.groups[group_id].blocks_per_page
+
+    def fits(self, counts: Mapping[int, int]) -> bool:
+        """Whether the groups could hold so many blocks if nobody held any."""
+        return all(arena.pages_for(counts) < len(arena.pages) for arena in self.arenas)
 
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
         """Find a block by content. No reference is taken: valid until the next allocation."""
         return self.hash_table.get((group_id, block_hash))
 
-    def allocate(self, group_id: int, num_blocks: int) -> list[KVCacheBlock]:
-        """Hand out blocks with one reference each; cached ones lose their hash, LRU first.
+    def can_allocate(self, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()) -> bool:
+        """Whether :meth:`allocate` would succeed. Changes nothing.
+
+        Args:
+            needs: new blocks per group.
+            revived: blocks of a hit that would be touched first. Those that nobody holds count
+                as free, yet touching them is what uses them up.
+        """
+        unheld = {block for block in revived if block.ref_cnt == 0}
+        for arena in self.arenas:
+            demand = {g: needs.get(g, 0) for g in arena.groups}
+            pages: set[int] = set()
+            for block in unheld:
+                if block.group_id not in demand or block.large_page is None:
+                    continue
+                page = block.large_page
+                demand[block.group_id] += 1
+                if not page.num_held and page.page_id not in pages:
+                    # The page comes with its other blocks, which the group may then use.
+                    pages.add(page.page_id)
+                    demand[block.group_id] -= arena.groups[block.group_id].blocks_per_page
+            if not arena.can_allocate(demand, len(pages)):
+                return False
+        return True
+
+    def allocate(
+        self, needs: Mapping[int, int], near: Mapping[int, LargePage | None] | None = None
+    ) -> dict[int, list[KVCacheBlock]]:
+        """Hand out blocks with one reference each; content goes as the evictions' order says.
+
+        Args:
+            needs: new blocks per group.
+            near: per group, the large page that new blocks should lie in.
+
+        Returns:
+            Per group of ``needs``, its blocks.
 
         Raises:
-            ValueError: if fewer blocks are free; nothing has changed then.
+            ValueError: if there are too few blocks; nothing has changed then.
         """
-        if num_blocks > self.num_free:
-            raise ValueError(f"{num_blocks} blocks wanted, {self.num_free} are free")
-        return [self._hand_out(group_id) for _ in range(num_blocks)]
+        if not self.can_allocate(needs):
+            wanted = {g: count for g, count in needs.items() if count}
+            free = {g: self.num_free(g) for g in wanted}
+            raise ValueError(f"blocks wanted per group {wanted}, free are at most {free}")
+        rest = dict(needs)
+        blocks: dict[int, list[KVCacheBlock]] = {group_id: [] for group_id in needs}
+        for group_id, count in needs.items():
+            page = near.get(group_id) if near else None
+            for _ in range(count):
+                block = self._take(group_id, page, rest)
+                rest[group_id] -= 1
+                page = block.large_page
+                blocks[group_id].append(block)
+        return blocks
 
     def touch(self, block: KVCacheBlock) -> None:
         """Take one more reference to a block that was found by its content.
@@ -94,33 +168,40 @@ class BlockPool:
             ValueError: for the null block, and for a block nobody holds that has no hash: its
                 content is gone.
         """
-        if block is self.null_block:
+        if block.large_page is None:
             raise ValueError("the null block cannot be held")
-        if block.ref_cnt == 0:
-            if block.block_hash is None:
-                raise ValueError(f"block {block.block_id} is free and holds no content to share")
-            self.cached_queue.remove(block)
-        block.ref_cnt += 1
+        if block.ref_cnt:
+            block.ref_cnt += 1
+            return
+        if block.block_hash is None:
+            raise ValueError(f"block {block.block_id} is free and holds no content to share")
+        self._arena_of[block.group_id].hold(block)
 
-    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give back one reference per block.
+    def release(self, blocks: Iterable[KVCacheBlock], priority: int = HIGH_PRIORITY) -> None:
+        """Give back one reference per block; null blocks are passed over.
 
         Args:
             blocks: in the order in which they should be evicted: give a table in reverse, so that
                 the tail goes before the prefix others may still share.
+            priority: of their content, where they have any and nobody else holds them.
 
         Raises:
             ValueError: for a block that nobody holds.
         """
         for block in blocks:
+            if block.large_page is None:
+                continue
             if block.ref_cnt == 0:
                 raise ValueError(f"block {block.block_id} is released, but nobody holds it")
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                if block.block_hash is None:
-                    self.free_queue.prepend(block)
-                else:
-                    self.cached_queue.append(block)
+            if block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            else:
+                self._arena_of[block.group_id].release(block, priority)
+
+    def demote(self, block: KVCacheBlock) -> None:
+        """Let a cached block be evicted before others; one that is held, or free, is left alone."""
+        if block.ref_cnt == 0 and block.block_hash is not None:
+            self._arena_of[block.group_id].demote(block, LOW_PRIORITY)
 
     def publish(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let a held block be found by its content. Call it after its rows are written.
@@ -131,7 +212,7 @@ class BlockPool:
         Raises:
             ValueError: for a block that nobody holds, or that has another hash already.
         """
-        if block.ref_cnt == 0 or block.group_id is None:
+        if block.ref_cnt == 0:
             raise ValueError(f"block {block.block_id} is published, but nobody holds it")
         if block.block_hash is not None and block.block_hash != block_hash:
             raise ValueError(f"block {block.block_id} is full and published under another hash")
@@ -141,8 +222,7 @@ class BlockPool:
         if older is not None:
             older.block_hash = None
             if older.ref_cnt == 0:
-                self.cached_queue.remove(older)
-                self.free_queue.prepend(older)
+                self._arena_of[older.group_id].drop_content(older)
         block.block_hash = block_hash
         self.hash_table[(block.group_id, block_hash)] = block
 
@@ -150,25 +230,23 @@ class BlockPool:
         """Forget all content: no block can be found any more. References stay as they are."""
         for block in self.hash_table.values():
             block.block_hash = None
+            if block.ref_cnt == 0:
+                self._arena_of[block.group_id].drop_content(block)
         self.hash_table.clear()
-        while self.cached_queue:
-            self.free_queue.append(self.cached_queue.popleft())
 
-    def _hand_out(self, group_id: int) -> KVCacheBlock:
-        if self.free_queue:
-            block = self.free_queue.popleft()
-        else:
-            block = self.cached_queue.popleft()
-            self._evict(block)
-        block.ref_cnt = 1
-        block.group_id = group_id
-        block.generation += 1
-        self._generations[block.block_id] = block.generation
+    def _take(self, group_id: int, near: LargePage | None, rest: Mapping[int, int]) -> KVCacheBlock:
+        """One block, leaving enough whole pages for the rest of an allocation."""
+        arena = self._arena_of[group_id]
+        may_take_page = (
+            sum(rest.values()) < arena.num_available  # no block takes more than a page
+            or arena.groups[group_id].pages_needed(rest[group_id]) > 0
+            or sum(pages.pages_needed(rest.get(g, 0)) for g, pages in arena.groups.items())
+            < arena.num_available
+        )
+        block, evicted = arena.take(group_id, near, may_take_page)
+        for old in evicted:
+            if old.block_hash is not None:
+                del self.hash_table[(old.group_id, old.block_hash)]
+                old.block_hash = None
+                self.num_evictions += 1
         return block
-
-    def _evict(self, block: KVCacheBlock) -> None:
-        if block.block_hash is None or block.group_id is None:
-            raise RuntimeError(f"block {block.block_id} waits among the cached without a hash")
-        del self.hash_table[(block.group_id, block.block_hash)]
-        block.block_hash = None
-        self.num_evictions += 1

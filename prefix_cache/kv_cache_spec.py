@@ -1,13 +1,26 @@
-"""What one layer keeps per token, and how layers that keep the same thing form a group."""
+"""What one layer keeps per token (or per sequence), one spec per layer type."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-__all__ = ["FullAttentionSpec", "KVCacheConfig", "KVCacheGroup", "KVCacheSpec", "group_layers"]
+__all__ = [
+    "AttentionSpec",
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
+    "FullAttentionSpec",
+    "HostOnlySpec",
+    "KVCacheSpec",
+    "MambaSpec",
+    "SlidingWindowSpec",
+    "StateTensor",
+]
+
+# States of different types lie side by side in a page; each begins at a multiple of this.
+_STATE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +42,15 @@ class KVCacheSpec:
         """Bytes that one layer needs for one block."""
         raise NotImplementedError(f"{type(self).__name__} states no page size")
 
+    @property
+    def page_unit_bytes(self) -> int:
+        """A padded page is a multiple of this, so that views of it stay whole."""
+        raise NotImplementedError(f"{type(self).__name__} states no page size")
+
 
 @dataclass(frozen=True, slots=True)
-class FullAttentionSpec(KVCacheSpec):
-    """Causal attention over everything before: keys and values of all tokens are kept.
+class AttentionSpec(KVCacheSpec):
+    """Keys and values per token; which of them a layer can still need is the subclass's matter.
 
     Attributes:
         num_kv_heads: heads of K and V after grouping (GQA).
@@ -45,57 +63,117 @@ class FullAttentionSpec(KVCacheSpec):
     dtype: torch.dtype
 
     @property
-    def layer_page_bytes(self) -> int:
-        """``2 (K, V) * block_size * num_kv_heads * head_dim * itemsize``."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheGroup:
-    """Layers of one spec: they share one block table, and one small page holds all of them.
-
-    Attributes:
-        layer_names: in the order in which the layers lie inside a page.
-        spec: what each of these layers keeps.
-    """
-
-    layer_names: tuple[str, ...]
-    spec: KVCacheSpec
+    def page_unit_bytes(self) -> int:
+        """One chunk: keys, or values, of a block: ``block_size * num_kv_heads * head_dim``."""
+        return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one small page: ``block_size`` tokens of all layers of the group."""
-        return len(self.layer_names) * self.spec.layer_page_bytes
+    def layer_page_bytes(self) -> int:
+        """``2 (K, V) * block_size * num_kv_heads * head_dim * itemsize``."""
+        return 2 * self.page_unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheConfig:
-    """The geometry of one engine's cache.
+class FullAttentionSpec(AttentionSpec):
+    """Causal attention over everything before: keys and values of all tokens are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Causal attention over the last tokens: what lies before the window is given back.
 
     Attributes:
-        num_blocks: blocks in the pool, the null block (id 0) included.
-        groups: one entry per layer type; their index is the ``group_id`` everywhere.
+        window: positions that a token sees, itself included; at least one block.
     """
 
-    num_blocks: int
-    groups: tuple[KVCacheGroup, ...]
+    window: int
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 2:
+        KVCacheSpec.__post_init__(self)
+        if self.window < self.block_size:
             raise ValueError(
-                f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}"
+                f"a sliding window of {self.window} tokens is smaller than a block of "
+                f"{self.block_size}: set block_size to at most {self.window}"
             )
-        if not self.groups:
-            raise ValueError("a KV cache needs at least one group of layers, got none")
 
 
-def group_layers(layer_specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers of equal spec, in order of first appearance.
+@dataclass(frozen=True, slots=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Causal attention inside chunks: a token sees its chunk's tokens up to itself.
 
-    Args:
-        layer_specs: layer name to what that layer keeps, in the order of the model's layers.
+    Attributes:
+        chunk_size: tokens per chunk; at least one block.
     """
-    by_spec: dict[KVCacheSpec, list[str]] = {}
-    for name, spec in layer_specs.items():
-        by_spec.setdefault(spec, []).append(name)
-    return tuple(KVCacheGroup(tuple(names), spec) for spec, names in by_spec.items())
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if self.chunk_size < self.block_size:
+            raise ValueError(
+                f"an attention chunk of {self.chunk_size} tokens is smaller than a block of "
+                f"{self.block_size}: set block_size to at most {self.chunk_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Attention over an encoder's output: one table per request, filled once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a recurrent layer's state, for one sequence.
+
+    Attributes:
+        shape: without a batch dimension.
+        dtype: its element type, which need not be the model's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes, rounded up so that whatever follows is aligned."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        return -(-nbytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec(KVCacheSpec):
+    """A recurrent layer: a page is the state after some token, whatever the block size.
+
+    Attributes:
+        states: the tensors that make up one sequence's state.
+    """
+
+    states: tuple[StateTensor, ...]
+
+    @property
+    def page_unit_bytes(self) -> int:
+        """States are read through strided views, so any aligned page size will do."""
+        return _STATE_ALIGNMENT
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """All tensors of one state."""
+        return sum(state.nbytes for state in self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class HostOnlySpec(KVCacheSpec):
+    """No layer's state: block ids for every token, which outputs on the host are mirrored by.
+
+    For models without a full-attention layer, whose own groups let go of early tokens.
+    """
+
+    @property
+    def page_unit_bytes(self) -> int:
+        """Nothing on the device."""
+        return 1
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """Nothing on the device."""
+        return 0

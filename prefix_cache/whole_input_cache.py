@@ -12,12 +12,10 @@ The last block may be partly filled: it is shared only by inputs that are equal 
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prefix_cache.block import KVCacheBlock
-from prefix_cache.block_hash import BlockHash
+from prefix_cache.block_hash import BlockHash, whole_input_block_hashes
 from prefix_cache.block_pool import BlockPool
 from prefix_cache.stage_output_cache import StageOutputCache
 
@@ -65,7 +63,7 @@ class WholeInputCache:
             num_tokens: of the input.
         """
         blocks: list[KVCacheBlock] = []
-        for key in self._block_keys(input_hash, num_tokens):
+        for key in whole_input_block_hashes(input_hash, num_tokens, self.block_size):
             block = self.pool.lookup(self.group_id, key)
             if block is None:
                 return None
@@ -85,17 +83,14 @@ class WholeInputCache:
                 tells which. Nothing has changed then.
         """
         num_blocks = self.num_blocks_for(num_tokens)
-        if num_blocks > self.pool.usable_blocks:
+        usable, free = self.pool.usable_blocks(self.group_id), self.pool.num_free(self.group_id)
+        if num_blocks > free:
+            room = f"the cache has {usable}" if num_blocks > usable else f"{free} are free now"
             raise ValueError(
                 f"an input of {num_tokens} tokens needs {num_blocks} blocks of "
-                f"{self.block_size}, the cache has {self.pool.usable_blocks}"
+                f"{self.block_size}, {room}"
             )
-        if num_blocks > self.pool.num_free:
-            raise ValueError(
-                f"an input of {num_tokens} tokens needs {num_blocks} blocks of "
-                f"{self.block_size}, {self.pool.num_free} are free now"
-            )
-        return self.pool.allocate(self.group_id, num_blocks)
+        return self.pool.allocate({self.group_id: num_blocks})[self.group_id]
 
     def publish(
         self, input_hash: BlockHash, num_tokens: int, blocks: Sequence[KVCacheBlock]
@@ -105,7 +100,7 @@ class WholeInputCache:
         Raises:
             ValueError: if the blocks are not as many as the input takes.
         """
-        keys = list(self._block_keys(input_hash, num_tokens))
+        keys = list(whole_input_block_hashes(input_hash, num_tokens, self.block_size))
         if len(blocks) != len(keys):
             raise ValueError(
                 f"an input of {num_tokens} tokens takes {len(keys)} blocks, got {len(blocks)}"
@@ -116,9 +111,3 @@ class WholeInputCache:
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give back one reference per block; what was published stays until it is evicted."""
         self.pool.release(reversed(blocks))
-
-    def _block_keys(self, input_hash: BlockHash, num_tokens: int) -> Iterator[BlockHash]:
-        """One key per block, made as they are asked for: a miss shows at the first."""
-        for index in range(self.num_blocks_for(num_tokens)):
-            place = struct.pack("<QQ", index, num_tokens)
-            yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())

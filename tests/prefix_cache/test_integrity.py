@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from prefix_cache import IntegrityError, KVCacheManager, check_integrity
-from tests.support.tiny_kv_cache import hashes_of, tiny_config
+from prefix_cache import IntegrityError, KVCacheBlock, KVCacheManager, check_integrity
+from tests.support.tiny_kv_cache import hashes_of, held_block, tiny_config
 
 PROMPT = list(range(12))
 
@@ -33,21 +33,55 @@ def test_a_healthy_manager_passes():
     assert manager.block_ids("live") == [4, 5]
 
 
-def lose_a_free_block(manager: KVCacheManager) -> None:
-    manager.pool.free_queue.popleft()
+def lose_a_free_page(manager: KVCacheManager) -> None:
+    manager.pool.arenas[0].free_pages.pop()
 
 
 def leak_a_reference(manager: KVCacheManager) -> None:
-    manager.pool.blocks[4].ref_cnt += 1
+    held_block(manager.pool, 4).ref_cnt += 1
 
 
 def forget_a_reference(manager: KVCacheManager) -> None:
-    manager.pool.blocks[4].ref_cnt = 0
-    manager.pool.cached_queue.append(manager.pool.blocks[4])
+    block = held_block(manager.pool, 4)
+    block.ref_cnt = 0
+    manager.pool.arenas[0].groups[0].cached.append(block)
 
 
-def swap_queues(manager: KVCacheManager) -> None:
-    manager.pool.free_queue.append(manager.pool.cached_queue.popleft())
+def mistake_content_for_none(manager: KVCacheManager) -> None:
+    block = held_block(manager.pool, 3)
+    manager.pool.arenas[0].groups[0].cached.remove(block)
+    manager.pool.arenas[0].pages[3].free.append(block)
+
+
+def lose_an_unheld_page(manager: KVCacheManager) -> None:
+    arena = manager.pool.arenas[0]
+    arena.unheld.remove(arena.pages[3])
+
+
+def give_a_page_to_nobody(manager: KVCacheManager) -> None:
+    manager.pool.arenas[0].pages[3].group_id = None
+
+
+def miscount_held_blocks(manager: KVCacheManager) -> None:
+    manager.pool.arenas[0].pages[4].num_held += 1
+
+
+def miscount_spare_blocks(manager: KVCacheManager) -> None:
+    manager.pool.arenas[0].groups[0].num_spare += 1
+
+
+def invent_a_page_with_free_blocks(manager: KVCacheManager) -> None:
+    manager.pool.arenas[0].groups[0].held_with_free[4] = manager.pool.arenas[0].pages[4]
+
+
+def cache_a_stranger(manager: KVCacheManager) -> None:
+    stranger = KVCacheBlock(3, 0, manager.pool.arenas[0].pages[3], key=(1, 99))
+    manager.pool.arenas[0].groups[0].cached.append(stranger)
+
+
+def keep_a_block_of_a_page_that_is_gone(manager: KVCacheManager) -> None:
+    gone = KVCacheBlock(6, 0, manager.pool.arenas[0].pages[6], ref_cnt=1)
+    manager.coordinator.managers[0].block_tables["live"].append(gone)
 
 
 def lose_a_hash(manager: KVCacheManager) -> None:
@@ -55,15 +89,16 @@ def lose_a_hash(manager: KVCacheManager) -> None:
 
 
 def misdirect_a_hash(manager: KVCacheManager) -> None:
-    manager.pool.hash_table[(0, hashes_of(PROMPT, 4)[1])] = manager.pool.blocks[1]
+    wrong = held_block(manager.pool, 1)
+    manager.pool.hash_table[(0, hashes_of(PROMPT, 4)[1])] = wrong
 
 
 def skip_a_generation(manager: KVCacheManager) -> None:
-    manager.pool.generations[4] += 1
+    manager.pool.generations(0)[4] += 1
 
 
 def use_the_null_block(manager: KVCacheManager) -> None:
-    manager.pool.null_block.generation = 1
+    manager.pool.null_block(0).generation = 1
 
 
 def orphan_a_pending_hash(manager: KVCacheManager) -> None:
@@ -78,20 +113,27 @@ def orphan_a_table(manager: KVCacheManager) -> None:
     ("corrupt", "message"),
     [
         (
-            lose_a_free_block,
-            r"free \(2\) \+ held \(2\) \+ cached \(3\) \+ null \(1\) = 8, expected num_blocks = 9",
+            lose_a_free_page,
+            r"free \(2\) \+ held \(2\) \+ cached \(3\) \+ null \(1\) = 8, expected num_pages = 9",
         ),
-        (leak_a_reference, r"block 4: ref_cnt \(2\) != places in block tables \(1\)"),
-        (forget_a_reference, r"block 4: ref_cnt \(0\) != places in block tables \(1\)"),
+        (leak_a_reference, r"block 4 .*: ref_cnt \(2\) != places in block tables \(1\)"),
+        (forget_a_reference, r"block 4 .*: ref_cnt \(0\) != places in block tables \(1\)"),
         (
-            swap_queues,
-            r"block 3 \(ref_cnt 0, hash [0-9a-f]{12}\): in \(free queue, cached queue\) = "
+            mistake_content_for_none,
+            r"block 3 of group 0 \(ref_cnt 0, hash [0-9a-f]{12}\): \(free, cached\) = "
             r"\(True, False\), expected \(False, True\)",
         ),
+        (lose_an_unheld_page, r"free \(3\) \+ held \(2\) \+ cached \(2\) \+ null \(1\) = 8"),
+        (give_a_page_to_nobody, r"page 3 of group None: blocks \(1\) != blocks per page \(0\)"),
+        (miscount_held_blocks, r"large page 4: num_held \(2\) != held blocks \(1\)"),
+        (miscount_spare_blocks, r"group 0: num_spare \(1\) != .* nobody holds \(0\)"),
+        (invent_a_page_with_free_blocks, r"held pages with free blocks \[4\] != \[\]"),
+        (cache_a_stranger, r"group 0: cached queue \(4\) != cached blocks \(3\)"),
+        (keep_a_block_of_a_page_that_is_gone, r"block 6 of group 0 .* gone to others"),
         (lose_a_hash, r"blocks with a hash \(4\) != hash table entries \(3\)"),
         (misdirect_a_hash, r"hash table entry \(group 0, [0-9a-f]{12}\) leads to block 1, which"),
-        (skip_a_generation, r"block 4: generation \(1\) != generations\[4\] \(2\)"),
-        (use_the_null_block, r"null block: ref_cnt \(0\), generation \(1\)"),
+        (skip_a_generation, r"block 4 .*: generation \(1\) != generations\[4\] \(2\)"),
+        (use_the_null_block, r"null block of group 0: ref_cnt \(0\), generation \(1\)"),
         (orphan_a_pending_hash, r"pending hash [0-9a-f]{12} is owned by \['ghost'\].*\['live'\]"),
         (orphan_a_table, r"table in group 0 \['ghost', 'live'\] != live requests \['live'\]"),
     ],

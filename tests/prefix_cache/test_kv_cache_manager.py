@@ -10,14 +10,14 @@ import torch
 from prefix_cache import (
     BlockPool,
     CachedPrefix,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheCoordinator,
     KVCacheGroup,
     KVCacheManager,
-    KVCacheSpec,
     check_integrity,
 )
-from tests.support.tiny_kv_cache import hashes_of, tiny_config
+from tests.support.tiny_kv_cache import hashes_of, held_block, mixed_config, tiny_config
 
 BLOCK_SIZE = 4
 PROMPT = list(range(100, 112))
@@ -89,7 +89,7 @@ def test_a_request_beside_one_that_computes_its_prefix_is_told_to_wait():
     assert not find(manager, PROMPT[:4]).in_flight, "its only full block holds its last token"
     manager.publish("a", hashes, 4)
     assert find(manager, PROMPT) == CachedPrefix(
-        ((manager.pool.blocks[1],),), num_tokens=4, in_flight=True
+        ((held_block(manager.pool, 1),),), num_tokens=4, in_flight=True
     )
     manager.publish("a", hashes, 8)
     assert not find(manager, PROMPT).in_flight, "the third block is its own to compute"
@@ -117,7 +117,7 @@ def test_requests_share_blocks_of_a_prefix():
         assert admit(manager, request_id, [*PROMPT[:8], *request_id.encode()]).num_tokens == 8
     assert manager.block_ids("b")[:2] == manager.block_ids("c")[:2] == [1, 2]
     assert manager.block_ids("b")[2] != manager.block_ids("c")[2]
-    assert [manager.pool.blocks[i].ref_cnt for i in (1, 2)] == [2, 2]
+    assert [held_block(manager.pool, i).ref_cnt for i in (1, 2)] == [2, 2]
     check_integrity(manager)
 
 
@@ -202,16 +202,16 @@ def test_outputs_after_preemption_are_complete():
 def test_prefix_blocks_nobody_holds_do_not_count_as_free():
     manager = new_manager(num_blocks=4)
     run(manager, "a", PROMPT)
-    assert manager.num_free_blocks == 3
+    assert manager.pool.num_free() == 3
     longer = [*PROMPT, *range(4)]  # 4 blocks: 3 cached, 1 new, but only 3 exist
     hashes = hashes_of(longer, BLOCK_SIZE)
     prefix = manager.find_cached_prefix(hashes, len(longer))
     assert prefix.num_tokens == 12
-    assert not manager.can_allocate("b", 16, prefix=prefix)
+    assert not manager.can_finish(16, prefix=prefix)
     assert not manager.allocate_slots("b", 16, prefix=prefix, block_hashes=hashes)
     assert manager.request_ids == frozenset() and manager.stats().cached == 3
     check_integrity(manager)
-    assert manager.can_allocate("b", 12, prefix=prefix)
+    assert manager.can_finish(12, prefix=prefix)
     assert manager.allocate_slots("b", 12, prefix=prefix, block_hashes=hashes)
 
 
@@ -219,7 +219,7 @@ def test_prefix_blocks_that_others_hold_cost_nothing():
     manager = new_manager(num_blocks=5)
     admit(manager, "a", PROMPT)
     manager.publish("a", hashes_of(PROMPT, BLOCK_SIZE), 12)
-    assert manager.num_free_blocks == 1
+    assert manager.pool.num_free() == 1
     assert admit(manager, "b", [*PROMPT, 1]).num_tokens == 12
     assert manager.block_ids("b") == [1, 2, 3, 4]
 
@@ -228,8 +228,8 @@ def test_headroom_is_left_over():
     manager = new_manager(num_blocks=5)
     run(manager, "a", PROMPT)
     prefix = find(manager, PROMPT)  # 2 of 4 blocks, 1 more to allocate, 1 left over
-    assert manager.can_allocate("b", 12, prefix=prefix, headroom=1)
-    assert not manager.can_allocate("b", 12, prefix=prefix, headroom=2)
+    assert manager.can_finish(12, prefix=prefix, headroom=1)
+    assert not manager.can_finish(12, prefix=prefix, headroom=2)
 
 
 def test_an_allocation_never_evicts_the_prefix_it_builds_on():
@@ -319,8 +319,10 @@ def test_stats_tell_where_blocks_are_and_count_admitted_requests_only():
     assert (stats.free, stats.held, stats.cached) == (3, 2, 2)
     assert stats.free + stats.held + stats.cached + 1 == stats.num_blocks == 8
     assert (stats.hit_tokens, stats.queried_tokens) == (4, 12 + 4)
-    assert manager.num_free_blocks == 5 and manager.usable_blocks == 7
-    assert [manager.num_blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert manager.pool.num_free() == 5 and manager.pool.usable_blocks() == 7
+    assert [manager.pages_for(n) for n in (0, 1, 4, 5, 28)] == [0, 1, 1, 2, 7]
+    assert [manager.fits(n) for n in (28, 29)] == [True, False]
+    assert [manager.longest_sequence(limit) for limit in (20, 99)] == [20, 28]
 
 
 def test_mistakes_are_named():
@@ -355,13 +357,13 @@ def test_an_outdated_prefix_is_refused_and_nothing_changes():
 
 
 @dataclass(frozen=True, slots=True)
-class _UnknownSpec(KVCacheSpec):
+class _UnknownSpec(FullAttentionSpec):
     """A layer type that nobody manages."""
 
 
 def test_unknown_layer_types_and_mixed_block_sizes_are_refused():
     known = tiny_config(4, BLOCK_SIZE).groups[0]
-    unknown = KVCacheGroup(("x",), _UnknownSpec(BLOCK_SIZE))
+    unknown = KVCacheGroup(("x",), _UnknownSpec(BLOCK_SIZE, 1, 1, torch.float32))
     with pytest.raises(
         NotImplementedError, match=r"no manager for _UnknownSpec; .*FullAttentionSpec"
     ):
@@ -372,9 +374,8 @@ def test_unknown_layer_types_and_mixed_block_sizes_are_refused():
 
 
 def test_a_hit_is_what_every_group_can_serve():
-    config = tiny_config(12, BLOCK_SIZE, num_groups=2)
-    pool = BlockPool(config.num_blocks)
-    coordinator = KVCacheCoordinator(config, pool)
+    config = mixed_config({"full": 1, "full ": 1}, 12, BLOCK_SIZE)
+    coordinator = KVCacheCoordinator(config, BlockPool.for_config(config), 64)
     hashes = hashes_of(PROMPT, BLOCK_SIZE)
     assert coordinator.allocate("a", 12)
     first, second = coordinator.managers
@@ -387,13 +388,13 @@ def test_a_hit_is_what_every_group_can_serve():
 def test_a_hit_ends_at_the_first_block_that_is_missing():
     manager = new_manager()
     hashes = hashes_of(PROMPT, BLOCK_SIZE)
-    for block, index in zip(manager.pool.allocate(0, 2), (0, 2), strict=True):
+    for block, index in zip(manager.pool.allocate({0: 2})[0], (0, 2), strict=True):
         manager.pool.publish(block, hashes[index])
     assert find(manager, [*PROMPT, 1]).num_tokens == 4
 
 
 def test_new_blocks_of_one_group_never_evict_the_prefix_of_another():
-    manager = KVCacheManager(tiny_config(5, BLOCK_SIZE, num_groups=2))
+    manager = KVCacheManager(mixed_config({"full": 1, "full ": 1}, 5, BLOCK_SIZE))
     run(manager, "a", PROMPT[:4])
     run(manager, "b", [1, 2, 3, 4])
     # All four blocks are cached, the two of "a" least recently used: evicted first, if not held.
@@ -407,15 +408,20 @@ def test_new_blocks_of_one_group_never_evict_the_prefix_of_another():
 
 
 def test_groups_are_allocated_together_or_not_at_all():
-    manager = KVCacheManager(tiny_config(8, BLOCK_SIZE, num_groups=2))
-    assert manager.num_blocks_for(5) == 4
-    assert manager.allocate_slots("a", 8) and manager.num_free_blocks == 3
+    manager = KVCacheManager(mixed_config({"full": 1, "full ": 1}, 8, BLOCK_SIZE))
+    assert manager.pages_for(5) == 4
+    assert manager.allocate_slots("a", 8) and manager.pool.num_free() == 3
     assert not manager.allocate_slots("b", 8), "one group would fit"
     assert not manager.allocate_slots("a", 16)
     assert [len(manager.block_ids("a", group_id)) for group_id in (0, 1)] == [2, 2]
     check_integrity(manager)
-    assert manager.allocate_slots("b", 4) and manager.num_free_blocks == 1
+    assert manager.allocate_slots("b", 4) and manager.pool.num_free() == 1
     manager.free("a")
     manager.free("b")
     check_integrity(manager)
     assert manager.stats().free == 7
+
+
+def test_outputs_need_a_group_that_keeps_all_tokens():
+    with pytest.raises(ValueError, match="only: SlidingWindowSpec, MambaSpec. Add a group of Host"):
+        KVCacheManager(mixed_config({"sliding": 1, "mamba": 1}, 8, BLOCK_SIZE))

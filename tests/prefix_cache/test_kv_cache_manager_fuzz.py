@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_cache import BlockHash, CachedPrefix, KVCacheManager, check_integrity
-from tests.support.tiny_kv_cache import hashes_of, tiny_config
+from tests.support.tiny_kv_cache import cached_ids, hashes_of, tiny_config
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10
@@ -164,7 +164,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.num_requests += 1
         request_id = f"r{self.num_requests}"
         before = self.snapshot()
-        assert self.manager.can_allocate(request_id, num_tokens, prefix=prefix) == fits
+        assert self.manager.can_finish(num_tokens, prefix=prefix) == fits
         assert self.snapshot() == before
         assert fits == self.manager.allocate_slots(
             request_id, num_tokens, prefix=prefix, block_hashes=self.hashes(token_ids)
@@ -272,13 +272,15 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def snapshot(self) -> tuple[object, ...]:
         """All that a refused call must leave as it was."""
         pool = self.manager.pool
+        pages = pool.arenas[0].pages
         return (
             self.manager.stats(),
             self.manager.request_ids,
             {hash_: set(owners) for hash_, owners in self.manager.pending.owners.items()},
-            [(b.ref_cnt, b.group_id, b.block_hash, b.generation) for b in pool.blocks],
-            [block.block_id for block in pool.free_queue],
-            [block.block_id for block in pool.cached_queue],
+            [(b.block_id, b.ref_cnt, b.block_hash, b.key) for p in pages for b in p.blocks],
+            [page.page_id for page in pool.arenas[0].free_pages],
+            cached_ids(pool),
+            pool.generations(0).tolist(),
             {request_id: self.manager.block_ids(request_id) for request_id in self.live},
         )
 
@@ -287,7 +289,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         check_integrity(self.manager)
         stats = self.manager.stats()
         assert stats.held == len(self.held())
-        assert [block.block_id for block in self.manager.pool.cached_queue] == self.cached
+        assert cached_ids(self.manager.pool) == self.cached
         assert stats.evictions == self.num_evictions
         assert {block.block_id for block in self.manager.pool.hash_table.values()} == set(
             self.published.values()

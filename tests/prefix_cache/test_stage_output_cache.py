@@ -14,8 +14,8 @@ BLOCK_SIZE = 4
 
 
 def new_cache(num_blocks: int = 6, names=None) -> tuple[BlockPool, StageOutputCache]:
-    pool = BlockPool(num_blocks)
-    return pool, StageOutputCache(num_blocks, BLOCK_SIZE, pool.generations, names)
+    pool = BlockPool.uniform(num_blocks)
+    return pool, StageOutputCache(num_blocks, BLOCK_SIZE, pool.generations(0), names)
 
 
 def slots_of(block_ids: list[int], start: int, end: int) -> Tensor:
@@ -32,7 +32,7 @@ def numbered(num_rows: int, width: int = 3, first: float = 1.0) -> Tensor:
 
 def test_rows_come_back_by_block_table_whatever_the_order_of_blocks():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 3)][::-1]
+    ids = [block.block_id for block in pool.allocate({0: 3})[0]][::-1]
     rows = numbered(10)
     cache.write(slots_of(ids, 0, 10), {"h": rows})
     assert torch.equal(cache.gather(ids, 10)["h"], rows)
@@ -49,7 +49,7 @@ def test_rows_come_back_by_block_table_whatever_the_order_of_blocks():
 def test_rows_written_in_any_chunks_equal_rows_written_at_once(lengths, steps):
     pool, cache = new_cache(num_blocks=12)
     tables = [
-        [block.block_id for block in pool.allocate(0, -(-length // BLOCK_SIZE))]
+        [block.block_id for block in pool.allocate({0: -(-length // BLOCK_SIZE)})[0]]
         for length in lengths
     ]
     expected = [torch.randn(length, 2) for length in lengths]
@@ -67,7 +67,7 @@ def test_rows_written_in_any_chunks_equal_rows_written_at_once(lengths, steps):
 
 def test_stores_have_the_stated_shape_and_each_name_its_own_type():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     codes = torch.tensor([[[1, 2], [3, 4]]] * 4, dtype=torch.int32)
     scores = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
     cache.write(slots_of(ids, 0, 4), {"codes": codes, "scores": scores})
@@ -85,7 +85,7 @@ def test_stores_have_the_stated_shape_and_each_name_its_own_type():
 
 def test_rows_may_be_empty():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     assert cache.gather([], 0) == {}
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "nothing": torch.empty(4, 0)})
     gathered = cache.gather(ids, 3)
@@ -98,7 +98,7 @@ def test_rows_may_be_empty():
 
 def test_gathered_rows_share_no_memory_with_the_store():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     source = numbered(4)
     cache.write(slots_of(ids, 0, 4), {"h": source})
     source.zero_()
@@ -109,11 +109,11 @@ def test_gathered_rows_share_no_memory_with_the_store():
 
 def test_rows_of_a_recycled_block_are_a_miss():
     pool, cache = new_cache(num_blocks=2)
-    (block,) = pool.allocate(0, 1)
+    (block,) = pool.allocate({0: 1})[0]
     cache.write(slots_of([1], 0, 4), {"h": numbered(4), "k": numbered(4)})
     assert cache.gather([1], 4).keys() == {"h", "k"}
     pool.release([block])
-    pool.allocate(0, 1)
+    pool.allocate({0: 1})
     assert cache.gather([1], 4) == {} and cache.num_valid_rows([1]) == 0
     cache.write(slots_of([1], 0, 4), {"h": numbered(4, first=50.0)})
     gathered = cache.gather([1], 4)
@@ -125,7 +125,7 @@ def test_rows_of_a_recycled_block_are_a_miss():
 
 def test_one_missing_row_makes_a_tensor_absent_but_only_where_it_is_asked_for():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 3)]
+    ids = [block.block_id for block in pool.allocate({0: 3})[0]]
     cache.write(slots_of(ids, 0, 5), {"h": numbered(5)})
     cache.write(slots_of(ids, 6, 12), {"h": numbered(6)})
     assert cache.gather(ids, 12) == {} and cache.gather(ids, 6, start=5) == {}
@@ -144,7 +144,7 @@ def test_blocks_that_were_never_handed_out_hold_no_rows():
 
 def test_a_tensor_of_another_length_is_dropped_for_good():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 2)]
+    ids = [block.block_id for block in pool.allocate({0: 2})[0]]
     # Two requests decode one token each: the pooled rows, one per request, look like tokens.
     decode = slots_of(ids, 0, 1), slots_of(ids, 4, 5)
     cache.write(torch.cat(decode), {"h": numbered(2), "pooled": numbered(2)})
@@ -160,14 +160,14 @@ def test_a_tensor_of_another_length_is_dropped_for_good():
 
 def test_scalars_are_not_per_token():
     pool, cache = new_cache()
-    pool.allocate(0, 1)
+    pool.allocate({0: 1})
     cache.write(torch.tensor([4]), {"loss": torch.tensor(1.0), "h": numbered(1)})
     assert cache.shapes.keys() == {"h"}
 
 
 def test_a_step_without_tokens_decides_nothing():
     pool, cache = new_cache()
-    pool.allocate(0, 1)
+    pool.allocate({0: 1})
     cache.write(torch.empty(0, dtype=torch.int64), {"h": numbered(3)})
     cache.write(torch.tensor([4]), {"h": numbered(1)})
     assert cache.shapes.keys() == {"h"}
@@ -175,7 +175,7 @@ def test_a_step_without_tokens_decides_nothing():
 
 def test_only_named_tensors_are_mirrored_and_all_of_them_are_wanted():
     pool, cache = new_cache(names=["h", "codes"])
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "other": numbered(4)})
     assert cache.shapes.keys() == {"h"} and cache.wanted == {"h", "codes"}
     assert cache.mirrors("codes") and not cache.mirrors("other")
@@ -187,7 +187,7 @@ def test_only_named_tensors_are_mirrored_and_all_of_them_are_wanted():
 
 def test_a_wanted_name_that_turns_out_not_to_be_per_token_is_given_up():
     pool, cache = new_cache(names=["h", "pooled"])
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     cache.write(slots_of(ids, 0, 4), {"h": numbered(4), "pooled": numbered(1)})
     assert cache.wanted == {"h"} and cache.num_valid_blocks(ids) == 1
     assert cache.num_valid_blocks(ids, names=["pooled"]) == 0
@@ -195,9 +195,9 @@ def test_a_wanted_name_that_turns_out_not_to_be_per_token_is_given_up():
 
 def test_a_cache_without_tensors_shortens_nothing():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 2)]
+    ids = [block.block_id for block in pool.allocate({0: 2})[0]]
     assert cache.num_valid_blocks(ids) == 2 and cache.gather(ids, 8) == {}
-    none_mirrored = StageOutputCache(6, BLOCK_SIZE, pool.generations, names=[])
+    none_mirrored = StageOutputCache(6, BLOCK_SIZE, pool.generations(0), names=[])
     none_mirrored.write(slots_of(ids, 0, 8), {"h": numbered(8)})
     assert none_mirrored.shapes == {} and none_mirrored.num_valid_blocks(ids) == 2
 
@@ -205,7 +205,7 @@ def test_a_cache_without_tensors_shortens_nothing():
 @pytest.mark.parametrize("changed", [numbered(4, width=5), numbered(4).double()])
 def test_a_changed_width_or_type_is_an_error_and_writes_nothing(changed):
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     tensors = {"a": numbered(4), "h": numbered(4)}
     cache.write(slots_of(ids, 0, 4), tensors)
     with pytest.raises(
@@ -221,7 +221,7 @@ def test_a_changed_width_or_type_is_an_error_and_writes_nothing(changed):
 
 def test_grad_and_inference_modes_of_the_model_do_not_matter():
     pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate(0, 1)]
+    ids = [block.block_id for block in pool.allocate({0: 1})[0]]
     with torch.inference_mode():
         cache.write(slots_of(ids, 0, 2), {"h": numbered(2)})
     cache.write(slots_of(ids, 2, 4), {"h": numbered(2).requires_grad_()})
@@ -237,6 +237,6 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"rows \[3, 2\)"):
         cache.gather([1, 2], 2, start=3)
     with pytest.raises(ValueError, match=r"int64 of shape \(7,\), got torch.int64 of shape \(6,\)"):
-        StageOutputCache(7, BLOCK_SIZE, pool.generations)
+        StageOutputCache(7, BLOCK_SIZE, pool.generations(0))
     with pytest.raises(ValueError, match=r"got torch.int32"):
-        StageOutputCache(6, BLOCK_SIZE, pool.generations.int())
+        StageOutputCache(6, BLOCK_SIZE, pool.generations(0).int())

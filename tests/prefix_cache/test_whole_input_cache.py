@@ -18,8 +18,8 @@ INPUT = [5, 6, 7, 8, 9, 10]
 
 
 def new_cache(num_blocks: int = 6) -> WholeInputCache:
-    pool = BlockPool(num_blocks)
-    outputs = StageOutputCache(num_blocks, BLOCK_SIZE, pool.generations)
+    pool = BlockPool.uniform(num_blocks)
+    outputs = StageOutputCache(num_blocks, BLOCK_SIZE, pool.generations(0))
     return WholeInputCache(pool, outputs, BLOCK_SIZE)
 
 

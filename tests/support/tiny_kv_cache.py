@@ -1,32 +1,93 @@
-"""Tiny caches for tests of the bookkeeping: one full-attention group, sizes one can count."""
+"""Tiny caches for tests of the bookkeeping: sizes one can count, groups of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from prefix_cache import (
     BlockHash,
+    BlockPool,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
+    HostOnlySpec,
+    KVCacheBlock,
     KVCacheConfig,
     KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    StateTensor,
     extend_block_hashes,
 )
 
-__all__ = ["hashes_of", "tiny_config"]
+__all__ = ["GROUP_MIXES", "cached_ids", "hashes_of", "held_block", "mixed_config", "tiny_config"]
+
+GROUP_MIXES: dict[str, dict[str, int]] = {
+    "full": {"full": 1},
+    "three_full": {"full": 2, "full ": 3, "full  ": 5},
+    "gemma": {"full": 2, "sliding": 3},
+    "ministral": {"sliding": 3, "host": 1},
+    "llama4": {"full": 1, "chunked": 3},
+    "jamba": {"full": 2, "mamba": 3},
+    "mamba": {"mamba": 1, "host": 1},
+    "mllama": {"cross": 2, "full": 3},
+    "all": {"cross": 2, "sliding": 3, "full": 5, "chunked": 1, "mamba": 2, "host": 1},
+}
+"""Kinds of layers that stand side by side in one model, with their numbers of layers."""
 
 
-def tiny_config(num_blocks: int, block_size: int, num_groups: int = 1) -> KVCacheConfig:
-    """Groups of one layer each, alike but for their number of heads."""
+def tiny_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One full-attention group of one layer: a large page is a block."""
+    return mixed_config({"full": 1}, num_blocks, block_size)
+
+
+def mixed_config(
+    layers: Mapping[str, int],
+    num_large_pages: int,
+    block_size: int,
+    *,
+    reach: int = 5,
+    num_host_blocks: int = 0,
+) -> KVCacheConfig:
+    """One group per kind of layer; every layer's page has ``8 * block_size`` bytes.
+
+    Args:
+        layers: kind ("full", "sliding", ...; spaces behind it tell groups of a kind apart) to its
+            number of layers.
+        num_large_pages: the null page included.
+        block_size: tokens per block; even, so that states fit into pages of that size.
+        reach: of sliding windows and attention chunks, in tokens.
+        num_host_blocks: ids of a host-only group; if 0, more than the device could ever use.
+    """
     groups = tuple(
         KVCacheGroup(
-            (f"layer.{index}",),
-            FullAttentionSpec(block_size, num_kv_heads=index + 1, head_dim=2, dtype=torch.float32),
+            tuple(f"{kind}.{index}" for index in range(count)),
+            _spec(kind.strip(), block_size, reach),
         )
-        for index in range(num_groups)
+        for kind, count in layers.items()
     )
-    return KVCacheConfig(num_blocks, groups)
+    return KVCacheConfig(num_large_pages, groups, num_host_blocks or 64 * num_large_pages)
+
+
+def _spec(kind: str, block_size: int, reach: int) -> KVCacheSpec:
+    attention = (block_size, 1, 1, torch.float32)
+    match kind:
+        case "full":
+            return FullAttentionSpec(*attention)
+        case "cross":
+            return CrossAttentionSpec(*attention)
+        case "sliding":
+            return SlidingWindowSpec(*attention, window=reach)
+        case "chunked":
+            return ChunkedLocalAttentionSpec(*attention, chunk_size=reach)
+        case "mamba":
+            return MambaSpec(block_size, (StateTensor((2 * block_size,), torch.float32),))
+        case "host":
+            return HostOnlySpec(block_size)
+    raise ValueError(f"no kind of layer {kind!r}")
 
 
 def hashes_of(
@@ -36,3 +97,16 @@ def hashes_of(
     hashes: list[BlockHash] = []
     extend_block_hashes(hashes, token_ids, block_size, salt=salt)
     return hashes
+
+
+def cached_ids(pool: BlockPool, group_id: int = 0) -> list[int]:
+    """A group's blocks with content that nobody holds, in the order of their eviction."""
+    (group,) = (arena.groups[group_id] for arena in pool.arenas if group_id in arena.groups)
+    return [block.block_id for block in group.cached]
+
+
+def held_block(pool: BlockPool, block_id: int, group_id: int = 0) -> KVCacheBlock:
+    """The block of an id, held or cached."""
+    blocks = (block for arena in pool.arenas for page in arena.pages for block in page.blocks)
+    (found,) = (b for b in blocks if (b.block_id, b.group_id) == (block_id, group_id))
+    return found

@@ -1,0 +1,138 @@
+"""One order of eviction over all groups: low priority first, then what was used least recently."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefix_cache import BlockHash, BlockPool, KVCacheManager, PageArena, check_pool_integrity
+from prefix_cache.block_pool import HIGH_PRIORITY, LOW_PRIORITY
+from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
+
+BLOCK_SIZE = 4
+
+
+def digest(index: int) -> BlockHash:
+    return BlockHash(bytes([index]) * 32)
+
+
+def put(pool: BlockPool, group_id: int, indices: list[int], priority: int = HIGH_PRIORITY) -> None:
+    """Cache blocks under these digests, the first of them to be evicted first."""
+    blocks = pool.allocate({group_id: len(indices)})[group_id]
+    for index, block in zip(indices, blocks, strict=True):
+        pool.publish(block, digest(index))
+    pool.release(blocks, priority)
+
+
+def found(pool: BlockPool, num_groups: int) -> set[tuple[int, int]]:
+    return {(g, i) for g in range(num_groups) for i in range(99) if pool.lookup(g, digest(i))}
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["use", "demote"]),
+        st.integers(0, 11),
+        st.sampled_from([LOW_PRIORITY, HIGH_PRIORITY]),
+    ),
+    max_size=30,
+)
+
+
+@given(events=EVENTS, takers=st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_pages_of_one_block_go_in_exactly_one_order_whoever_takes_them(events, takers):
+    pool = BlockPool([PageArena(13, {0: 1, 1: 1, 2: 1})])
+    order: dict[tuple[int, int], tuple[int, int]] = {}  # content to (priority, time of last use)
+    for index in range(12):
+        put(pool, index % 3, [index])
+        order[index % 3, index] = (HIGH_PRIORITY, index)
+    for time, (event, index, priority) in enumerate(events, start=12):
+        block = pool.lookup(index % 3, digest(index))
+        if event == "use":
+            pool.touch(block)
+            pool.release([block], priority)
+            order[index % 3, index] = (priority, time)
+        else:
+            pool.demote(block)
+            if order[index % 3, index][0] == HIGH_PRIORITY:
+                order[index % 3, index] = (LOW_PRIORITY, time)
+    blocks = []
+    for count, group_id in enumerate(takers, start=1):
+        blocks += pool.allocate({group_id: 1})[group_id]
+        survivors = sorted(order, key=order.__getitem__)[count:]
+        assert found(pool, 3) == set(survivors)
+        assert pool.num_evictions == count
+    check_pool_integrity(pool, [blocks])
+
+
+def test_a_group_gives_up_its_own_block_or_another_groups_page_whichever_is_older():
+    pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
+    put(pool, 0, [1, 2])
+    put(pool, 1, [11, 12, 13])
+    assert not pool.arenas[0].free_pages
+    block = pool.allocate({1: 1})[1]
+    assert found(pool, 2) == {(1, 11), (1, 12), (1, 13)}, "the page of group 0 was older"
+    pool.release(block)
+    # It was given back whole.
+    put(pool, 0, [1, 2])
+    block = pool.allocate({0: 1})[0]
+    assert found(pool, 2) == {(0, 1), (0, 2)}, "the page of group 1 was older"
+    pool.release(block)
+    put(pool, 1, [11, 12, 13])
+    pool.release([*pool.allocate({0: 1})[0]])
+    assert found(pool, 2) == {(0, 2), (1, 11), (1, 12), (1, 13)}, "its own was the oldest"
+    check_pool_integrity(pool, [])
+
+
+def test_free_blocks_go_before_content_and_half_used_pages_before_whole_ones():
+    pool = BlockPool([PageArena(4, {0: 3, 1: 2})])
+    put(pool, 0, [1])
+    assert pool.arenas[0].num_available == 3 and len(pool.arenas[0].free_pages) == 2
+    blocks = pool.allocate({0: 2})[0]
+    assert [block.block_id for block in blocks] == [4, 5], "beside the content of page 1"
+    assert found(pool, 1) == {(0, 1)} and len(pool.arenas[0].free_pages) == 2
+    more = pool.allocate({1: 4})[1]
+    assert [block.large_page.page_id for block in more] == [2, 2, 3, 3]
+    assert pool.num_free(0) == 1 and pool.num_free(1) == 0
+    assert not pool.can_allocate({1: 1})
+    assert pool.allocate({0: 1})[0][0].block_id == 3 and not found(pool, 1)
+
+
+def test_a_demoted_page_goes_before_an_older_one():
+    pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
+    put(pool, 0, [1, 2])
+    put(pool, 1, [11, 12, 13])
+    for index in (11, 12):
+        pool.demote(pool.lookup(1, digest(index)))
+    assert [page.page_id for page in pool.arenas[0].unheld] == [1, 2], "13 is still worth keeping"
+    pool.demote(pool.lookup(1, digest(13)))
+    assert [page.page_id for page in pool.arenas[0].unheld] == [2, 1]
+    pool.allocate({0: 1})
+    assert found(pool, 2) == {(0, 1), (0, 2)}
+
+
+def test_what_a_window_has_left_behind_goes_before_anything_a_request_kept():
+    config = mixed_config({"full": 1, "sliding": 1}, 40, BLOCK_SIZE, reach=6)
+    manager = KVCacheManager(config)
+    old, new = list(range(24)), list(range(50, 74))
+    for token_ids in (old, new):
+        hashes = hashes_of(token_ids, BLOCK_SIZE)
+        for end in range(4, 25, 4):
+            assert manager.allocate_slots("a", end, num_computed_tokens=end - 4)
+            manager.publish("a", hashes, end)
+        manager.free("a")
+    pool = manager.pool
+
+    def left(token_ids: list[int], group_id: int) -> list[int]:
+        hashes = enumerate(hashes_of(token_ids, BLOCK_SIZE))
+        return [i for i, block_hash in hashes if pool.lookup(group_id, block_hash) is not None]
+
+    assert len(cached_ids(pool, 0)) == len(cached_ids(pool, 1)) == 12
+    # At 20 computed tokens the window had left blocks 0 to 2; 3 to 5 were held to the end.
+    num_free = len(pool.arenas[0].free_pages)
+    blocks = pool.allocate({0: num_free + 6})[0]
+    assert [left(t, 0) for t in (old, new)] == [[0, 1, 2, 3, 4, 5]] * 2
+    assert [left(t, 1) for t in (old, new)] == [[3, 4, 5]] * 2
+    # Next is the older request, from its tail.
+    blocks += pool.allocate({0: 2})[0]
+    assert [left(old, 0), left(old, 1)] == [[0, 1, 2, 3], [3, 4, 5]]
+    pool.release(blocks)

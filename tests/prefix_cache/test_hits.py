@@ -1,0 +1,132 @@
+"""How long a hit is, against the rule of each kind of layer written down token by token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefix_cache import BlockHash, BlockPool, KVCacheCoordinator
+from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
+
+BLOCK_SIZE, NUM_BLOCKS = 2, 10
+HASHES = hashes_of(range(NUM_BLOCKS * BLOCK_SIZE), BLOCK_SIZE)
+
+
+def tokens_needed(kind: str, num_tokens: int, reach: int) -> set[int]:
+    """Which tokens' blocks the token at position ``num_tokens`` finds its content in."""
+    match kind:
+        case "full" | "host":
+            return set(range(num_tokens))
+        case "sliding":
+            return {j for j in range(num_tokens) if num_tokens - reach < j}
+        case "chunked":
+            return {j for j in range(num_tokens) if j // reach == num_tokens // reach}
+        case "mamba":
+            return {num_tokens - 1} - {-1}
+    raise ValueError(kind)
+
+
+def needed(kind: str, num_blocks: int, reach: int) -> set[int]:
+    tokens = tokens_needed(kind, num_blocks * BLOCK_SIZE, reach)
+    return {token // BLOCK_SIZE for token in tokens}
+
+
+def coordinator_with(
+    layers: dict[str, int], reach: int, cached: list[set[int]]
+) -> tuple[KVCacheCoordinator, list[dict[int, int]]]:
+    """A coordinator in which just these blocks of each group are cached; their ids."""
+    config = mixed_config(layers, 40, BLOCK_SIZE, reach=reach)
+    pool = BlockPool.for_config(config)
+    ids: list[dict[int, int]] = []
+    for group_id, indices in enumerate(cached):
+        blocks = pool.allocate({group_id: len(indices)})[group_id]
+        ids.append({})
+        for index, block in zip(sorted(indices), blocks, strict=True):
+            pool.publish(block, HASHES[index])
+            ids[group_id][index] = block.block_id
+        pool.release(blocks)
+    return KVCacheCoordinator(config, pool, 8), ids
+
+
+def table(blocks) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+# Mostly there, so that long hits occur.
+CACHED = st.sets(st.integers(0, NUM_BLOCKS - 1)) | st.sets(
+    st.integers(0, NUM_BLOCKS - 1), max_size=2
+).map(lambda missing: set(range(NUM_BLOCKS)) - missing)
+
+
+@pytest.mark.parametrize("mix", [mix for mix in GROUP_MIXES if mix != "full"])
+@given(data=st.data())
+def test_a_hit_is_the_longest_that_every_group_can_serve(mix, data):
+    layers = GROUP_MIXES[mix]
+    reach = data.draw(st.integers(BLOCK_SIZE, 9), label="reach")
+    cached = [data.draw(CACHED, label=kind) if kind != "cross" else set() for kind in layers]
+    cap = data.draw(st.integers(0, NUM_BLOCKS * BLOCK_SIZE + 3), label="max_num_tokens")
+    coordinator, ids = coordinator_with(layers, reach, cached)
+    groups = [(g, kind.strip()) for g, kind in enumerate(layers) if kind != "cross"]
+    longest = max(
+        length
+        for length in range(min(cap // BLOCK_SIZE, NUM_BLOCKS) + 1)
+        if all(needed(kind, length, reach) <= cached[g] for g, kind in groups)
+    )
+    hit = coordinator.find_longest_cache_hit(HASHES, cap)
+    for group_id, kind in groups:
+        wanted = needed(kind, longest, reach)
+        expected = [ids[group_id][i] if i in wanted else 0 for i in range(longest)]
+        assert table(hit[group_id]) == expected
+    for group_id, kind in enumerate(layers):
+        if kind == "cross":
+            assert hit[group_id] == ()
+
+
+@pytest.mark.parametrize("mix", ["jamba", "all"])
+@given(data=st.data())
+def test_states_are_worth_keeping_where_all_other_groups_hit(mix, data):
+    layers = GROUP_MIXES[mix]
+    cached = [data.draw(CACHED) if kind != "cross" else set() for kind in layers]
+    cap = data.draw(st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
+    coordinator, _ = coordinator_with(layers, 5, cached)
+    others = [(g, kind) for g, kind in enumerate(layers) if kind not in ("cross", "mamba")]
+    longest = max(
+        length
+        for length in range(cap // BLOCK_SIZE + 1)
+        if all(needed(kind, length, 5) <= cached[g] for g, kind in others)
+    )
+    assert coordinator.longest_hit_but_for_states(HASHES, cap) == longest * BLOCK_SIZE
+
+
+def test_a_window_hits_with_its_last_blocks_only():
+    coordinator, ids = coordinator_with({"sliding": 1}, 5, [{6, 7}])
+    # Token 16 sees 12 to 15; token 14 sees 10 to 13, of which 10 and 11 are gone.
+    hit = coordinator.find_longest_cache_hit(HASHES, 20)
+    assert table(hit[0]) == [0] * 6 + [ids[0][6], ids[0][7]]
+    assert coordinator.find_longest_cache_hit(HASHES, 15) == ((),)
+
+
+def test_a_chunk_that_begins_behind_the_hit_needs_nothing():
+    coordinator, _ = coordinator_with({"chunked": 1}, 8, [set()])
+    assert table(coordinator.find_longest_cache_hit(HASHES, 19)[0]) == [0] * 8
+
+
+def test_two_groups_agree_on_a_length_that_neither_named_first():
+    # Alone the states serve 9 blocks and the window 7; the longest that both serve is 4.
+    coordinator, _ = coordinator_with({"mamba": 1, "sliding": 1}, 5, [{3, 8}, {2, 3, 5, 6, 9}])
+    assert len(coordinator.find_longest_cache_hit(HASHES, 20)[0]) == 4
+
+
+@given(size=st.integers(1, 7), missing=st.sets(st.integers(0, 3)))
+def test_an_encoder_output_is_found_whole_or_not_at_all(size, missing):
+    config = mixed_config({"cross": 1, "full": 1}, 9, BLOCK_SIZE)
+    pool = BlockPool.for_config(config)
+    cross = KVCacheCoordinator(config, pool, 8).managers[0]
+    keys = [BlockHash(bytes([i]) * 32) for i in range(-(-size // BLOCK_SIZE))]
+    blocks = pool.allocate({0: len(keys)})[0]
+    for index, (block, key) in enumerate(zip(blocks, keys, strict=True)):
+        if index not in missing:
+            pool.publish(block, key)
+    whole = not missing & set(range(len(keys)))
+    assert cross.find_longest_cache_hit(keys, size) == (blocks if whole else [])
