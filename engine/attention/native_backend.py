@@ -1,19 +1,30 @@
-"""Attention on a CPU with C kernels: decodes read the pages in place, prefills run as in torch.
+"""Attention on a CPU with C kernels that read the pages in place.
 
 What this saves is memory traffic. A gather writes every key and value of every sequence once and
 reads it again; the kernel reads it where it lies, once for all heads, and blocks that several
-requests share mostly come from the processor's cache.
+requests share mostly come from the processor's cache. Decodes and short prefills are the same to
+it: a query token is a span of positions of its sequence::
+
+    tokens   | d0 | p0 p0 p0 |      d0: sequence of 9 tokens, p0: of 5, 2 of them cached
+    row        0    1  1  1         of the block table
+    start      0    0  0  0         first position that is seen; with a window of 4: 5 0 0 1
+    end        9    3  4  5         one past the last
+
+Without causality the span of every token is its request's whole sequence, maybe an empty one.
+Long prefills do enough arithmetic per key to pay for a gather: they run as in torch.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionMetadata
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import Scoring, TorchBackend, new_output
+from engine.attention.visibility import first_visible
 from engine.native import NativeBuildError, load_kernels
 from prefix_cache import LayerKVCache
 
@@ -22,6 +33,8 @@ __all__ = ["NativeBackend"]
 # Sequences are cut into parts while threads would idle, but not into shorter ones than this.
 _TASKS_PER_THREAD = 4
 _MIN_PART_TOKENS = 64
+# From so many query tokens on, torch's products are faster than reading keys token by token.
+_LONG_QUERY = 256
 
 
 class NativeBackend(TorchBackend):
@@ -41,8 +54,10 @@ class NativeBackend(TorchBackend):
         super().__init__(device, dtype)
         self._kernels = load_kernels()
         self._block_table = torch.empty(0, 0, dtype=torch.int32)
-        self._largest_block_id = 0
+        self._spans = torch.empty(3, 0, dtype=torch.int32)
+        self._largest_block_id = self._largest_row = 0
         self._num_parts = 1
+        self._num_short_tokens = 0
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
@@ -56,49 +71,110 @@ class NativeBackend(TorchBackend):
         except NativeBuildError as error:
             raise ValueError(f"the native backend cannot run here: {error}") from error
 
-    def _begin_decodes(self, metadata: AttentionMetadata) -> None:
-        """Check what the kernel will follow blindly, once for all layers."""
-        num_decodes = metadata.num_decodes
-        if not num_decodes:
-            return
-        seq_lens = metadata.seq_lens[:num_decodes]
-        table = metadata.block_table[:num_decodes].contiguous()
-        shortest, longest = (int(length) for length in seq_lens.aminmax())
-        lowest, self._largest_block_id = (int(block_id) for block_id in table.aminmax())
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Make the spans, and check what the kernels will follow blindly, once for all layers."""
+        table, rows = metadata.block_table.contiguous(), metadata.row_mapping
+        if table.dtype != torch.int32 or rows.dtype != torch.int64:
+            raise ValueError(f"expected int32 tables, int64 rows, got {table.dtype}, {rows.dtype}")
+        spans = _visible_spans(metadata)
+        shortest, longest = _extremes(spans[2])
+        lowest, self._largest_block_id = _extremes(table)
+        lowest_row, self._largest_row = _extremes(rows)
         capacity = table.shape[1] * metadata.block_size
-        if shortest < 1 or longest > capacity or lowest < 0:
+        if shortest < metadata.causal or longest > capacity or lowest < 0 or lowest_row < 0:
             raise ValueError(
                 f"sequences of {shortest} to {longest} tokens do not fit a block table of "
-                f"{capacity} tokens, lowest block id {lowest}"
+                f"{capacity} tokens, lowest block id {lowest}, lowest row {lowest_row}"
             )
-        if table.dtype != torch.int32 or seq_lens.dtype != torch.int32:
-            raise ValueError(f"expected int32 tables, got {table.dtype} and {seq_lens.dtype}")
-        self._block_table = table
-        wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // num_decodes)
-        self._num_parts = max(1, min(wanted, longest // _MIN_PART_TOKENS))
+        self._block_table, self._spans = table, spans
+        query_lens = metadata.query_start_loc.diff()
+        num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
+        self._num_short_tokens = int(metadata.query_start_loc[num_short])
+        self._lay_out_prefills(metadata, num_short)
+        wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // metadata.num_tokens)
+        most_seen = int((spans[2] - spans[1]).max())
+        self._num_parts = max(1, min(wanted, most_seen // _MIN_PART_TOKENS))
 
-    def _attend_decodes(
+    def forward(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
         scale: float,
-        output: Tensor,
-    ) -> None:
-        """See :meth:`TorchBackend._attend_decodes`."""
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.forward`."""
         num_pages = kv_cache.chunks.shape[0] // kv_cache.chunks_per_page
         if self._largest_block_id >= num_pages:
             raise ValueError(f"block id {self._largest_block_id} in a pool of {num_pages} blocks")
-        batch, num_heads, head_dim = query.shape
-        self._kernels.decode_attention(
+        if self._largest_row >= kv_cache.values.shape[0]:
+            raise ValueError(
+                f"row {self._largest_row} in a layer of {kv_cache.values.shape[0]} rows"
+            )
+        self._kernels.write_kv(key, value, kv_cache.keys, kv_cache.values, metadata.row_mapping)
+        scoring = Scoring(scale, softcap, None if bias is None else bias.contiguous())
+        output = new_output(query, metadata)
+        if softcap is not None:  # torch's fused products know no soft cap
+            self._attend(slice(0, metadata.num_tokens), query, kv_cache, metadata, scoring, output)
+            return output
+        if self._num_short_tokens:
+            self._attend(
+                slice(0, self._num_short_tokens), query, kv_cache, metadata, scoring, output
+            )
+        self._attend_prefills(query, key, value, kv_cache, metadata, scoring, output)
+        return output
+
+    def _attend(
+        self,
+        tokens: slice,
+        query: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        scoring: Scoring,
+        output: Tensor,
+    ) -> None:
+        """Run the kernel for some tokens of the step."""
+        query, output = query[tokens], output[tokens]
+        num_tokens, num_heads, head_dim = query.shape
+        self._kernels.paged_attention(
             query,
             kv_cache.keys,
             kv_cache.values,
             self._block_table,
-            metadata.seq_lens,
+            self._spans[:, tokens],
             block_size=metadata.block_size,
             chunks_per_page=kv_cache.chunks_per_page,
-            scale=scale,
-            partial=query.new_empty(batch, self._num_parts, num_heads, head_dim + 2),
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            bias=scoring.bias,
+            partial=query.new_empty(num_tokens, self._num_parts, num_heads, head_dim + 2),
             output=output,
         )
+
+
+def _extremes(indices: Tensor) -> tuple[int, int]:
+    """The lowest and the largest, 0 where there are none."""
+    if indices.numel() == 0:
+        return 0, 0
+    lowest, largest = indices.aminmax()
+    return int(lowest), int(largest)
+
+
+def _visible_spans(metadata: AttentionMetadata) -> Tensor:
+    """Row, start and end of each token's span; see the module's picture. ``(3, num_tokens)``."""
+    query_start_loc, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
+    query_lens = np.diff(query_start_loc)
+    spans = np.empty((3, metadata.num_tokens), dtype=np.int32)
+    spans[0] = np.arange(metadata.num_reqs).repeat(query_lens)
+    if not metadata.causal:
+        spans[1], spans[2] = 0, seq_lens.repeat(query_lens)
+        return torch.from_numpy(spans)
+    # Tokens counted through the step, plus what lies before each request's first.
+    spans[2] = np.arange(1, metadata.num_tokens + 1)
+    spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
+    positions = torch.from_numpy(spans[2] - 1)
+    spans[1] = first_visible(positions, metadata.window, metadata.chunk_size).numpy()
+    return torch.from_numpy(spans)

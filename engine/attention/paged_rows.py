@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionMetadata
 from prefix_cache import LayerKVCache
 
-__all__ = ["layer_chunks", "query_lens", "write_kv"]
+__all__ = ["layer_chunks", "visible_blocks", "write_kv"]
 
 
 def write_kv(key: Tensor, value: Tensor, kv_cache: LayerKVCache, row_mapping: Tensor) -> None:
@@ -29,7 +29,29 @@ def layer_chunks(kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
     return chunks[first:], chunks[first + 1 :]
 
 
-def query_lens(metadata: AttentionMetadata) -> list[int]:
-    """Tokens of each request in this step."""
-    lengths: list[int] = metadata.query_start_loc.diff().tolist()
-    return lengths
+def visible_blocks(
+    block_table: Tensor, first_visible: Tensor, seq_lens: Tensor, block_size: int
+) -> Tensor:
+    """A block table of nothing but what is visible, so that no other page is ever read.
+
+    What lies before a window may belong to someone else by now, and the null block holds
+    anything: weights of 0 would not do, because 0 * NaN is NaN. Short rows repeat their last
+    block, whose content is the request's own::
+
+        table      | a b c d e 0 0 |  visible from block 2 on   ->   | c d e |
+                   | f g h 0 0 0 0 |                from 1 on        | g h h |
+
+    Args:
+        block_table: ``(num_reqs, blocks)``.
+        first_visible: ``(num_reqs,)`` on the CPU: the first position that is visible.
+        seq_lens: ``(num_reqs,)`` on the CPU.
+        block_size: tokens per block.
+
+    Returns:
+        ``(num_reqs, most visible blocks)``.
+    """
+    first = first_visible.long() // block_size
+    last = (seq_lens.long() - 1) // block_size
+    columns = first[:, None] + torch.arange(int((last - first).max()) + 1)
+    columns = torch.minimum(columns, last[:, None])
+    return block_table.gather(1, columns.to(block_table.device))

@@ -11,23 +11,38 @@ from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.paged_rows import write_kv
 from prefix_cache import LayerKVCache
 
-__all__ = ["ReferenceBackend", "causal_mask"]
+__all__ = ["ReferenceBackend", "visibility_mask"]
 
 
-def causal_mask(query_len: int, seq_len: int) -> Tensor:
+def visibility_mask(
+    query_len: int,
+    seq_len: int,
+    window: int | None = None,
+    chunk_size: int | None = None,
+    causal: bool = True,
+) -> Tensor:
     """Who sees whom when the queries are the last tokens of a sequence.
 
     For 2 queries in a sequence of 5 (``x``: seen)::
 
-        key      0 1 2 3 4
-        query 3  x x x x .
-        query 4  x x x x x
+                          with a window of 3   with chunks of 2     not causal
+        key      0 1 2 3 4      0 1 2 3 4            0 1 2 3 4       0 1 2 3 4
+        query 3  x x x x .      . x x x .            . . x x .       x x x x x
+        query 4  x x x x x      . . x x x            . . . . x       x x x x x
 
     Returns:
         ``(query_len, seq_len)`` booleans, True where query i may see key j.
     """
-    query_positions = torch.arange(seq_len - query_len, seq_len)
-    return query_positions[:, None] >= torch.arange(seq_len)[None, :]
+    if not causal:
+        return torch.ones(query_len, seq_len, dtype=torch.bool)
+    queries = torch.arange(seq_len - query_len, seq_len)[:, None]
+    keys = torch.arange(seq_len)[None, :]
+    visible = keys <= queries
+    if window is not None:
+        visible &= keys > queries - window
+    if chunk_size is not None:
+        visible &= keys // chunk_size == queries // chunk_size
+    return visible
 
 
 class ReferenceBackend(AttentionBackend):
@@ -50,33 +65,67 @@ class ReferenceBackend(AttentionBackend):
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
         scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         write_kv(key, value, kv_cache, metadata.row_mapping)
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         for request in range(metadata.num_reqs):
             start, end = metadata.query_start_loc[request : request + 2].tolist()
             seq_len = int(metadata.seq_lens[request])
-            keys, values = _sequence_rows(kv_cache, metadata.block_table[request], seq_len)
-            mask = causal_mask(end - start, seq_len).to(query.device)
-            output[start:end] = _attend(query[start:end], keys, values, mask, scale)
+            if seq_len == 0:  # of an encoder: there is nothing to see
+                continue
+            mask = visibility_mask(
+                end - start, seq_len, metadata.window, metadata.chunk_size, metadata.causal
+            )
+            # Nobody sees what lies before: it may be gone, and is not even to be read.
+            first = int(mask.any(dim=0).nonzero()[0])
+            keys, values = _sequence_rows(
+                kv_cache, metadata.block_table[request], metadata.block_size, first, seq_len
+            )
+            mask = mask[:, first:].to(query.device)
+            added = None
+            if bias is not None:
+                added = _bias_of_sequence(bias, end - start, seq_len)[:, :, first:]
+            output[start:end] = _attend(query[start:end], keys, values, mask, scale, softcap, added)
         return output
 
 
 def _sequence_rows(
-    kv_cache: LayerKVCache, block_ids: Tensor, seq_len: int
+    kv_cache: LayerKVCache, block_ids: Tensor, block_size: int, first: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values ``(seq_len, num_kv_heads, head_dim)``, in order."""
-    key_chunks = block_ids * kv_cache.chunks_per_page + 2 * kv_cache.layer_index
-    keys = kv_cache.chunks[key_chunks].flatten(0, 1)
-    values = kv_cache.chunks[key_chunks + 1].flatten(0, 1)
-    return keys[:seq_len], values[:seq_len]
+    """Keys and values of positions ``first .. end - 1``, ``(n, num_kv_heads, head_dim)`` each."""
+    positions = torch.arange(first, end, device=block_ids.device)
+    key_chunks = block_ids[positions // block_size].long() * kv_cache.chunks_per_page
+    key_chunks += 2 * kv_cache.layer_index
+    offsets = positions % block_size
+    return kv_cache.chunks[key_chunks, offsets], kv_cache.chunks[key_chunks + 1, offsets]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _bias_of_sequence(bias: Tensor, query_len: int, seq_len: int) -> Tensor:
+    """``(num_heads, query_len, seq_len)``; distances past the last column take that."""
+    queries = torch.arange(seq_len - query_len, seq_len)[:, None]
+    distances = (queries - torch.arange(seq_len)).clamp(0, bias.shape[1] - 1)
+    return bias[:, distances.to(bias.device)].double()
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None,
+) -> Tensor:
     queries_per_kv_head = query.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(queries_per_kv_head, dim=1)
     values = values.double().repeat_interleave(queries_per_kv_head, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

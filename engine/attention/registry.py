@@ -60,7 +60,7 @@ def get_backend(
         return ReferenceBackend()
     if name == "xformers":
         XformersBackend.check_support(device, dtype, block_size)
-        return XformersBackend(device, block_size)
+        return XformersBackend(device, dtype, block_size)
     if name == "native":
         NativeBackend.check_support(device, dtype, block_size)
         return NativeBackend(device, dtype)

@@ -1,34 +1,40 @@
 """Attention with torch alone: gather the pages, then ``scaled_dot_product_attention``.
 
-Decodes run as padded batches, one per bucket of similar length; each group of query heads is
-folded into the query dimension, where it shares the one pass over its keys::
+Decodes run as padded batches, one per bucket of similar visible length; each group of query heads
+is folded into the query dimension, where it shares the one pass over its keys::
 
     query (B, Hkv, heads per Hkv, D)   keys, values (B, Hkv, T, D)   mask (B, 1, 1, T)
 
 Prefills run one by one. Without cached tokens their keys are this step's own, and no page is
-read; with cached tokens the queries go in tiles, so that a long prefix never needs a mask of
-all queries by all keys.
+read; they run as one where causality is all that limits what they see. All others go in tiles of
+queries; see :mod:`engine.attention.query_tiles`.
+
+A bias by distance is added to the masks, in the type of the queries. Requests that have nothing to
+see (cross-attention without an encoder's output) are in no bucket and no prefill.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
-from engine.attention.paged_rows import layer_chunks, write_kv
+from engine.attention.distance_bias import bias_at, bias_of_tile
+from engine.attention.paged_rows import layer_chunks, visible_blocks, write_kv
+from engine.attention.query_tiles import Prefill, QueryTile, TileMask, lay_out_prefill
+from engine.attention.soft_cap import soft_capped_attention
+from engine.attention.visibility import first_visible
 from prefix_cache import LayerKVCache
 
-__all__ = ["TorchBackend", "bucket_by_length"]
+__all__ = ["Scoring", "TorchBackend", "bucket_by_length", "new_output"]
 
 # A bucket's shortest sequence fills at least this share of the padded length. Below it, padding
 # costs more than the further calls that smaller buckets need.
 _MIN_FILL = 0.75
-_QUERY_TILE = 256
 
 
 def bucket_by_length(lengths: list[int]) -> list[list[int]]:
@@ -47,6 +53,20 @@ def bucket_by_length(lengths: list[int]) -> list[list[int]]:
     return [sorted(bucket) for bucket in buckets]
 
 
+class Scoring(NamedTuple):
+    """How a layer's products become scores; see :meth:`AttentionBackend.forward`."""
+
+    scale: float
+    softcap: float | None
+    bias: Tensor | None
+
+
+def new_output(query: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """What ``forward`` is to write to: zeros where some tokens may have nothing to see."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return output if metadata.causal else output.zero_()
+
+
 @dataclass(slots=True)
 class _DecodeBucket:
     """Decodes that run as one batch.
@@ -54,27 +74,23 @@ class _DecodeBucket:
     Attributes:
         members: ``(B,)`` their request (and token) indices; None when they are all decodes of
             the step in order, which then need no gather.
-        pages: ``(B * blocks,)`` block ids, padded with the null block.
+        pages: ``(B * blocks,)`` block ids, from each one's first visible block on; see
+            :func:`visible_blocks`.
         mask: ``(B, 1, 1, blocks * block_size)`` added to the scores: 0 or -inf.
+        newest: ``(B,)`` on the CPU: which of its gathered keys is the query token's own.
     """
 
     members: Tensor | None
     pages: Tensor
     mask: Tensor
+    newest: Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One request of several query tokens: its tokens ``start:end`` and its blocks."""
-
-    start: int
-    end: int
-    seq_len: int
-    pages: Tensor
-
-    @property
-    def num_cached(self) -> int:
-        return self.seq_len - (self.end - self.start)
+    def mask_with(self, bias: Tensor, num_kv_heads: int) -> Tensor:
+        """``(B, num_kv_heads, heads per kv head, keys)``: the mask and the bias of each key."""
+        newest = self.newest.to(bias.device)
+        distances = newest[:, None] - torch.arange(self.mask.shape[-1], device=bias.device)
+        by_head: Tensor = bias_at(bias, distances).unflatten(0, (num_kv_heads, -1))
+        return by_head.permute(2, 0, 1, 3).to(self.mask.dtype) + self.mask
 
 
 class TorchBackend(AttentionBackend):
@@ -91,7 +107,8 @@ class TorchBackend(AttentionBackend):
         self._device = device
         self._dtype = dtype
         self._buckets: list[_DecodeBucket] = []
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[Prefill] = []
+        self._tile_mask = TileMask(device, dtype)
         self._scratch = (_Scratch(device, dtype), _Scratch(device, dtype))
 
     @classmethod
@@ -102,40 +119,47 @@ class TorchBackend(AttentionBackend):
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare the decodes and lay out the prefills."""
-        self._begin_decodes(metadata)
-        lengths = metadata.seq_lens.tolist()
-        starts = metadata.query_start_loc.tolist()
-        self._prefills = []
-        for request in range(metadata.num_decodes, metadata.num_reqs):
-            num_blocks = -(-lengths[request] // metadata.block_size)
-            pages = metadata.block_table[request, :num_blocks]
-            self._prefills.append(
-                _Prefill(starts[request], starts[request + 1], lengths[request], pages)
-            )
+        self._lay_out_decodes(metadata)
+        self._lay_out_prefills(metadata, metadata.num_decodes)
 
-    def _begin_decodes(self, metadata: AttentionMetadata) -> None:
-        lengths = metadata.seq_lens[: metadata.num_decodes].tolist()
+    def _lay_out_decodes(self, metadata: AttentionMetadata) -> None:
+        """Part the decodes into buckets by how much they read."""
+        seq_lens = metadata.seq_lens[: metadata.num_decodes]
+        first = first_visible(seq_lens - 1, metadata.window, metadata.chunk_size)
+        lengths = (seq_lens - first // metadata.block_size * metadata.block_size).tolist()
         self._buckets = [
-            self._decode_bucket(members, lengths, metadata) for members in bucket_by_length(lengths)
+            self._decode_bucket(members, first, metadata)
+            for members in bucket_by_length(lengths)
+            if lengths[members[0]]
+        ]
+
+    def _lay_out_prefills(self, metadata: AttentionMetadata, first: int) -> None:
+        """Prepare the requests from ``first`` on to run one by one."""
+        self._prefills = [
+            lay_out_prefill(metadata, request)
+            for request, seq_len in enumerate(metadata.seq_lens.tolist())
+            if request >= first and seq_len
         ]
 
     def _decode_bucket(
-        self, members: list[int], lengths: list[int], metadata: AttentionMetadata
+        self, members: list[int], first: Tensor, metadata: AttentionMetadata
     ) -> _DecodeBucket:
-        longest = max(lengths[member] for member in members)
-        num_blocks = -(-longest // metadata.block_size)
         index: Tensor | None = None
         block_table = metadata.block_table[: len(members)]
         seq_lens = metadata.seq_lens[: len(members)]
         if len(members) < metadata.num_decodes:
             on_cpu = torch.tensor(members)
-            seq_lens = metadata.seq_lens[on_cpu]
+            first, seq_lens = first[on_cpu], metadata.seq_lens[on_cpu]
             index = on_cpu.to(self._device)
             block_table = metadata.block_table.index_select(0, index)
-        hidden = torch.arange(num_blocks * metadata.block_size) >= seq_lens[:, None]
+        block_size = metadata.block_size
+        pages = visible_blocks(block_table, first, seq_lens, block_size)
+        positions = (first // block_size * block_size)[:, None]
+        positions = positions + torch.arange(pages.shape[1] * block_size)
+        hidden = (positions < first[:, None]) | (positions >= seq_lens[:, None])
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-        pages = block_table[:, :num_blocks].flatten()
-        return _DecodeBucket(index, pages, mask[:, None, None].to(self._device))
+        newest = seq_lens - 1 - positions[:, 0]
+        return _DecodeBucket(index, pages.flatten(), mask[:, None, None].to(self._device), newest)
 
     def forward(
         self,
@@ -145,60 +169,99 @@ class TorchBackend(AttentionBackend):
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
         scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         write_kv(key, value, kv_cache, metadata.row_mapping)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        scoring = Scoring(scale, softcap, bias)
+        output = new_output(query, metadata)
         if metadata.num_decodes:
             decodes = slice(0, metadata.num_decodes)
-            self._attend_decodes(query[decodes], kv_cache, metadata, scale, output[decodes])
-        for prefill in self._prefills:
-            tokens = slice(prefill.start, prefill.end)
-            if prefill.num_cached:
-                keys, values = self._gather(prefill.pages, kv_cache)
-                _prefill_after_prefix(
-                    query[tokens], keys, values, prefill.num_cached, scale, output[tokens]
-                )
-            else:
-                output[tokens] = _sdpa(
-                    query[tokens], key[tokens], value[tokens], scale, is_causal=True
-                )
+            self._attend_decodes(query[decodes], kv_cache, scoring, output[decodes])
+        self._attend_prefills(query, key, value, kv_cache, metadata, scoring, output)
         return output
+
+    def _attend_prefills(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        scoring: Scoring,
+        output: Tensor,
+    ) -> None:
+        """Write what :meth:`_lay_out_prefills` prepared to its rows of ``output``."""
+        for prefill in self._prefills:
+            tokens = prefill.tokens
+            if prefill.is_causal and scoring.softcap is None and scoring.bias is None:
+                output[tokens] = _sdpa(
+                    query[tokens], key[tokens], value[tokens], scoring.scale, is_causal=True
+                )
+                continue
+            if prefill.pages is None:
+                keys, values = key[tokens], value[tokens]
+            else:
+                keys, values = self._gather(prefill.pages, kv_cache)
+            for tile in prefill.tiles:
+                output[tile.queries] = _attend_tile(
+                    query[tile.queries],
+                    keys[tile.keys],
+                    values[tile.keys],
+                    self._mask_of(tile, metadata, scoring.bias),
+                    scoring,
+                )
+
+    def _mask_of(
+        self, tile: QueryTile, metadata: AttentionMetadata, bias: Tensor | None
+    ) -> Tensor | None:
+        """``(queries, keys)``, or ``(num_heads, queries, keys)`` with a bias."""
+        if not metadata.causal:
+            return None
+        mask = self._tile_mask.corner(tile, metadata.window)
+        return mask if bias is None else mask + bias_of_tile(bias, *mask.shape).to(mask.dtype)
 
     def _attend_decodes(
         self,
         query: Tensor,
         kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scale: float,
+        scoring: Scoring,
         output: Tensor,
     ) -> None:
-        """Attend with one token of each decode, ``(num_decodes, num_heads, head_dim)``.
-
-        Keys and values are written already. The result goes to ``output``, which has query's
-        shape.
-        """
+        """Attend with one token of each decode, ``(num_decodes, num_heads, head_dim)``."""
         for bucket in self._buckets:
             if bucket.members is None:
-                output.copy_(self._decode(query, bucket, kv_cache, scale))
+                output.copy_(self._decode(query, bucket, kv_cache, scoring))
             else:
                 some = query.index_select(0, bucket.members)
-                attended = self._decode(some, bucket, kv_cache, scale)
+                attended = self._decode(some, bucket, kv_cache, scoring)
                 output.index_copy_(0, bucket.members, attended)
 
     def _decode(
-        self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scale: float
+        self, query: Tensor, bucket: _DecodeBucket, kv_cache: LayerKVCache, scoring: Scoring
     ) -> Tensor:
         """One token each of the bucket's requests, ``(B, num_heads, head_dim)``."""
         batch, num_heads, head_dim = query.shape
         num_kv_heads = kv_cache.keys.shape[1]
         keys, values = (
-            rows.view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
+            rows.view(batch, -1, num_kv_heads, head_dim)
             for rows in self._gather(bucket.pages, kv_cache)
         )
+        mask = bucket.mask
+        if scoring.bias is not None:
+            mask = bucket.mask_with(scoring.bias, num_kv_heads)
+        if scoring.softcap is not None:
+            return soft_capped_attention(
+                query[:, None], keys, values, mask[:, :, :, None], scoring.scale, scoring.softcap
+            )[:, 0]
         folded = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
         attended = F.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=bucket.mask, scale=scale
+            folded,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask,
+            scale=scoring.scale,
         )
         return attended.reshape(batch, num_heads, head_dim)
 
@@ -239,26 +302,17 @@ class _Scratch:
         return torch.index_select(source, 0, index, out=output)
 
 
-def _prefill_after_prefix(
-    query: Tensor, keys: Tensor, values: Tensor, num_cached: int, scale: float, output: Tensor
-) -> None:
-    """Write attention of a sequence's last tokens to ``output``, tile by tile.
-
-    Tile ``[a, b)`` sees ``num_cached + b`` keys; inside it the diagonal is masked::
-
-        keys     |<- num_cached + a ->|<- b - a ->|
-        query a  |  all               | x . . .   |
-        query b-1|  all               | x x x x   |
-    """
-    for first in range(0, query.shape[0], _QUERY_TILE):
-        tile = query[first : first + _QUERY_TILE]
-        size = tile.shape[0]
-        visible = num_cached + first + size
-        mask = torch.full((size, visible), float("-inf"), dtype=query.dtype, device=query.device)
-        mask.triu_(num_cached + first + 1)
-        output[first : first + size] = _sdpa(
-            tile, keys[:visible], values[:visible], scale, mask=mask
-        )
+def _attend_tile(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """Neighbouring queries of one request, in packed layout ``(tokens, heads, head_dim)``."""
+    if scoring.softcap is None:
+        return _sdpa(query, keys, values, scoring.scale, mask=mask)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.unflatten(0, (keys.shape[1], -1))
+    return soft_capped_attention(
+        query[None], keys[None], values[None], mask, scoring.scale, scoring.softcap
+    )[0]
 
 
 def _sdpa(

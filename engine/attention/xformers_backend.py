@@ -2,7 +2,8 @@
 
 Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their
 keys and run torch's flash attention with a block-diagonal bias: the paged kernels take no long
-causal queries.
+causal queries. xformers caps no scores, and adds no biases to those of pages: layers that do run as
+in torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
-from engine.attention.paged_rows import query_lens, write_kv
-from engine.attention.xformers_masks import decode_bias, prefill_bias, sequence_slots
+from engine.attention.paged_rows import write_kv
+from engine.attention.torch_backend import TorchBackend
+from engine.attention.xformers_masks import (
+    decode_bias,
+    prefill_bias,
+    prefill_slots,
+    with_a_key_for_all,
+)
 from prefix_cache import LayerKVCache
 
 __all__ = ["XformersBackend"]
@@ -32,19 +39,23 @@ class XformersBackend(AttentionBackend):
 
     Args:
         device: where queries and pages live.
+        dtype: their type, float16 or bfloat16.
         block_size: tokens per block, a multiple of 16.
     """
 
     name: ClassVar[str] = "xformers"
 
-    def __init__(self, device: torch.device, block_size: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self._device = device
         self._key_tile = _key_tile(block_size)
         # Made with the first layer of a step, which brings the geometry of the pages.
         self._decode_bias: Any = None
         self._prefill_bias: Any = None
         self._prefill_rows: Tensor | None = None
+        self._blind_tokens: Tensor | None = None
         self._ready = False
+        self._torch = TorchBackend(device, dtype)
+        self._torch_ready = False
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
@@ -65,29 +76,19 @@ class XformersBackend(AttentionBackend):
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Forget the step before; see :meth:`_prepare`."""
-        self._ready = False
+        self._ready = self._torch_ready = False
 
     def _prepare(self, metadata: AttentionMetadata, chunks_per_page: int) -> None:
         """Make the biases, and the rows that prefills gather."""
-        num_decodes, block_size = metadata.num_decodes, metadata.block_size
-        seq_lens = metadata.seq_lens.tolist()
         self._decode_bias = self._prefill_bias = self._prefill_rows = None
-        if num_decodes:
-            self._decode_bias = decode_bias(
-                seq_lens[:num_decodes],
-                metadata.block_table[:num_decodes],
-                chunks_per_page,
-                block_size,
-            )
-        if num_decodes < metadata.num_reqs:
-            lengths = query_lens(metadata)[num_decodes:]
-            self._prefill_bias = prefill_bias(lengths, seq_lens[num_decodes:], self._device)
-            if lengths != seq_lens[num_decodes:]:
-                slots = sequence_slots(
-                    metadata.block_table[num_decodes:],
-                    metadata.seq_lens[num_decodes:].to(self._device),
-                    block_size,
-                )
+        metadata, self._blind_tokens = with_a_key_for_all(metadata)
+        if metadata.num_decodes:
+            self._decode_bias = decode_bias(metadata, chunks_per_page)
+        if metadata.num_decodes < metadata.num_reqs:
+            self._prefill_bias = prefill_bias(metadata, self._device)
+            slots = prefill_slots(metadata)
+            if slots is not None:
+                block_size = metadata.block_size
                 rows_between_pages = (chunks_per_page - 1) * block_size
                 self._prefill_rows = slots + slots // block_size * rows_between_pages
         self._ready = True
@@ -100,8 +101,15 @@ class XformersBackend(AttentionBackend):
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
         scale: float,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
+        if softcap is not None or bias is not None:
+            if not self._torch_ready:
+                self._torch.begin_step(metadata)
+                self._torch_ready = True
+            return self._torch.forward(query, key, value, kv_cache, metadata, scale, softcap, bias)
         if not self._ready:
             self._prepare(metadata, kv_cache.chunks_per_page)
         write_kv(key, value, kv_cache, metadata.row_mapping)
@@ -125,7 +133,10 @@ class XformersBackend(AttentionBackend):
             parts.append(
                 self._attend(prefills, keys, values, self._prefill_bias, scale, paged=False)
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._blind_tokens is not None:
+            output = output.masked_fill(self._blind_tokens, 0.0)
+        return output
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, bias: Any, scale: float, *, paged: bool

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from engine.attention import ReferenceBackend, get_backend
-from engine.attention.backend import AttentionBackend
-from engine.attention.reference import causal_mask
+from engine.attention.reference import visibility_mask
 from engine.attention.torch_backend import bucket_by_length
-from engine.attention.xformers_backend import XformersBackend
+from tests.support.attention_steps import BOUNDS, NUM_LAYERS, SHAPES, Bounds, run_steps
+from tests.support.materialised_xformers import MaterialisedXformers
 from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
     layer_of,
@@ -28,136 +25,30 @@ from tests.support.paged_batch import (
 )
 
 CPU = torch.device("cpu")
-NUM_LAYERS = 3
 ON_A_CPU = pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_kernels)])
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Lengths of a step's requests, decodes first, and the heads."""
-
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    block_size: int
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
+XFORMERS_SHAPES = [
+    "prefill",
+    "decodes of very unequal length",
+    "mixed",
+    "long prefills beside short",
+]
 
 
-SHAPES = {
-    "prefill": Shape((5, 1, 17)[::2], (5, 17), 4),
-    "prefill of one token": Shape((1,), (1,), 4),
-    "decodes": Shape((1, 1, 1), (9, 33, 2), 4),
-    "decodes of very unequal length": Shape((1,) * 6, (3, 90, 95, 4, 40, 2), 16),
-    "chunk after a cached prefix": Shape((6, 7), (6 + 16, 7 + 3), 4),
-    "mixed": Shape((1, 1, 8, 5), (12, 40, 8, 21), 16),
-    "block size 1": Shape((1, 4, 3), (7, 4, 11), 1),
-    "one kv head": Shape((1, 4), (7, 10), 4, num_kv_heads=1),
-    "no grouping": Shape((1, 4), (7, 10), 4, num_kv_heads=4),
-    "prefix longer than a query tile": Shape((300,), (340,), 16),
-    "decode of one token": Shape((1, 1), (1, 1), 4),
-    "few long decodes": Shape((1, 1), (700, 3), 16, 2, 1),
-    "one long decode in blocks of 1": Shape((1,), (333,), 1, 2, 2),
-    "head dim 64": Shape((1, 1, 3), (47, 16, 20), 16, 6, 2, 64),
-    "head dim 128": Shape((1, 1, 3), (17, 64, 20), 4, 4, 1, 128),
-    "head dim 80": Shape((1, 1), (17, 31), 4, 6, 3, 80),
-    "head dim 20": Shape((1, 1), (17, 31), 16, 3, 3, 20),
-    "head dim 7": Shape((1, 1), (17, 100), 4, 4, 2, 7),
-}
-
-
-def run(backend: AttentionBackend, shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two steps over one memory, so that nothing of the first survives in the second.
-
-    Returns:
-        The outputs of both steps in all layers, and the memory's bytes afterwards.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    # Follows the width as in models, so that scores, and with them rounding, do not grow with it;
-    # not their very scale, which is torch's default and would hide a backend that ignores it.
-    scale = 0.8 * shape.head_dim**-0.5
-    memory = paged_memory(
-        num_blocks=2 + sum(-(-length // shape.block_size) for length in shape.seq_lens),
-        block_size=shape.block_size,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    with_garbage(memory, generator)
-    outputs = []
-    for _ in range(2):
-        table = random_block_table(
-            shape.seq_lens, shape.block_size, memory.config.num_blocks, generator
-        )
-        metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
-        backend.begin_step(metadata)
-        for index in range(NUM_LAYERS):
-            heads = shape.num_heads + 2 * shape.num_kv_heads
-            qkv = torch.randn(metadata.num_tokens, heads, shape.head_dim, generator=generator)
-            query, key, value = qkv.split(
-                (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
-            )
-            outputs.append(
-                backend.forward(query, key, value, layer_of(memory, index), metadata, scale)
-            )
-    return torch.cat(outputs), memory.buffer
-
-
-class MaterialisedXformers(XformersBackend):
-    """xformers' own biases, materialised to dense masks; only its CUDA kernels are replaced."""
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, bias: Any, scale: float, *, paged: bool
-    ) -> Tensor:
-        width = keys.shape[0]
-        if paged:
-            # The unpaged width first; the paged mask that comes back covers the used pages.
-            width = bias.block_tables.numel() * bias.page_size
-        mask = bias.materialize((query.shape[0], width))
-        keys, values = keys[: mask.shape[1]], values[: mask.shape[1]]
-        group = query.shape[1] // keys.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", query, keys.repeat_interleave(group, 1)) * scale
-        weights = (scores + mask).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@ON_A_CPU
-def test_backend_equals_the_reference(name: str, shape: Shape):
-    expected, expected_memory = run(ReferenceBackend(), shape)
-    output, memory = run(get_backend(name, CPU, torch.float32, shape.block_size), shape)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(memory, expected_memory)
-
-
-@ON_A_CPU
-@given(st.data())
-@settings(max_examples=40)
-def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObject):
-    num_decodes = data.draw(st.integers(0, 5))
-    num_prefills = data.draw(st.integers(0 if num_decodes else 1, 3))
-    prefills = data.draw(st.lists(st.integers(2, 20), min_size=num_prefills, max_size=num_prefills))
-    query_lens = (1,) * num_decodes + tuple(prefills)
-    cached = data.draw(
-        st.lists(st.integers(0, 40), min_size=len(query_lens), max_size=len(query_lens))
-    )
-    seq_lens = tuple(q + c for q, c in zip(query_lens, cached, strict=True))
-    num_kv_heads, group = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1)]))
-    block_size = data.draw(st.sampled_from([1, 4, 16]))
-    head_dim = data.draw(st.sampled_from([8, 16, 24]))
-    shape = Shape(query_lens, seq_lens, block_size, num_kv_heads * group, num_kv_heads, head_dim)
-    expected, _ = run(ReferenceBackend(), shape)
-    output, _ = run(get_backend(name, CPU, torch.float32, block_size), shape)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["prefill", "decodes of very unequal length", "mixed"])
-def test_xformers_biases_and_rows_equal_the_reference(name: str):
+@pytest.mark.parametrize("name", XFORMERS_SHAPES)
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
+@pytest.mark.parametrize("softcap", [None, 30.0], ids=["uncapped", "capped"])
+def test_xformers_biases_and_rows_equal_the_reference(
+    name: str, bounds: Bounds, softcap: float | None
+):
     pytest.importorskip("xformers", exc_type=ImportError)
-    shape = Shape(SHAPES[name].query_lens, SHAPES[name].seq_lens, block_size=16)
-    expected, expected_memory = run(ReferenceBackend(), shape)
-    output, memory = run(MaterialisedXformers(CPU, block_size=16), shape)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    shape = SHAPES[name].with_block_size(16)
+    expected, expected_memory = run_steps(ReferenceBackend(), shape, bounds, softcap)
+    backend = MaterialisedXformers(CPU, torch.float32, block_size=16)
+    output, memory = run_steps(backend, shape, bounds, softcap)
+    tolerance = 1e-5 if softcap is None else 5e-5
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(memory, expected_memory)
 
 
@@ -182,11 +73,11 @@ def test_reference_equals_transformers_attention_of_one_whole_sequence():
 @needs_kernels
 def test_native_answers_do_not_depend_on_the_number_of_threads():
     shape = SHAPES["few long decodes"]
-    expected, _ = run(ReferenceBackend(), shape)
+    expected, _ = run_steps(ReferenceBackend(), shape)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 2)  # parts of sequences, more than there are requests
-        output, _ = run(get_backend("native", CPU, torch.float32, 16), shape)
+        output, _ = run_steps(get_backend("native", CPU, torch.float32, 16), shape)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
@@ -219,7 +110,7 @@ def test_native_backend_follows_no_table_out_of_its_memory(
 
 
 def test_causal_mask_is_aligned_to_the_last_token():
-    assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert visibility_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
 
 
 @ON_A_CPU
@@ -289,7 +180,11 @@ def test_unsupported_combination_says_what_is_needed(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["prefill", "decodes of very unequal length", "mixed"])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_xformers_kernels_equal_the_reference_on_cuda(name: str, block_size: int):
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+def test_xformers_kernels_equal_the_reference_on_cuda(
+    name: str, block_size: int, bounds: Bounds, softcap: float | None
+):
     pytest.importorskip("xformers", exc_type=ImportError)
     shape = SHAPES[name]
     outputs = []
@@ -309,7 +204,14 @@ def test_xformers_kernels_equal_the_reference_on_cuda(name: str, block_size: int
         )
         memory.buffer.view(torch.float16).fill_(0.1)
         table = random_block_table(shape.seq_lens, block_size, 32, generator)
-        on_cpu = metadata_for(memory, shape.query_lens, shape.seq_lens, table)
+        on_cpu = metadata_for(
+            memory,
+            shape.query_lens,
+            shape.seq_lens,
+            table,
+            window=bounds.window,
+            chunk_size=bounds.chunk_size,
+        )
         metadata = dataclasses.replace(
             on_cpu,
             block_table=on_cpu.block_table.cuda(),
@@ -319,5 +221,6 @@ def test_xformers_kernels_equal_the_reference_on_cuda(name: str, block_size: int
         qkv = torch.randn(metadata.num_tokens, 8, 64, generator=generator).half().cuda()
         query, key, value = qkv.split((4, 2, 2), dim=1)
         backend.begin_step(metadata)
-        outputs.append(backend.forward(query, key, value, layer_of(memory, 1), metadata, 0.125))
+        layer = layer_of(memory, 1)
+        outputs.append(backend.forward(query, key, value, layer, metadata, 0.125, softcap))
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

@@ -16,7 +16,14 @@ from prefix_cache import (
     PagedMemory,
 )
 
-__all__ = ["layer_of", "metadata_for", "paged_memory", "random_block_table", "with_garbage"]
+__all__ = [
+    "cross_metadata_for",
+    "layer_of",
+    "metadata_for",
+    "paged_memory",
+    "random_block_table",
+    "with_garbage",
+]
 
 
 def paged_memory(
@@ -55,12 +62,19 @@ def random_block_table(
 
 
 def metadata_for(
-    memory: PagedMemory, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor
+    memory: PagedMemory,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: Tensor,
+    *,
+    group_id: int = 0,
+    window: int | None = None,
+    chunk_size: int | None = None,
 ) -> AttentionMetadata:
     """The metadata of a step; decodes (``query_len == 1``) must come first."""
     num_decodes = sum(length == 1 for length in query_lens)
     assert all(length == 1 for length in query_lens[:num_decodes]), "decodes come first"
-    block_size = memory.config.groups[0].spec.block_size
+    block_size = memory.config.groups[group_id].spec.block_size
     slots = [
         int(block_table[request, position // block_size]) * block_size + position % block_size
         for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
@@ -73,11 +87,42 @@ def metadata_for(
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=block_table,
         slot_mapping=slot_mapping,
-        row_mapping=memory.row_mapping(0, slot_mapping),
+        row_mapping=memory.row_mapping(group_id, slot_mapping),
         num_decodes=num_decodes,
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
         block_size=block_size,
+        window=window,
+        chunk_size=chunk_size,
+    )
+
+
+def cross_metadata_for(
+    memory: PagedMemory,
+    query_lens: Sequence[int],
+    encoder_lens: Sequence[int],
+    is_written: Sequence[bool],
+    block_table: Tensor,
+) -> AttentionMetadata:
+    """The cross-attention of a step in which the encoder ran for some requests."""
+    block_size = memory.config.groups[0].spec.block_size
+    slots = [
+        int(block_table[request, position // block_size]) * block_size + position % block_size
+        for request, (length, written) in enumerate(zip(encoder_lens, is_written, strict=True))
+        for position in range(length if written else 0)
+    ]
+    slot_mapping = torch.tensor(slots, dtype=torch.int64)
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(encoder_lens, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        row_mapping=memory.row_mapping(0, slot_mapping),
+        num_decodes=sum(length == 1 for length in query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(encoder_lens),
+        block_size=block_size,
+        causal=False,
     )
 
 

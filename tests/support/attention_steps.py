@@ -1,0 +1,157 @@
+"""Attention steps of every kind, run through a backend over memory that holds NaN elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBackend
+from prefix_cache import PagedMemory
+from tests.support.paged_batch import layer_of, metadata_for, paged_memory, random_block_table
+
+__all__ = ["BOUNDS", "NUM_LAYERS", "SHAPES", "Bounds", "Shape", "run_steps"]
+
+NUM_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What keeps tokens from seeing all that lies before them."""
+
+    window: int | None = None
+    chunk_size: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """Found by trying, so that it shares nothing with what is tested."""
+        return next(
+            key
+            for key in range(position + 1)
+            if (self.window is None or position - key < self.window)
+            and (self.chunk_size is None or position // self.chunk_size == key // self.chunk_size)
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of a step's requests, decodes first, and the heads."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+
+    def with_block_size(self, block_size: int) -> Shape:
+        """The same requests in other blocks."""
+        return replace(self, block_size=block_size)
+
+
+BOUNDS = {
+    "all": Bounds(),
+    "window of 1": Bounds(window=1),
+    "window of 3": Bounds(window=3),
+    "window of 16": Bounds(window=16),
+    "window of 40": Bounds(window=40),
+    "window longer than any sequence": Bounds(window=1000),
+    "chunks of 4": Bounds(chunk_size=4),
+    "chunks of 7": Bounds(chunk_size=7),
+    "chunks of 48": Bounds(chunk_size=48),
+    "chunks longer than any sequence": Bounds(chunk_size=1000),
+    "windows in chunks": Bounds(window=9, chunk_size=13),
+}
+
+SHAPES = {
+    "prefill": Shape((5, 17), (5, 17), 4),
+    "prefill of one token": Shape((1,), (1,), 4),
+    "decodes": Shape((1, 1, 1), (9, 33, 2), 4),
+    "decodes of very unequal length": Shape((1,) * 6, (3, 90, 95, 4, 40, 2), 16),
+    "decodes of nearly equal length": Shape((1, 1, 1), (61, 50, 64), 4),
+    "chunk after a cached prefix": Shape((6, 7), (6 + 16, 7 + 3), 4),
+    "mixed": Shape((1, 1, 5, 8), (12, 40, 21, 8), 16),
+    "block size 1": Shape((1, 3, 4), (7, 11, 4), 1),
+    "one kv head": Shape((1, 4), (7, 10), 4, num_kv_heads=1),
+    "no grouping": Shape((1, 4), (7, 10), 4, num_kv_heads=4),
+    "prefix longer than a query tile": Shape((300,), (340,), 16),
+    "long prefills beside short": Shape((1, 3, 260, 300), (50, 45, 560, 300), 16),
+    "decode of one token": Shape((1, 1), (1, 1), 4),
+    "few long decodes": Shape((1, 1), (700, 3), 16, 2, 1),
+    "one long decode in blocks of 1": Shape((1,), (333,), 1, 2, 2),
+    "head dim 64": Shape((1, 1, 3), (47, 16, 20), 16, 6, 2, 64),
+    "head dim 128": Shape((1, 1, 3), (17, 64, 20), 4, 4, 1, 128),
+    "head dim 80": Shape((1, 1), (17, 31), 4, 6, 3, 80),
+    "head dim 20": Shape((1, 1), (17, 31), 16, 3, 3, 20),
+    "head dim 7": Shape((1, 1), (17, 100), 4, 4, 2, 7),
+}
+
+
+def run_steps(
+    backend: AttentionBackend,
+    shape: Shape,
+    bounds: Bounds = BOUNDS["all"],
+    softcap: float | None = None,
+    seed: int = 0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Two steps over one memory, so that nothing of the first survives in the second.
+
+    All pages hold NaN but those that a query can see: what a window has passed, what nobody
+    owns, the null page.
+
+    Returns:
+        The outputs of both steps in all layers, and the memory's bytes afterwards.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    # Follows the width as in models, so that scores, and with them rounding, do not grow with it;
+    # not their very scale, which is torch's default and would hide a backend that ignores it.
+    # Soft caps are to bend scores, not only to touch them.
+    scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
+    num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.seq_lens)
+    memory = paged_memory(
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        num_layers=NUM_LAYERS,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    outputs = []
+    for _ in range(2):
+        table = random_block_table(shape.seq_lens, shape.block_size, num_blocks, generator)
+        _fill_visible(memory, table, shape, bounds, generator)
+        metadata = metadata_for(
+            memory,
+            shape.query_lens,
+            shape.seq_lens,
+            table,
+            window=bounds.window,
+            chunk_size=bounds.chunk_size,
+        )
+        backend.begin_step(metadata)
+        for index in range(NUM_LAYERS):
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            qkv = torch.randn(metadata.num_tokens, heads, shape.head_dim, generator=generator)
+            query, key, value = qkv.split(
+                (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
+            )
+            layer = layer_of(memory, index)
+            outputs.append(
+                backend.forward(query, key, value, layer, metadata, scale, softcap, bias)
+            )
+    return torch.cat(outputs), memory.buffer
+
+
+def _fill_visible(
+    memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds, generator: torch.Generator
+) -> None:
+    """NaN everywhere, numbers in visible blocks; the table forgets every other passed block."""
+    pages = memory.buffer.view(torch.float32).view(-1, memory.config.groups[0].page_bytes // 4)
+    pages.fill_(float("nan"))
+    for request, (query_len, seq_len) in enumerate(
+        zip(shape.query_lens, shape.seq_lens, strict=True)
+    ):
+        first = bounds.first_visible(seq_len - query_len) // shape.block_size
+        for block in table[request, first : -(-seq_len // shape.block_size)].tolist():
+            pages[block].normal_(0.0, 3.0, generator=generator)
+        table[request, :first:2] = 0
