@@ -18,22 +18,24 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from engine.progress_bars import hidden_progress_bars
+from omni import seeded_encoder_decoders, seeded_folder, seeded_hybrids, seeded_tokenizers
+from omni.seeded_encoder_decoders import (
+    BART_BENCHMARK,
+    build_bart,
+    build_mllama,
+    build_t5,
+    build_whisper,
+)
+from omni.seeded_folder import quieten, save_checkpoint
+from omni.seeded_hybrids import HYBRID_SETTINGS, initialise_recurrence
+from omni.seeded_tokenizers import chat_tokenizer, wordpiece_tokenizer
 
 __all__ = [
     "SEEDED_MODELS",
+    "SEEDED_WINDOW",
     "build_benchmark_qwen2",
     "build_causal_lm",
     "build_text_encoder",
@@ -42,31 +44,14 @@ __all__ = [
 
 _PREFIX = "seeded:"
 
-_CORPUS = """\
-The harbour wakes before the town does. Fishing boats come in with the tide, and the people who
-work there sort the catch by lamp light while the gulls wait on the roof of the market hall.
-A quick brown fox jumps over the lazy dog, and the dog, who has seen this many times, sleeps on.
-What is the capital of the country? How many rivers cross the plain? Please explain in a few
-words why the sky is blue, and write a short story about a child who learned to read the stars.
-You are a helpful assistant. The user asks a question, and the assistant answers it with care.
-Once upon a time there was a small workshop at the end of the street, where an old woman repaired
-clocks. She said that every clock keeps its own time, and that her work was only to remind them
-of each other. When it rained, the water ran down the windows and the whole room seemed to tick.
-In the morning the train leaves at seven; in the evening it returns with letters, bread, and news.
-Scientists measure the distance between two points, write the numbers down, and measure again.
-First collect the tools, then read the instructions, and finally check that nothing is missing.
-The library has three floors: history and maps below, music in the middle, and poetry at the top.
-Summer was long that year. The fields turned yellow, the river grew thin, and everyone spoke about
-the weather as though it were a neighbour who had stayed too long. Then the first storm arrived.
-Memory is a kind of cache: it gives back what was stored, as long as nothing else took its place.
-"""
+SEEDED_WINDOW = 16
+"""Positions that a token sees in the sliding layers of seeded models, itself included."""
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
+_LAYER_PATTERNS = {
+    "ministral": ["sliding_attention", "full_attention"],
+    "gemma2": ["sliding_attention", "full_attention"],
+    "gemma3_text": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 
 # A tied head scores a token by its likeness to the stream's content; with large embeddings that
 # content is mostly the input token itself, and greedy decoding repeats it for ever.
@@ -98,7 +83,7 @@ def build_causal_lm(
 
     Args:
         directory: created if missing.
-        architecture: a transformers model type: ``"qwen2"``, ``"qwen3"``, ``"llama"``, ...
+        architecture: a transformers model type: ``"qwen2"``, ``"llama"``, ``"gemma2"``, ...
         seed: of the weights; the same seed gives the same bytes.
         tied: whether the head is the embedding matrix.
         hidden_size: width of the stream.
@@ -119,7 +104,7 @@ def build_causal_lm(
     Raises:
         ValueError: transformers knows no causal model of that type.
     """
-    tokenizer = _byte_level_tokenizer(min(vocab_size, 768), adds_bos=architecture != "qwen2")
+    tokenizer = chat_tokenizer(min(vocab_size, 768), adds_bos=architecture != "qwen2")
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -134,14 +119,13 @@ def build_causal_lm(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if architecture == "mistral":
-        settings["sliding_window"] = None
+    settings |= _family_settings(architecture, num_layers, settings["head_dim"])
     config = _config(architecture, settings | config_overrides)
     auto_class = AutoModelForCausalLM if with_head else AutoModel
     model = _seeded_model(auto_class, config, seed)
     if with_head:
-        _quieten(model, tokenizer)
-    return _save(directory, model, tokenizer if with_tokenizer else None, max_shard_size)
+        quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer if with_tokenizer else None, max_shard_size)
 
 
 def build_text_encoder(
@@ -180,7 +164,7 @@ def build_text_encoder(
     Raises:
         ValueError: transformers knows no such model type.
     """
-    tokenizer = _wordpiece_tokenizer(vocab_size, max_position_embeddings)
+    tokenizer = wordpiece_tokenizer(vocab_size, max_position_embeddings)
     settings = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -191,7 +175,9 @@ def build_text_encoder(
         "pad_token_id": tokenizer.pad_token_id,
     }
     config = _config(architecture, settings | config_overrides)
-    return _save(directory, _seeded_model(AutoModel, config, seed), tokenizer, max_shard_size)
+    return save_checkpoint(
+        directory, _seeded_model(AutoModel, config, seed), tokenizer, max_shard_size
+    )
 
 
 def build_benchmark_qwen2(directory: str | Path) -> Path:
@@ -233,6 +219,26 @@ SEEDED_MODELS: dict[str, Callable[[str | Path], Path]] = {
     "llama-untied": partial(build_causal_lm, architecture="llama", tied=False, seed=1),
     "llama-medium": partial(build_causal_lm, architecture="llama", **_MEDIUM),
     "mistral": partial(build_causal_lm, architecture="mistral", tied=False),
+    "mistral-sliding": partial(
+        build_causal_lm, architecture="mistral", tied=False, sliding_window=SEEDED_WINDOW
+    ),
+    "qwen2-sliding": partial(
+        build_causal_lm,
+        use_sliding_window=True,
+        sliding_window=SEEDED_WINDOW,
+        max_window_layers=1,
+    ),
+    "ministral": partial(build_causal_lm, architecture="ministral", tied=False),
+    "gemma2": partial(build_causal_lm, architecture="gemma2"),
+    "gemma3": partial(build_causal_lm, architecture="gemma3_text", num_layers=3),
+    "jamba": partial(build_causal_lm, architecture="jamba", tied=False, num_layers=4),
+    "bamba": partial(build_causal_lm, architecture="bamba", tied=False, num_layers=4),
+    "bart": build_bart,
+    "bart-benchmark": partial(build_bart, **BART_BENCHMARK),
+    "t5": build_t5,
+    "t5-gated": partial(build_t5, gated=True),
+    "whisper": build_whisper,
+    "mllama": build_mllama,
     "bert": build_text_encoder,
 }
 """What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
@@ -242,8 +248,8 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     """Turn ``seeded:<name>`` into a folder, building it on first use; leave the rest alone.
 
     Folders are kept under ``cache_dir``, by default ``$OMNI_CACHE_DIR`` or
-    ``~/.cache/omni-pipeline``, in ``seeded/<name>-<version>``. The version changes with this file
-    and with transformers, so that no old layout is ever picked up. Safe to call from several
+    ``~/.cache/omni-pipeline``, in ``seeded/<name>-<version>``. The version changes with the code
+    here and with transformers, so that no old layout is ever picked up. Safe to call from several
     processes: each builds aside, and the first to rename wins.
 
     Args:
@@ -283,12 +289,28 @@ def _cache_root(cache_dir: str | Path | None) -> Path:
 
 
 def _version() -> str:
-    content = Path(__file__).read_bytes() + transformers.__version__.encode()
-    return hashlib.sha256(content).hexdigest()[:12]
+    modules = (seeded_encoder_decoders, seeded_folder, seeded_hybrids, seeded_tokenizers)
+    sources = [__file__, *(str(module.__file__) for module in modules)]
+    content = b"".join(Path(source).read_bytes() for source in sources)
+    return hashlib.sha256(content + transformers.__version__.encode()).hexdigest()[:12]
 
 
 def _config(model_type: str, settings: dict[str, Any]) -> transformers.PreTrainedConfig:
     return transformers.AutoConfig.for_model(model_type, **settings)
+
+
+def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
+    """What a family needs to be small and still itself: several windows fit in a short prompt."""
+    if model_type == "mistral":
+        return {"sliding_window": None}
+    if model_type in HYBRID_SETTINGS:
+        return dict(HYBRID_SETTINGS[model_type])
+    pattern = _LAYER_PATTERNS.get(model_type)
+    if pattern is None:
+        return {}
+    settings = {"sliding_window": SEEDED_WINDOW, "layer_types": (pattern * num_layers)[:num_layers]}
+    # Gemma scales scores by this in place of the head's size.
+    return settings | ({"query_pre_attn_scalar": head_dim} if "gemma" in model_type else {})
 
 
 def _seeded_model(
@@ -297,108 +319,28 @@ def _seeded_model(
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    # Recurrences mix the context in by themselves; sharper scores would only magnify rounding.
+    gain = 1.0 if config.model_type in HYBRID_SETTINGS else _ATTENTION_GAIN
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _initialise(name, parameter, bool(config.tie_word_embeddings), generator)
+            if not initialise_recurrence(name, parameter, generator):
+                sharpness = gain if "attn" in name else 1.0
+                tied = bool(config.tie_word_embeddings)
+                _initialise(name, parameter, sharpness, tied, generator)
     model.eval()
     return model
 
 
-def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
+def _initialise(
+    name: str, parameter: nn.Parameter, sharpness: float, tied: bool, generator: torch.Generator
+) -> None:
     """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
     if parameter.ndim == 1:
-        scale = _ATTENTION_GAIN if "attn" in name else 1.0
-        centre = scale if name.endswith("weight") else 0.0
+        # The mean is 1 in norms that scale by their weight, 0 in those that scale by 1 + weight.
+        plain = float(parameter.mean())
+        centre = plain + sharpness - 1.0 if name.endswith("weight") else 0.0
         parameter.normal_(centre, _NOISE_STD, generator=generator)
     elif "embed" in name:
         parameter.normal_(0.0, _TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
     else:
-        sharpness = _ATTENTION_GAIN if "attn" in name else 1.0
         parameter.normal_(0.0, sharpness * parameter.shape[-1] ** -0.5, generator=generator)
-
-
-def _quieten(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Make special tokens and bytes that are no text unlikely, so that outputs can be read."""
-    quiet = [
-        token_id
-        for token_id in range(len(tokenizer))
-        if token_id in tokenizer.all_special_ids or not _is_text(str(tokenizer.decode([token_id])))
-    ]
-    with torch.no_grad():
-        model.get_output_embeddings().weight[quiet] *= 0.1
-
-
-def _is_text(piece: str) -> bool:
-    return piece == "\n" or (piece.isprintable() and "\N{REPLACEMENT CHARACTER}" not in piece)
-
-
-def _byte_level_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text round-trips, half characters included."""
-    specials = ["<|endoftext|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A",
-            pair="<|bos|> $A $B",
-            special_tokens=[("<|bos|>", tokenizer.token_to_id("<|bos|>"))],
-        )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = _CHAT_TEMPLATE
-    return fast
-
-
-def _wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=specials, show_progress=False
-    )
-    tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=max_length,
-    )
-
-
-def _save(
-    directory: str | Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast | None,
-    max_shard_size: str | None,
-) -> Path:
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    with hidden_progress_bars():
-        model.save_pretrained(path, **shards)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-    return path

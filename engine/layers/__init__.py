@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from engine.layers.head_norm import HeadNorm
+from engine.layers.layer_norm import LayerNorm
 from engine.layers.layer_ops import LayerOps, NativeLayerOps
 from engine.layers.linear import Linear, can_pack
+from engine.layers.mamba import MambaConfig, MambaMixer
+from engine.layers.mamba2 import Mamba2Config, Mamba2Mixer
 from engine.layers.mlp import GatedMLP
+from engine.layers.moe import SparseMoE
 from engine.layers.norm import RMSNorm
+from engine.layers.packed_layout import PackedLayout
+from engine.layers.plain_mlp import PlainMLP
 from engine.layers.rotary import RotaryEmbedding, apply_rotary, rope_frequencies
 
 __all__ = [
     "GatedMLP",
+    "HeadNorm",
+    "LayerNorm",
     "LayerOps",
     "Linear",
+    "Mamba2Config",
+    "Mamba2Mixer",
+    "MambaConfig",
+    "MambaMixer",
     "NativeLayerOps",
+    "PackedLayout",
+    "PlainMLP",
     "RMSNorm",
     "RotaryEmbedding",
+    "SparseMoE",
     "apply_rotary",
     "can_pack",
     "rope_frequencies",

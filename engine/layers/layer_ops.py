@@ -29,8 +29,10 @@ class LayerOps:
             scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
             output: Tensor = (x * scale).mul_(weight)
             return output
-        # As in transformers: rounded to x's type before the weight is applied.
-        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype).mul_(weight)
+        # As in transformers: rounded to x's type before the weight is applied, or after it where
+        # the weight is float32 (Gemma).
+        normed = F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
+        return normed.mul_(weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add ``x`` to ``residual`` in place, and return the sum normalised."""

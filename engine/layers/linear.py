@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class Linear(nn.Module):
     Args:
         in_features: width of the input.
         parts: checkpoint name of each matrix to its number of rows, in order.
-        bias: whether the parts have biases.
+        bias: whether the parts have biases, or the names of those that have one.
         dtype: of the weight.
         device: of the weight.
         weight: use this matrix instead of a new one (a head tied to the embedding).
@@ -47,7 +47,7 @@ class Linear(nn.Module):
         in_features: int,
         parts: Mapping[str, int],
         *,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
@@ -60,9 +60,11 @@ class Linear(nn.Module):
             values = torch.empty(self.out_features, in_features, dtype=dtype, device=device)
             weight = nn.Parameter(values, requires_grad=False)
         self.weight: nn.Parameter | None = weight
+        self.biased_parts = (self.parts if bias else ()) if isinstance(bias, bool) else bias
         self.bias: nn.Parameter | None = None
-        if bias:
-            values = torch.empty(self.out_features, dtype=dtype, device=device)
+        if self.biased_parts:
+            # Zeros stay where a part has no bias.
+            values = torch.zeros(self.out_features, dtype=dtype, device=device)
             self.bias = nn.Parameter(values, requires_grad=False)
         self._packed: PackedWeight | None = None
 
@@ -73,7 +75,7 @@ class Linear(nn.Module):
         start = 0
         for part, rows in self.parts.items():
             yield f"{prefix}{part}.weight", self.weight.data[start : start + rows]
-            if self.bias is not None:
+            if self.bias is not None and part in self.biased_parts:
                 yield f"{prefix}{part}.bias", self.bias.data[start : start + rows]
             start += rows
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
+from engine.layers.activation import activation_of
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 
@@ -22,6 +22,7 @@ class GatedMLP(nn.Module):
         intermediate_size: width of gate and of up.
         activation: transformers' name of the activation.
         bias: whether the projections have biases.
+        names: what checkpoints call the gate's, the up and the down projection.
         dtype: of the weights.
         device: of the weights.
         ops: what computes the gating.
@@ -37,18 +38,17 @@ class GatedMLP(nn.Module):
         activation: str,
         *,
         bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         dtype: torch.dtype,
         device: torch.device,
         ops: LayerOps | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACT2FN:
-            raise ValueError(f"unknown activation {activation!r}; known are {sorted(ACT2FN)}")
-        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        gate_up = dict.fromkeys(names[:2], intermediate_size)
         self.gate_up = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
-        down = {"down_proj": hidden_size}
+        down = {names[2]: hidden_size}
         self.down = Linear(intermediate_size, down, bias=bias, dtype=dtype, device=device)
-        self.activation = ACT2FN[activation]
+        self.activation = activation_of(activation)
         self.ops = ops or LayerOps()
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

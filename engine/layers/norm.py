@@ -18,7 +18,9 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width of the last dimension.
         eps: added to the mean square.
-        dtype: of the weight.
+        offset: added to the loaded weight. Gemma's checkpoints store ``weight - 1``, which is
+            finer than the type can state ``weight``: the sum is kept in float32.
+        dtype: of the weight, if the offset is 0.
         device: of the weight.
         ops: what computes it.
     """
@@ -28,15 +30,22 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         eps: float,
         *,
+        offset: float = 0.0,
         dtype: torch.dtype,
         device: torch.device,
         ops: LayerOps | None = None,
     ) -> None:
         super().__init__()
+        dtype = torch.float32 if offset else dtype
         weight = torch.empty(hidden_size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
+        self.offset = offset
         self.ops = ops or LayerOps()
+
+    def finish_loading(self) -> None:
+        """Add the offset to the loaded weight; call once."""
+        self.weight.data.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``(..., hidden_size)``."""

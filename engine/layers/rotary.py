@@ -20,12 +20,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 __all__ = ["RotaryEmbedding", "apply_rotary", "rope_frequencies"]
 
 
-def rope_frequencies(config: PreTrainedConfig, max_model_len: int) -> tuple[Tensor, float]:
+def rope_frequencies(
+    config: PreTrainedConfig, max_model_len: int, layer_type: str | None = None
+) -> tuple[Tensor, float]:
     """The inverse frequencies that a config asks for.
 
     Args:
         config: a transformers config; its ``rope_parameters`` are read.
         max_model_len: longest sequence that will run; see the module's note.
+        layer_type: whose parameters to read, in configs that have several sets.
 
     Returns:
         ``(rotary_dim / 2,)`` float32 inverse frequencies, and the factor on cosine and sine.
@@ -34,8 +37,11 @@ def rope_frequencies(config: PreTrainedConfig, max_model_len: int) -> tuple[Tens
         ValueError: the config has no rope parameters, or asks for an unknown variant.
     """
     parameters = getattr(config, "rope_parameters", None)
+    if parameters and layer_type is not None:
+        parameters = parameters.get(layer_type)
     if not parameters:
-        raise ValueError(f"{type(config).__name__} has no rope_parameters")
+        of_layers = "" if layer_type is None else f" of {layer_type!r} layers"
+        raise ValueError(f"{type(config).__name__} has no rope_parameters{of_layers}")
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         return _default_frequencies(config, parameters), 1.0
@@ -44,7 +50,7 @@ def rope_frequencies(config: PreTrainedConfig, max_model_len: int) -> tuple[Tens
         raise ValueError(f"unknown rope_type {rope_type!r}; known are {known}")
     # Only dynamic and longrope look at seq_len.
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-        config, torch.device("cpu"), seq_len=max_model_len
+        config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
     )
     return inv_freq, scaling
 

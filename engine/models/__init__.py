@@ -5,12 +5,15 @@ from __future__ import annotations
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderModel
 from engine.models.decoder_config import DecoderConfig
-from engine.models.registry import SUPPORTED_ARCHITECTURES, load_model
+from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.registry import SUPPORTED_ARCHITECTURES, load_model, max_positions
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "CausalModel",
     "DecoderConfig",
     "DecoderModel",
+    "EncoderDecoderModel",
     "load_model",
+    "max_positions",
 ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from engine.attention.layer import Attention, AttentionStep
+from engine.layers import Linear
+from engine.state_layer import StateLayer
 
 __all__ = ["CausalModel"]
 
@@ -16,20 +19,42 @@ class CausalModel(nn.Module):
 
     Attributes:
         attention_layers: every attention layer in order; the engine groups and binds them.
+        state_layers: every recurrent layer in order, likewise; none unless a model says so.
         hidden_size: width of ``hidden_states`` and of prompt embeddings.
         vocab_size: number of logits, or 0 when the checkpoint has no head (an embedding model).
         max_position_embeddings: the longest sequence that the checkpoint's config allows.
     """
 
     attention_layers: list[Attention]
+    state_layers: Sequence[StateLayer] = ()
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
 
-    @property
     @abstractmethod
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names, each with the tensor (or slice) that receives it.
+
+        Args:
+            prefix: of every name but the head's: ``"model."``, or nothing in headless
+                checkpoints.
+        """
+
+    @abstractmethod
+    def finish_loading(self, *, pack_weights: bool) -> None:
+        """Derive what is derived from loaded weights; call once, after the last copy.
+
+        Args:
+            pack_weights: whether to pack every product's weight for the CPU.
+        """
+
+    @property
     def weight_nbytes(self) -> int:
-        """Bytes of all weights as they are held, shared ones counted once."""
+        """Bytes of all weights as they are held, packed ones included, shared ones once."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        counted = {id(p) for linear in linears for p in linear.parameters()}
+        others = [p for p in self.parameters() if id(p) not in counted]
+        return sum(linear.nbytes for linear in linears) + sum(p.nbytes for p in others)
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from engine.models.decoder_config import DecoderConfig
@@ -11,8 +13,8 @@ __all__ = ["llama_config"]
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:
     """``attention_bias`` covers all four projections of the attention."""
-    return DecoderConfig.from_transformers(
-        config,
+    return replace(
+        DecoderConfig.from_transformers(config),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.layer_kind import LayerKind
 
 __all__ = ["mistral_config"]
 
 
 def mistral_config(config: PreTrainedConfig) -> DecoderConfig:
     """The window holds for all layers; ``layer_types`` says nothing about it."""
-    return DecoderConfig.from_transformers(config, sliding_window=config.sliding_window)
+    plain = DecoderConfig.from_transformers(config)
+    return replace(plain, layers=(LayerKind(config.sliding_window),) * len(plain.layers))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from engine.models.decoder_config import DecoderConfig
-from engine.models.qwen2 import active_window
+from engine.models.layer_kind import layer_kinds
 
 __all__ = ["qwen3_config"]
 
 
 def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
     """``attention_bias`` covers all four projections of the attention."""
-    return DecoderConfig.from_transformers(
-        config,
+    return replace(
+        DecoderConfig.from_transformers(config),
+        layers=layer_kinds(config),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
         qk_norm=True,
-        sliding_window=active_window(config),
     )

@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
 from engine.checkpoint import Checkpoint
-from engine.layers import LayerOps, RotaryEmbedding, can_pack, rope_frequencies
+from engine.layers import LayerOps, can_pack
+from engine.models.bamba import build_bamba
+from engine.models.bart import bart_config, build_bart
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderModel, ModelSettings
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoder import build_decoder
+from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.gemma2 import gemma2_config
+from engine.models.gemma3 import gemma3_config
+from engine.models.jamba import build_jamba
 from engine.models.llama import llama_config
+from engine.models.ministral import ministral_config
 from engine.models.mistral import mistral_config
+from engine.models.mllama import build_mllama
+from engine.models.model_settings import ModelSettings
 from engine.models.qwen2 import qwen2_config
 from engine.models.qwen3 import qwen3_config
+from engine.models.seq2seq_config import Seq2SeqConfig
+from engine.models.t5 import build_t5, t5_config
+from engine.models.whisper import build_whisper, whisper_config
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "load_model"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "load_model", "max_positions"]
 
-_FAMILIES: dict[str, Callable[[PreTrainedConfig], DecoderConfig]] = {
-    "Llama": llama_config,
-    "Mistral": mistral_config,
-    "Qwen2": qwen2_config,
-    "Qwen3": qwen3_config,
-}
+Builder = Callable[[PreTrainedConfig, ModelSettings, bool], CausalModel]
+"""From a config, settings, and whether there is a head to a model without its weights yet."""
+
 _WITH_HEAD = "ForCausalLM"
-_HEADLESS = "Model"
+_BUILDERS: dict[tuple[str, ...], Builder] = {
+    ("LlamaForCausalLM", "LlamaModel"): partial(build_decoder, llama_config),
+    ("MistralForCausalLM", "MistralModel"): partial(build_decoder, mistral_config),
+    ("MinistralForCausalLM", "MinistralModel"): partial(build_decoder, ministral_config),
+    ("Qwen2ForCausalLM", "Qwen2Model"): partial(build_decoder, qwen2_config),
+    ("Qwen3ForCausalLM", "Qwen3Model"): partial(build_decoder, qwen3_config),
+    ("Gemma2ForCausalLM", "Gemma2Model"): partial(build_decoder, gemma2_config),
+    # The text model alone: Gemma3Model is the one that sees images.
+    ("Gemma3ForCausalLM", "Gemma3TextModel"): partial(build_decoder, gemma3_config),
+    ("JambaForCausalLM", "JambaModel"): build_jamba,
+    ("BambaForCausalLM", "BambaModel"): build_bamba,
+}
+_BUILDER_OF = {name: builder for names, builder in _BUILDERS.items() for name in names}
 
-SUPPORTED_ARCHITECTURES = tuple(
-    family + suffix for family in _FAMILIES for suffix in (_WITH_HEAD, _HEADLESS)
-)
+EncoderDecoderBuilder = Callable[
+    [PreTrainedConfig, ModelSettings, Collection[str]], EncoderDecoderModel
+]
+"""The same of an encoder-decoder, from the names of the stored weights in place of the head."""
+
+_ENCODER_DECODERS: dict[str, EncoderDecoderBuilder] = {
+    "BartForConditionalGeneration": build_bart,
+    "T5ForConditionalGeneration": build_t5,
+    "WhisperForConditionalGeneration": build_whisper,
+    "MllamaForConditionalGeneration": build_mllama,
+}
+# Their configs have no max_position_embeddings, or mean the encoder's by it.
+_SEQ2SEQ_CONFIGS: dict[str, Callable[[PreTrainedConfig], Seq2SeqConfig]] = {
+    "BartForConditionalGeneration": bart_config,
+    "T5ForConditionalGeneration": t5_config,
+    "WhisperForConditionalGeneration": whisper_config,
+}
+
+SUPPORTED_ARCHITECTURES = (*_BUILDER_OF, *_ENCODER_DECODERS)
 """Architecture names, as ``config.json`` states them, that :func:`load_model` takes."""
 
 
@@ -61,44 +98,45 @@ def load_model(
             the weights do not fit the config.
     """
     device = torch.device(device)
-    family, has_head = _family(checkpoint)
-    config = _FAMILIES[family](checkpoint.config)
-    _require_full_attention(config, checkpoint, max_model_len)
-    packable = can_pack(device, dtype)
-    if pack_weights and not packable:
-        raise ValueError(f"weights are packed for float32 on a CPU only, not {dtype} on {device}")
-    inv_freq, scaling = rope_frequencies(checkpoint.config, max_model_len)
-    rotary = RotaryEmbedding(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
-    settings = ModelSettings(dtype, device, block_size, ops or LayerOps())
-    model = DecoderModel(config, rotary, settings, has_head=has_head)
-    # Some embedding models keep the headless names under a causal architecture.
-    prefix = "model." if "model.embed_tokens.weight" in checkpoint.weight_files else ""
-    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    checkpoint.load_into(dict(model.targets(prefix)), ignored=tied_head)
-    model.finish_loading(pack_weights=packable if pack_weights is None else pack_weights)
-    return model.eval()
-
-
-def _family(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """The family's name, and whether the checkpoint has a language-model head."""
     architecture = checkpoint.architecture
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ValueError(
             f"unsupported architecture {architecture!r} ({checkpoint.path}); "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    has_head = architecture.endswith(_WITH_HEAD)
-    return architecture.removesuffix(_WITH_HEAD if has_head else _HEADLESS), has_head
+    packable = can_pack(device, dtype)
+    if pack_weights and not packable:
+        raise ValueError(f"weights are packed for float32 on a CPU only, not {dtype} on {device}")
+    settings = ModelSettings(dtype, device, block_size, max_model_len, ops or LayerOps())
+    if architecture in _ENCODER_DECODERS:
+        model: CausalModel = _load_encoder_decoder(checkpoint, settings)
+    else:
+        model = _load_decoder(checkpoint, settings)
+    model.finish_loading(pack_weights=packable if pack_weights is None else pack_weights)
+    return model.eval()
 
 
-def _require_full_attention(
-    config: DecoderConfig, checkpoint: Checkpoint, max_model_len: int
-) -> None:
-    """A window that no sequence outgrows is full attention; a narrower one is not there yet."""
-    window = config.sliding_window
-    if window is not None and window < max_model_len:
-        raise ValueError(
-            f"{checkpoint.path} attends within a sliding window of {window} tokens, which is not "
-            f"supported yet; set max_model_len to at most {window} (it is {max_model_len}), "
-            f"which makes it full attention"
-        )
+def max_positions(checkpoint: Checkpoint) -> int:
+    """Tokens of the longest sequence that a checkpoint's decoder allows."""
+    read_config = _SEQ2SEQ_CONFIGS.get(checkpoint.architecture)
+    if read_config is not None:
+        return read_config(checkpoint.config).max_position_embeddings
+    limit: int = checkpoint.config.get_text_config().max_position_embeddings
+    return limit
+
+
+def _load_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
+    architecture, config = checkpoint.architecture, checkpoint.config
+    model = _BUILDER_OF[architecture](config, settings, architecture.endswith(_WITH_HEAD))
+    # Some embedding models keep the headless names under a causal architecture.
+    prefix = "model." if "model.embed_tokens.weight" in checkpoint.weight_files else ""
+    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    checkpoint.load_into(dict(model.targets(prefix)), ignored=tied_head)
+    return model
+
+
+def _load_encoder_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> EncoderDecoderModel:
+    builder = _ENCODER_DECODERS[checkpoint.architecture]
+    model = builder(checkpoint.config, settings, checkpoint.weight_files)
+    checkpoint.load_into(dict(model.targets("")), ignored=model.ignored_weights)
+    return model

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from engine.layers import GatedMLP, Linear, RMSNorm, can_pack
+from engine.layers import GatedMLP, HeadNorm, Linear, RMSNorm, can_pack
 
 CPU = torch.device("cpu")
 
@@ -71,6 +72,39 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype):
     x = (10 * torch.randn(7, 32, generator=generator)).to(dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(norm(x), theirs(x).detach(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_with_an_offset_equals_gemmas(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    theirs = Gemma3RMSNorm(32, 1e-6)
+    theirs.weight.data.normal_(0.0, 0.2, generator=generator)
+    theirs.to(dtype)
+    norm = RMSNorm(32, 1e-6, offset=1.0, dtype=dtype, device=CPU)
+    norm.weight.data.copy_(theirs.weight.data)
+    norm.finish_loading()
+    x = (10 * torch.randn(7, 32, generator=generator)).to(dtype)
+    # In half precision to the last bit: nothing is rounded in between.
+    tolerance = 1e-6 if dtype == torch.float32 else 0.0
+    torch.testing.assert_close(norm(x), theirs(x).detach(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("offset", "norm"), [(0.0, LlamaRMSNorm), (1.0, Gemma3RMSNorm)])
+def test_head_norm_equals_transformers(offset: float, norm: type[nn.Module], dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    ours = HeadNorm(4, 2, 16, 1e-6, offset=offset, dtype=dtype, device=CPU)
+    theirs = {name: norm(16, 1e-6).to(dtype) for name in ("q_norm.weight", "k_norm.weight")}
+    for name, target in ours.targets(""):
+        weight = theirs[name].get_parameter("weight").data
+        weight.normal_(1.0 - offset, 0.2, generator=generator)
+        target.copy_(weight)
+    ours.finish_loading()
+    heads = torch.randn(5, 6, 16, generator=generator).to(dtype)
+    query, key = (theirs[f"{part}_norm.weight"] for part in "qk")
+    expected = torch.cat([query(heads[:, :4]), key(heads[:, 4:])], dim=1).detach()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(ours(heads), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_norm_adds_to_the_residual_in_place():

@@ -161,23 +161,6 @@ def test_the_callers_embeddings_are_left_alone(tmp_path: Path):
     assert all(torch.equal(given, before) for given, before in kept)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("mistral", {"sliding_window": 63}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 63, "max_window_layers": 1}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 63, "max_window_layers": 0}),
-    ],
-)
-def test_window_narrower_than_the_longest_sequence_is_refused(
-    family: str, settings: dict[str, Any], tmp_path: Path
-):
-    folder = build_causal_lm(tmp_path, family, with_tokenizer=False, **settings)
-    with pytest.raises(ValueError, match=r"window of 63 tokens.*max_model_len to at most 63"):
-        load(folder)
-    assert load(folder, max_model_len=63).hidden_size == 64
-
-
 def test_unsupported_architecture_lists_the_supported(tmp_path: Path):
     folder = build_causal_lm(tmp_path, with_tokenizer=False)
     config = json.loads((folder / "config.json").read_text())

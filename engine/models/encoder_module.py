@@ -1,0 +1,129 @@
+"""transformers' own encoders, held beside our decoders: padded batches in, packed rows out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.encoder_input import EncoderInput
+from engine.models.model_settings import ModelSettings
+
+__all__ = ["EncoderModule", "TextEncoder", "build_empty", "check_num_tokens", "stacked_feature"]
+
+
+class EncoderModule(nn.Module):
+    """One encoder of transformers.
+
+    Attributes:
+        max_len: most rows that it gives for one input.
+    """
+
+    max_len: int
+
+    @abstractmethod
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+
+    @abstractmethod
+    def check_input(self, entry: EncoderInput) -> None:
+        """Raise ``ValueError`` that says what is wrong if this input cannot be encoded."""
+
+    @abstractmethod
+    def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Encode checked inputs: ``(sum of num_tokens, width)``, one input after the other."""
+
+
+class TextEncoder(EncoderModule):
+    """Token ids to hidden states, every token seeing all of its own input.
+
+    Args:
+        module: the encoder; its embedding is replaced.
+        embedding: ``(vocab_size, width)`` the matrix that it shares with the decoder.
+        max_len: tokens of the longest input.
+    """
+
+    def __init__(self, module: PreTrainedModel, embedding: nn.Parameter, max_len: int) -> None:
+        super().__init__()
+        self.module = module
+        module.get_input_embeddings().register_parameter("weight", embedding)
+        self.vocab_size = embedding.shape[0]
+        self.max_len = max_len
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """All but the shared embedding."""
+        for name, tensor in self.module.state_dict().items():
+            if name != "embed_tokens.weight":
+                yield f"{prefix}{name}", tensor
+
+    def check_input(self, entry: EncoderInput) -> None:
+        """Ids of the vocabulary, at least one, at most ``max_len``."""
+        if entry.features:
+            raise ValueError(
+                f"{type(self.module).__name__} encodes text, "
+                f"got an encoder input with {', '.join(entry.features)}"
+            )
+        if not 1 <= len(entry.token_ids) <= self.max_len:
+            raise ValueError(
+                f"the encoder prompt has {len(entry.token_ids)} tokens; "
+                f"this model takes 1 to {self.max_len}"
+            )
+        check_num_tokens(entry, len(entry.token_ids))
+        if not 0 <= min(entry.token_ids) <= max(entry.token_ids) < self.vocab_size:
+            raise ValueError(f"encoder prompt ids must be 0 to {self.vocab_size - 1}")
+
+    def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """See :meth:`EncoderModule.forward`."""
+        device = self.module.device
+        ids = pad_sequence([torch.tensor(entry.token_ids) for entry in inputs], batch_first=True)
+        lengths = torch.tensor([entry.num_tokens for entry in inputs])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device)
+        output = self.module(input_ids=ids.to(device), attention_mask=mask.long())
+        rows: Tensor = output.last_hidden_state[mask]
+        return rows
+
+
+def build_empty(
+    make: Callable[[Any], PreTrainedModel],
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+) -> PreTrainedModel:
+    """Make a module of transformers whose weights are not initialised, let alone loaded.
+
+    Args:
+        make: the class, or what calls it.
+        config: of that class; it gets a copy.
+        settings: types and places.
+
+    Raises:
+        RuntimeError: it computes buffers from its config, which would be lost.
+    """
+    with torch.device("meta"):
+        module = make(deepcopy(config))
+    lost = {name for name, _ in module.named_buffers()} - module.state_dict().keys()
+    if lost:
+        raise RuntimeError(f"{type(module).__name__} computes {', '.join(sorted(lost))}")
+    # On the base class, because PreTrainedModel narrows the signature of `to`.
+    nn.Module.to(module, settings.dtype).to_empty(device=settings.device)
+    module.requires_grad_(False).eval()
+    return module
+
+
+def stacked_feature(inputs: Sequence[EncoderInput], name: str, like: nn.Module) -> Tensor:
+    """A feature of all inputs, batch dimension first, on the device of ``like``."""
+    device = next(like.parameters()).device
+    return torch.stack([entry.features[name] for entry in inputs]).to(device)
+
+
+def check_num_tokens(entry: EncoderInput, expected: int) -> None:
+    """Raise ``ValueError`` unless an input announces as many rows as the encoder gives."""
+    if entry.num_tokens != expected:
+        raise ValueError(
+            f"the encoder gives {expected} rows for this input, not num_tokens={entry.num_tokens}"
+        )

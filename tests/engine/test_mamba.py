@@ -1,0 +1,347 @@
+"""Recurrent layers and experts against transformers' modules, whatever the packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import BambaConfig, JambaConfig
+from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
+
+from engine.attention import AttentionStep
+from engine.layers import (
+    Mamba2Config,
+    Mamba2Mixer,
+    MambaConfig,
+    MambaMixer,
+    PackedLayout,
+    SparseMoE,
+)
+from engine.layers.causal_conv import CausalConv
+from engine.layers.packed_layout import Chunks, TimeOrder
+from engine.layers.ssd_scan import SsdInputs, ssd_scan
+from engine.state_layer import StateLayer, StateMetadata
+from prefix_cache import MambaSpec, StateTensor
+
+HIDDEN = 32
+CPU = torch.device("cpu")
+JAMBA = JambaConfig(
+    hidden_size=HIDDEN,
+    intermediate_size=48,
+    num_experts=5,
+    num_experts_per_tok=2,
+    mamba_d_state=8,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_dt_rank=4,
+)
+BAMBA = BambaConfig(
+    hidden_size=HIDDEN,
+    num_hidden_layers=1,
+    mamba_n_heads=8,
+    mamba_d_head=8,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_chunk_size=16,
+)
+MAMBA_CONFIG = MambaConfig(
+    hidden_size=HIDDEN,
+    inner_size=2 * HIDDEN,
+    state_size=8,
+    dt_rank=4,
+    kernel_size=4,
+    activation="silu",
+    norm_eps=JAMBA.rms_norm_eps,
+    conv_bias=True,
+    projection_bias=False,
+)
+MAMBA2_CONFIG = Mamba2Config(
+    hidden_size=HIDDEN,
+    num_heads=8,
+    head_dim=8,
+    num_groups=2,
+    state_size=16,
+    kernel_size=4,
+    activation="silu",
+    norm_eps=BAMBA.rms_norm_eps,
+    conv_bias=True,
+    projection_bias=False,
+    dt_limit=(0.0, float("inf")),
+)
+
+Mixer = MambaMixer | Mamba2Mixer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A mixer, and transformers' with the same weights."""
+
+    mixer: Mixer
+    theirs: nn.Module
+
+
+@cache
+def pair(kind: str) -> Pair:
+    mixer: Mixer
+    theirs: nn.Module
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        if kind == "mamba":
+            theirs = JambaMambaMixer(JAMBA, 0).eval()
+            mixer = MambaMixer("m", MAMBA_CONFIG, 4, dtype=torch.float32, device=CPU)
+        else:
+            theirs = BambaMixer(BAMBA, 0).eval()
+            mixer = Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=torch.float32, device=CPU)
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                if name == "A_log":
+                    # Slow decays too, or nothing is remembered for long.
+                    parameter.sub_(torch.rand_like(parameter), alpha=3)
+    copy_weights(mixer, theirs)
+    mixer.finish_loading()
+    return Pair(mixer, theirs)
+
+
+def copy_weights(ours: Mixer | SparseMoE, theirs: nn.Module) -> None:
+    targets = dict(ours.targets(""))
+    weights = theirs.state_dict()
+    assert targets.keys() == weights.keys()
+    for name, target in targets.items():
+        target.copy_(weights[name])
+
+
+@torch.inference_mode()
+def run_mixer(
+    mixer: Mixer, sequences: Sequence[Tensor], steps: Sequence[Sequence[tuple[int, int]]]
+) -> list[Tensor]:
+    """Run steps of ``(request, number of tokens)``, decodes first.
+
+    Every request has two pages: even ones stay in their first, odd ones move at every step.
+    """
+    num_pages = 1 + 2 * len(sequences)
+    states = [
+        torch.full((num_pages, *kept.shape), torch.nan, dtype=kept.dtype)
+        for kept in mixer.state.spec.states
+    ]
+    mixer.state.bind(states, 0)
+    done, moves = [0] * len(sequences), [0] * len(sequences)
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    for batch in steps:
+        requests, counts = [r for r, _ in batch], [count for _, count in batch]
+        read = [1 + 2 * r + moves[r] % 2 for r in requests]
+        write = [1 + 2 * r + (moves[r] + r) % 2 for r in requests]
+        starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        metadata = StateMetadata(
+            query_start_loc=starts,
+            num_decodes=counts.count(1),
+            read_pages=torch.tensor(read),
+            write_pages=torch.tensor(write),
+            has_state=torch.tensor([done[r] > 0 for r in requests]),
+        )
+        layout = PackedLayout(starts, metadata.num_decodes, mixer.conv.state_shape[0], CPU)
+        x = torch.cat([sequences[r][done[r] : done[r] + count] for r, count in batch])
+        mixed = mixer(x, AttentionStep([None], [metadata]), layout)
+        for (r, count), part in zip(batch, mixed.split(counts), strict=True):
+            rows[r].append(part)
+            done[r] += count
+            moves[r] += r % 2
+    return [torch.cat(parts) for parts in rows]
+
+
+def check_mixer(kind: str, steps: Sequence[Sequence[tuple[int, int]]]) -> None:
+    lengths: dict[int, int] = {}
+    for batch in steps:
+        for r, count in batch:
+            lengths[r] = lengths.get(r, 0) + count
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randn(lengths[r], HIDDEN, generator=generator) for r in range(len(lengths))]
+    both = pair(kind)
+    for x, mixed in zip(sequences, run_mixer(both.mixer, sequences, steps), strict=True):
+        with torch.inference_mode():
+            expected = both.theirs(x[None])[0]
+        torch.testing.assert_close(mixed, expected, atol=2e-5, rtol=1e-4)
+
+
+@st.composite
+def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
+    """Requests that start at different steps, in chunks of any size, packed in any order."""
+    queues = draw(
+        st.lists(
+            st.lists(st.one_of(st.just(1), st.integers(1, 21)), min_size=1, max_size=5),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    starts = [draw(st.integers(0, 3)) for _ in queues]
+    steps = []
+    for step in range(8):
+        batch = [
+            (r, queue[step - start])
+            for r, (queue, start) in enumerate(zip(queues, starts, strict=True))
+            if 0 <= step - start < len(queue)
+        ]
+        shuffled = draw(st.permutations(batch))
+        steps.append(sorted(shuffled, key=lambda item: item[1] != 1))
+    return [batch for batch in steps if batch]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@settings(max_examples=40, deadline=None)
+@given(steps=packed_steps())
+def test_no_packing_changes_what_a_request_gets(kind: str, steps: list[list[tuple[int, int]]]):
+    check_mixer(kind, steps)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_prompts_longer_than_a_chunk_of_the_scan(kind: str):
+    check_mixer(kind, [[(2, 1), (0, 150), (1, 64)], [(1, 1), (2, 65), (0, 70)]])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_the_recurrence_is_float32_in_a_bfloat16_model(kind: str):
+    mixer: Mixer
+    if kind == "mamba":
+        mixer = MambaMixer("m", MAMBA_CONFIG, 4, dtype=torch.bfloat16, device=CPU)
+    else:
+        mixer = Mamba2Mixer("m", MAMBA2_CONFIG, 4, dtype=torch.bfloat16, device=CPU)
+    assert [kept.dtype for kept in mixer.state.spec.states] == [torch.bfloat16, torch.float32]
+    copy_weights(mixer, pair(kind).theirs)
+    mixer.finish_loading()
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
+    steps = [[(0, 12)], [(0, 1)], [(0, 7)]]
+    (mixed,) = run_mixer(mixer, [x.bfloat16()], steps)
+    (exact,) = run_mixer(pair(kind).mixer, [x], steps)
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.float(), exact, atol=0.05 * float(exact.abs().max()), rtol=0)
+
+
+def test_a_strong_decay_does_not_blur_the_weak_ones_after_it():
+    generator = torch.Generator().manual_seed(0)
+    length, heads, head_dim, size = 50, 2, 3, 4
+    a = -0.01 * torch.rand(length, heads, generator=generator)
+    a[::7] = -3000.0
+    x = torch.randn(length, heads, head_dim, generator=generator)
+    b, c = torch.randn(2, length, 1, size, generator=generator)
+    inputs = SsdInputs(x, a, b, c)
+    before = torch.randn(1, heads, head_dim, size, generator=generator)
+    y, after = ssd_scan(inputs, before, Chunks.of(torch.tensor([length]), CPU))
+
+    h = before[0].double()
+    for t in range(length):
+        h = h * a[t].double().exp()[:, None, None] + x[t].double()[..., None] * b[t].double()
+        torch.testing.assert_close(y[t].double(), (h * c[t].double()).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after[0].double(), h, atol=1e-5, rtol=1e-5)
+
+
+def test_time_order_of_the_example():
+    order = TimeOrder.of(torch.tensor([3, 1, 4]), CPU)
+    a, b, c = [0, 1, 2], [3], [4, 5, 6, 7]
+    assert order.sequences.tolist() == [2, 0, 1]
+    assert order.items.tolist() == [c[0], a[0], b[0], c[1], a[1], c[2], a[2], c[3]]
+    assert order.batch_sizes == (3, 2, 2, 1)
+
+
+def state_layer(num_pages: int) -> tuple[StateLayer, Tensor]:
+    """A layer with one state of two numbers, whose pages all hold NaN, as others left them."""
+    layer = StateLayer("layers.0.mamba", MambaSpec(4, (StateTensor((2,), torch.float32),)))
+    pages = torch.full((num_pages, 2), torch.nan)
+    layer.bind([pages], 0)
+    return layer, pages
+
+
+def state_step(read: list[int], write: list[int], has_state: list[bool]) -> AttentionStep:
+    metadata = StateMetadata(
+        query_start_loc=torch.arange(len(read) + 1, dtype=torch.int32),
+        num_decodes=len(read),
+        read_pages=torch.tensor(read),
+        write_pages=torch.tensor(write),
+        has_state=torch.tensor(has_state),
+    )
+    return AttentionStep([None], [metadata])
+
+
+def test_a_request_that_begins_reads_zeros_whatever_its_page_held():
+    layer, _ = state_layer(4)
+    (states,) = layer.read(state_step([0, 3], [2, 3], [False, False]))
+    assert torch.equal(states, torch.zeros(2, 2))
+
+
+def test_a_kept_state_is_unchanged_by_the_request_that_continues_it():
+    layer, pages = state_layer(5)
+    pages[1], pages[3] = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    step = state_step([3, 1], [2, 1], [True, True])
+    (states,) = layer.read(step)
+    assert states.tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    layer.write(step, states.add_(10))
+    assert pages[1:4].tolist() == [[11.0, 12.0], [13.0, 14.0], [3.0, 4.0]]
+
+
+def test_a_layer_without_memory_says_so():
+    layer = StateLayer("layers.0.mamba", MambaSpec(4, ()))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mamba has no states yet"):
+        layer.read(state_step([0], [1], [False]))
+
+
+@cache
+def experts() -> tuple[SparseMoE, JambaSparseMoeBlock]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        theirs = JambaSparseMoeBlock(JAMBA).eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    ours = SparseMoE(
+        HIDDEN,
+        JAMBA.intermediate_size,
+        num_experts=JAMBA.num_experts,
+        num_experts_per_token=JAMBA.num_experts_per_tok,
+        activation="silu",
+        dtype=torch.float32,
+        device=CPU,
+    )
+    weights = theirs.state_dict()
+    gate_up, down = weights["experts.gate_up_proj"], weights["experts.down_proj"]
+    targets = dict(ours.targets(""))
+    targets["router.weight"].copy_(weights["router.weight"])
+    for index in range(JAMBA.num_experts):
+        gate, up = gate_up[index].chunk(2)
+        targets[f"experts.{index}.gate_proj.weight"].copy_(gate)
+        targets[f"experts.{index}.up_proj.weight"].copy_(up)
+        targets[f"experts.{index}.down_proj.weight"].copy_(down[index])
+    return ours, theirs
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 37])
+@torch.inference_mode()
+def test_experts_equal_transformers(num_tokens: int):
+    ours, theirs = experts()
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
+    torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-6, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_tokens_experts_do_not_depend_on_the_others():
+    ours, _ = experts()
+    x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([ours(row[None]) for row in x])
+    torch.testing.assert_close(ours(x), alone, atol=1e-6, rtol=1e-5)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    options = {"dtype": torch.float32, "device": CPU}
+    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+        CausalConv(8, 1, bias=False, **options)
+    with pytest.raises(ValueError, match=r"1 to 4 experts.*num_experts_per_tok is 5"):
+        SparseMoE(8, 8, num_experts=4, num_experts_per_token=5, activation="silu", **options)
+    with pytest.raises(ValueError, match="multiple of its groups, got 8 and 3"):
+        Mamba2Config(8, 8, 2, 3, 4, 4, "silu", 1e-6, True, False, (0.0, 1.0))
