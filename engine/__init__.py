@@ -17,7 +17,19 @@ from engine.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from engine.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from engine.prompts import (
+    AudioPrompt,
+    AudioTask,
+    ChatPrompt,
+    DecoderPrompt,
+    EmbedsPrompt,
+    EncoderPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+)
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,14 +40,20 @@ if TYPE_CHECKING:
     from engine.stats import EngineStats
 
 __all__ = [
+    "AudioPrompt",
+    "AudioTask",
     "ChatPrompt",
     "CompletionOutput",
+    "DecoderPrompt",
     "EmbedsPrompt",
     "EncoderEngine",
     "EncoderOutput",
+    "EncoderPrompt",
     "EngineConfig",
     "EngineStats",
+    "ExplicitEncoderDecoderPrompt",
     "FinishReason",
+    "ImagePrompt",
     "LLMEngine",
     "MemoryPlan",
     "Prompt",

@@ -29,6 +29,12 @@ class EngineSettings(BaseModel):
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step.
+        max_num_encoder_tokens: encoder tokens of one step, in encoder-decoder models; a longer
+            input runs in a step of its own. None sets no limit.
+        preemption: what becomes of a request that has to make room: ``recompute`` forgets its
+            state, ``swap`` moves it to host memory as long as there is room.
+        num_swap_blocks: blocks of host memory for ``swap``, the null block included; None takes
+            as many as the pool has.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         seed: of the engine's own generator, which seeds requests that bring no seed.
     """
@@ -46,6 +52,9 @@ class EngineSettings(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     max_num_seqs: int = Field(default=16, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_num_encoder_tokens: int | None = Field(default=None, ge=1)
+    preemption: Literal["recompute", "swap"] = "recompute"
+    num_swap_blocks: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
     seed: int = Field(default=0, ge=0)
 
@@ -57,6 +66,12 @@ class EngineSettings(BaseModel):
                 f"max_num_seqs ({self.max_num_seqs}), or running requests could not all "
                 "decode one token in a step"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _swap_blocks_are_for_swapping(self) -> Self:
+        if self.num_swap_blocks is not None and self.preemption != "swap":
+            raise ValueError("num_swap_blocks is for preemption: swap; set that, or leave it out")
         return self
 
 

@@ -19,9 +19,9 @@ from engine.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder_queue import EncoderQueue
 from engine.encoder_request import EncoderOutput, EncoderRequest
 from engine.engine_builder import resolve_device, resolve_dtype
-from engine.input_processor import resolve_prompt
 from engine.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.pooling import Pooling, pool, resolve_pooling
+from engine.prompt_tokens import resolve_prompt
 from engine.prompts import Prompt
 from engine.stats import EngineStats
 from engine.tokenizer import load_tokenizer
@@ -309,6 +309,7 @@ class EncoderEngine:
             # Rows lie on the host, wherever the model runs.
             config,
             max(1, sum(block_nbytes.values())),
+            lambda num_tokens: -(-num_tokens // config.block_size),
             self.max_model_len,
             torch.device("cpu"),
         )
@@ -319,7 +320,6 @@ class EncoderEngine:
             num_blocks=num_blocks,
             block_size=config.block_size,
             page_bytes=0,
-            groups=(),
             max_model_len=self.max_model_len,
             stage_output_bytes={
                 name: num_blocks * nbytes for name, nbytes in sorted(block_nbytes.items())

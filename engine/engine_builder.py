@@ -12,17 +12,32 @@ from transformers import PreTrainedTokenizerBase
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
+from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
 from engine.input_batch import InputBatch
 from engine.input_processor import InputLimits, InputProcessor
 from engine.layers import LayerOps, NativeLayerOps
 from engine.malloc_thresholds import keep_freed_memory
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model_runner import ModelRunner
-from engine.models.registry import load_model
+from engine.models.base import CausalModel
+from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.registry import load_model, max_positions
 from engine.native import load_kernels
 from engine.scheduler import Scheduler
 from engine.tokenizer import eos_token_ids, load_tokenizer
-from prefix_cache import KVCacheManager, PagedMemory, group_layers
+from prefix_cache import (
+    ENCODER_HIDDEN_STATES,
+    AttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    HostOnlySpec,
+    KVCacheGroup,
+    KVCacheManager,
+    KVCacheSpec,
+    PagedMemory,
+    SwapSpace,
+    group_layers,
+)
 
 __all__ = ["EngineParts", "build_engine_parts", "resolve_device", "resolve_dtype"]
 
@@ -40,6 +55,7 @@ class EngineParts:
     kv_cache_manager: KVCacheManager
     scheduler: Scheduler
     model_runner: ModelRunner
+    swap_space: SwapSpace | None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -97,7 +113,8 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         ops=NativeLayerOps(load_kernels()) if attention == "native" else LayerOps(),
     )
     tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=config.trust_remote_code)
-    groups = group_layers({layer.layer_name: layer.spec for layer in model.attention_layers})
+    groups = _cache_groups(model, config.block_size)
+    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
     kv_config, plan = plan_memory(
         config,
         groups,
@@ -106,22 +123,36 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         device=device,
         dtype=dtype,
         attention=attention,
+        max_encoder_len=max_encoder_len,
     )
     kv_cache_manager = KVCacheManager(
         kv_config,
         enable_prefix_caching=config.enable_prefix_caching,
         output_names=output_names,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
     input_batch = InputBatch(
         max_num_seqs=max(config.max_num_seqs, 2),  # the warm-up runs two
         max_model_len=max(max_model_len, 3),
         block_sizes=[group.spec.block_size for group in groups],
+        max_encoder_lens={
+            group_id: max_encoder_len
+            for group_id, group in enumerate(groups)
+            if isinstance(group.spec, CrossAttentionSpec)
+        },
     )
+    swap_space = _swap_space(config, kv_cache_manager)
     runner = ModelRunner(
         model,
         kv_cache_manager=kv_cache_manager,
         memory=PagedMemory(kv_config, device),
-        backends=[get_backend(attention, device, dtype, group.spec.block_size) for group in groups],
+        swap_memory=PagedMemory(swap_space.config) if swap_space is not None else None,
+        backends=[
+            get_backend(attention, device, dtype, group.spec.block_size)
+            if isinstance(group.spec, AttentionSpec)
+            else None
+            for group in groups
+        ],
         input_batch=input_batch,
         device=device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, 5),
@@ -131,10 +162,14 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     limits = InputLimits(
         max_model_len=max_model_len,
         hidden_size=model.hidden_size,
-        vocab_size=checkpoint.config.get_text_config().vocab_size,
+        vocab_size=(
+            model.input_vocab_size
+            if isinstance(model, EncoderDecoderModel)
+            else checkpoint.config.get_text_config().vocab_size
+        ),
         has_lm_head=model.vocab_size > 0,
         block_size=config.block_size,
-        usable_tokens=plan.num_tokens,
+        usable_tokens=kv_cache_manager.longest_sequence(max_model_len),
         dtype=dtype,
     )
     return EngineParts(
@@ -146,6 +181,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             limits,
             eos_token_ids=eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer),
             seed=config.seed,
+            encoder_decoder=(
+                EncoderDecoderInputProcessor.from_checkpoint(checkpoint, tokenizer, model)
+                if isinstance(model, EncoderDecoderModel)
+                else None
+            ),
         ),
         kv_cache_manager=kv_cache_manager,
         scheduler=Scheduler(
@@ -153,19 +193,39 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_encoder_tokens=config.max_num_encoder_tokens,
+            swap_space=swap_space,
         ),
         model_runner=runner,
+        swap_space=swap_space,
     )
 
 
+def _swap_space(config: EngineConfig, manager: KVCacheManager) -> SwapSpace | None:
+    """Host pages for requests that are swapped out, if that was asked for."""
+    if config.preemption != "swap":
+        return None
+    return SwapSpace(manager, config.num_swap_blocks or manager.config.num_large_pages)
+
+
+def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ...]:
+    """The groups of a model's layers, and one on the host if none of them keeps all tokens."""
+    specs: dict[str, KVCacheSpec] = {x.layer_name: x.spec for x in model.attention_layers}
+    specs |= {layer.layer_name: layer.spec for layer in model.state_layers}
+    groups = group_layers(specs)
+    if any(isinstance(group.spec, FullAttentionSpec) for group in groups):
+        return groups
+    return (*groups, KVCacheGroup((), HostOnlySpec(block_size)))
+
+
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    limit: int = checkpoint.config.get_text_config().max_position_embeddings
+    limit = max_positions(checkpoint)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
         raise ValueError(
             f"max_model_len {config.max_model_len} is longer than the {limit} positions that the "
-            f"checkpoint {config.model!r} allows (max_position_embeddings)"
+            f"checkpoint {config.model!r} allows"
         )
     return config.max_model_len
 
@@ -173,7 +233,10 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
 def _check_output_names(
     wanted: Collection[str] | None, emitted: Collection[str], manager: KVCacheManager
 ) -> None:
-    missing = sorted(set(wanted or ()) - set(manager.stage_outputs.shapes))
+    known = set(manager.stage_outputs.shapes)
+    if manager.encoder_outputs is not None:
+        known.add(ENCODER_HIDDEN_STATES)
+    missing = sorted(set(wanted or ()) - known)
     if missing:
         raise ValueError(
             f"the model has no per-token output {', '.join(map(repr, missing))}; "

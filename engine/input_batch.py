@@ -19,7 +19,7 @@ without a loop over tokens::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +37,9 @@ class GroupInputs:
     Attributes:
         block_table: ``(num_reqs, K)`` int32 of the scheduled requests, in the step's order; cut
             to the longest of them.
-        block_table_indices: ``(num_tokens,)`` into the flattened persistent table.
-        slot_mapping: ``(num_tokens,)`` where each token's entry is written.
+        block_table_indices: ``(num_tokens,)`` into the flattened persistent table; of
+            cross-attention groups per encoder token that this step brings.
+        slot_mapping: likewise, where each token's entry is written.
     """
 
     block_table: npt.NDArray[np.int32]
@@ -58,6 +59,7 @@ class StepInputs:
         query_start_loc: ``(num_reqs + 1,)`` where each request's tokens start.
         seq_lens: ``(num_reqs,)`` computed tokens plus this step's.
         num_computed_tokens: ``(num_reqs,)``.
+        encoder_lens: ``(num_reqs,)`` encoder tokens that each request's tokens see.
         groups: one entry per KV-cache group.
     """
 
@@ -68,6 +70,7 @@ class StepInputs:
     query_start_loc: IntArray
     seq_lens: IntArray
     num_computed_tokens: IntArray
+    encoder_lens: IntArray
     groups: tuple[GroupInputs, ...]
 
 
@@ -80,17 +83,27 @@ class InputBatch:
         max_num_seqs: rows.
         max_model_len: columns of the token table.
         block_sizes: tokens per block of each KV-cache group.
+        max_encoder_lens: longest encoder sequence of each group that is cross-attention.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        max_encoder_lens: Mapping[int, int] | None = None,
     ) -> None:
         self._block_sizes = tuple(block_sizes)
+        self._cross_groups = dict(max_encoder_lens or {})
         # np.zeros leaves untouched pages unbacked, so a long max_model_len costs nothing.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
         self._block_tables = tuple(
-            np.zeros((max_num_seqs, -(-max_model_len // size)), dtype=np.int32)
-            for size in self._block_sizes
+            np.zeros(
+                (max_num_seqs, -(-self._cross_groups.get(group_id, max_model_len) // size)),
+                dtype=np.int32,
+            )
+            for group_id, size in enumerate(self._block_sizes)
         )
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = [[0] * max_num_seqs for _ in self._block_sizes]
@@ -152,6 +165,8 @@ class InputBatch:
         request_ids: Sequence[str],
         num_computed_tokens: Sequence[int],
         num_scheduled_tokens: Sequence[int],
+        encoder_lens: Sequence[int] = (),
+        num_arriving: Sequence[int] = (),
     ) -> StepInputs:
         """Cut one step's inputs from the tables.
 
@@ -159,6 +174,8 @@ class InputBatch:
             request_ids: who runs, in the order in which their tokens shall be packed.
             num_computed_tokens: per request, tokens computed before this step.
             num_scheduled_tokens: per request, tokens to run, at least 1.
+            encoder_lens: per request, the encoder tokens that it sees; empty if nobody sees any.
+            num_arriving: per request, encoder tokens that come with this step; empty if none do.
         """
         rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
         computed = np.asarray(num_computed_tokens, dtype=np.int64)
@@ -173,6 +190,8 @@ class InputBatch:
         )
         token_indices = request_indices * self._token_ids.shape[1] + positions
         seq_lens = computed + scheduled
+        encoder = np.asarray(encoder_lens or [0] * len(rows), dtype=np.int64)
+        arriving = np.asarray(num_arriving or [0] * len(rows), dtype=np.int64)
         return StepInputs(
             request_indices=request_indices,
             positions=positions,
@@ -181,10 +200,23 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             num_computed_tokens=computed,
+            encoder_lens=encoder,
             groups=tuple(
-                self._prepare_group(group_id, rows, request_indices, positions, seq_lens)
+                self._prepare_cross_group(group_id, rows, encoder, arriving)
+                if group_id in self._cross_groups
+                else self._prepare_group(group_id, rows, request_indices, positions, seq_lens)
                 for group_id in range(len(self._block_sizes))
             ),
+        )
+
+    def _prepare_cross_group(
+        self, group_id: int, rows: IntArray, encoder_lens: IntArray, arriving: IntArray
+    ) -> GroupInputs:
+        """Tables of whole encoder sequences, and slots of those that come with this step."""
+        starts = np.cumsum(arriving) - arriving
+        positions = np.arange(int(arriving.sum())) - np.repeat(starts, arriving)
+        return self._prepare_group(
+            group_id, rows, np.repeat(rows, arriving), positions, encoder_lens
         )
 
     def _prepare_group(

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
-from operator import index
-from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engine.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
-from engine.request import Request, embeds_spans
+from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
+from engine.encoder_input import EncoderInput, EncoderView
+from engine.prompt_tokens import resolve_prompt
+from engine.prompts import Prompt
+from engine.request import Request, embeds_spans, encoder_spans
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
+from engine.sampling_state import LogitsRule
 from engine.stop_checker import CompletionText
-from engine.tokenizer import render_chat
+from prefix_cache import ContentSpan
 
-__all__ = ["InputLimits", "InputProcessor", "resolve_prompt", "tokenize"]
+__all__ = ["InputLimits", "InputProcessor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,111 +47,16 @@ class InputLimits:
     dtype: torch.dtype
 
 
-def tokenize(
-    prompt: str | TextPrompt | ChatPrompt, tokenizer: PreTrainedTokenizerBase | None
-) -> list[int]:
-    """Text or chat messages to token ids.
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A prompt, resolved: what the sequence begins with and what its hashes cover beside it."""
 
-    Raises:
-        ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none.
-    """
-    if tokenizer is None:
-        raise ValueError(
-            "the checkpoint has no tokenizer: give prompt_token_ids or prompt_embeds, not text"
-        )
-    if isinstance(prompt, ChatPrompt):
-        text, add_special_tokens = render_chat(tokenizer, prompt.messages), False
-    elif isinstance(prompt, TextPrompt):
-        text, add_special_tokens = prompt.prompt, prompt.add_special_tokens
-    else:
-        text, add_special_tokens = prompt, True
-    _check_text(text)
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    return ids
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"the prompt's text must be a str, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
-        ) from error
-
-
-def resolve_prompt(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-) -> tuple[list[int], Tensor | None]:
-    """Turn any form of prompt into token ids, or into zeros and the embeddings in their place.
-
-    Args:
-        prompt: what the user gave.
-        tokenizer: of the checkpoint, or None.
-        vocab_size: ids run from 0 to this.
-        hidden_size: width of embeddings.
-        dtype: type that embeddings are cast to.
-
-    Returns:
-        ``num_tokens`` ids, and ``(num_tokens, hidden_size)`` embeddings or None.
-
-    Raises:
-        ValueError: the prompt is empty, of an unknown form, of the wrong width or type, holds
-            unknown ids or numbers that are not finite, or needs a tokenizer that is not there.
-    """
-    if isinstance(prompt, EmbedsPrompt):
-        embeds = _check_embeds(prompt.prompt_embeds, hidden_size, dtype)
-        return [0] * embeds.shape[0], embeds
-    if isinstance(prompt, TokensPrompt):
-        token_ids = _check_integers(prompt.prompt_token_ids)
-    elif isinstance(prompt, str | TextPrompt | ChatPrompt):
-        token_ids = tokenize(prompt, tokenizer)
-    else:
-        raise ValueError(
-            "a prompt is a str, TextPrompt, ChatPrompt, TokensPrompt or EmbedsPrompt, "
-            f"got {type(prompt).__name__}"
-        )
-    if not token_ids:
-        raise ValueError("the prompt is empty: at least one token is needed")
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"prompt token {position} is {token_id}, but the vocabulary has ids "
-                f"0 to {vocab_size - 1}"
-            )
-    return token_ids, None
-
-
-def _check_integers(token_ids: Iterable[SupportsIndex]) -> list[int]:
-    try:
-        return [index(token_id) for token_id in token_ids]
-    except TypeError as error:
-        raise ValueError(f"prompt_token_ids must be integers: {error}") from error
-
-
-def _check_embeds(embeds: object, width: int, dtype: torch.dtype) -> Tensor:
-    if not isinstance(embeds, Tensor) or embeds.layout is not torch.strided:
-        kind = str(embeds.layout) if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise ValueError(f"prompt_embeds must be a dense tensor, got {kind}")
-    if embeds.ndim != 2 or embeds.shape[1] != width:
-        raise ValueError(
-            f"prompt_embeds must be (num_tokens, {width}) for this model, got {tuple(embeds.shape)}"
-        )
-    if not embeds.is_floating_point():
-        raise ValueError(f"prompt_embeds must be floating point, got {embeds.dtype}")
-    if embeds.shape[0] == 0:
-        raise ValueError("the prompt is empty: at least one embedding row is needed")
-    # In the model's type, in which a number may be infinite that was not in its own.
-    embeds = embeds.detach().to(dtype)
-    if not bool(torch.isfinite(embeds).all()):
-        raise ValueError(f"prompt_embeds hold NaN or values that are infinite in {dtype}")
-    return embeds
+    token_ids: list[int]
+    spans: tuple[ContentSpan, ...]
+    embeds: Tensor | None = None
+    encoder_input: EncoderInput | None = None
+    encoder_view: EncoderView | None = None
+    logits_rule: LogitsRule | None = None
 
 
 class InputProcessor:
@@ -160,6 +67,7 @@ class InputProcessor:
         limits: what a request has to stay within.
         eos_token_ids: the checkpoint's end-of-sequence ids.
         seed: of the generator that seeds requests without one.
+        encoder_decoder: splits the prompts of an encoder-decoder model; None for other models.
     """
 
     def __init__(
@@ -169,11 +77,13 @@ class InputProcessor:
         *,
         eos_token_ids: Collection[int],
         seed: int,
+        encoder_decoder: EncoderDecoderInputProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = torch.Generator().manual_seed(seed)
+        self._encoder_decoder = encoder_decoder
         self._arrivals = count()
 
     def process(
@@ -192,22 +102,16 @@ class InputProcessor:
                 ids, or could never fit the pool; or the parameters ask for what the checkpoint
                 cannot do.
         """
-        token_ids, embeds = resolve_prompt(
-            prompt,
-            self._tokenizer,
-            vocab_size=self._limits.vocab_size,
-            hidden_size=self._limits.hidden_size,
-            dtype=self._limits.dtype,
-        )
+        content = self._resolve(prompt, cache_salt)
+        token_ids, params = content.token_ids, self._with_suppressed(params)
         max_num_tokens = self._max_num_tokens(len(token_ids), params)
-        spans = () if embeds is None else embeds_spans(embeds, self._limits.block_size)
         seed = params.seed if params.seed is not None else self._draw_seed()
         return [
             Request(
                 request_id=_completion_id(request_id, index, params.n),
                 token_ids=list(token_ids),
                 num_prompt_tokens=len(token_ids),
-                prompt_embeds=embeds,
+                prompt_embeds=content.embeds,
                 params=params,
                 max_num_tokens=max_num_tokens,
                 priority=priority,
@@ -215,16 +119,56 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 sampling=SamplingState(
                     params,
-                    prompt_token_ids=() if embeds is not None else token_ids,
+                    prompt_token_ids=() if content.embeds is not None else token_ids,
                     seed=(seed + index) % 2**63,
                     eos_token_ids=self._eos_token_ids,
                     vocab_size=self._limits.vocab_size,
+                    rule=content.logits_rule,
+                    begin_suppress_token_ids=self._begin_suppressed,
                 ),
                 text=CompletionText(self._tokenizer, params, self._eos_token_ids),
-                spans=spans,
+                spans=content.spans,
+                encoder_input=content.encoder_input,
+                encoder_view=content.encoder_view,
             )
             for index in range(params.n)
         ]
+
+    def _resolve(self, prompt: Prompt, cache_salt: str | None) -> _Content:
+        limits = self._limits
+        if self._encoder_decoder is not None:
+            inputs = self._encoder_decoder.process(prompt, cache_salt=cache_salt)
+            spans = () if inputs.encoder_input is None else encoder_spans(inputs.encoder_input)
+            return _Content(
+                inputs.prompt_token_ids,
+                spans,
+                encoder_input=inputs.encoder_input,
+                encoder_view=inputs.encoder_view,
+                logits_rule=inputs.logits_rule,
+            )
+        token_ids, embeds = resolve_prompt(
+            prompt,
+            self._tokenizer,
+            vocab_size=limits.vocab_size,
+            hidden_size=limits.hidden_size,
+            dtype=limits.dtype,
+        )
+        spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
+        return _Content(token_ids, spans, embeds=embeds)
+
+    def _with_suppressed(self, params: SamplingParams) -> SamplingParams:
+        """Add what an encoder-decoder checkpoint never wants to see generated."""
+        own = () if self._encoder_decoder is None else self._encoder_decoder.suppress_token_ids
+        if not own:
+            return params
+        both = tuple(dict.fromkeys((*params.suppress_token_ids, *own)))
+        return params.model_copy(update={"suppress_token_ids": both})
+
+    @property
+    def _begin_suppressed(self) -> tuple[int, ...]:
+        if self._encoder_decoder is None:
+            return ()
+        return self._encoder_decoder.begin_suppress_token_ids
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))

@@ -11,19 +11,37 @@ from engine.config import EngineConfig
 from engine.engine_builder import build_engine_parts
 from engine.model_runner import SampledToken
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from engine.prompts import (
+    AudioPrompt,
+    ChatPrompt,
+    EmbedsPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+)
 from engine.request import Request, RequestStatus
 from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import SchedulerOutput
 from engine.stats import EngineStats
-from prefix_cache import check_integrity
+from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
 logger = logging.getLogger(__name__)
 
-_SINGLE_PROMPT = (str, TextPrompt, ChatPrompt, TokensPrompt, EmbedsPrompt)
+_SINGLE_PROMPT = (
+    str,
+    TextPrompt,
+    ChatPrompt,
+    TokensPrompt,
+    EmbedsPrompt,
+    AudioPrompt,
+    ImagePrompt,
+    ExplicitEncoderDecoderPrompt,
+)
 
 
 class LLMEngine:
@@ -53,6 +71,7 @@ class LLMEngine:
         self._kv = parts.kv_cache_manager
         self._scheduler = parts.scheduler
         self._runner = parts.model_runner
+        self._swap = parts.swap_space
         self._declared_outputs = frozenset(output_names or ())
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}
@@ -89,11 +108,34 @@ class LLMEngine:
         requests = self._inputs.process(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
+        for request in requests:
+            self._place_encoder_input(request)
         group = RequestGroup.of(request_id, requests)
         self._groups[request_id] = group
         for request in requests:
             self._group_of[request.request_id] = group
             self._scheduler.add(request)
+
+    def _place_encoder_input(self, request: Request) -> None:
+        """Work out the blocks that an encoder input takes, and refuse one that can never fit."""
+        entry = request.encoder_input
+        if entry is not None:
+            request.encoder_blocks = EncoderBlocks.of(
+                entry.content_hash, entry.num_tokens, self._kv.block_size
+            )
+            self._check_fits(request, entry.num_tokens)
+
+    def _check_fits(self, request: Request, num_encoder_tokens: int) -> None:
+        # The last token is never computed, so it needs no slot.
+        num_slots = max(request.num_prompt_tokens, request.max_num_tokens - 1)
+        if not self._kv.fits(num_slots, num_encoder_tokens):
+            num_blocks = self._kv.pages_for(num_slots, num_encoder_tokens)
+            raise ValueError(
+                f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
+                f"encoder tokens take {num_blocks} blocks, the pool has "
+                f"{self.memory_plan.num_blocks - 1}; shorten the input, lower max_tokens or raise "
+                "num_blocks"
+            )
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests that moved, finished or not. Idle, it does nothing.
@@ -226,6 +268,8 @@ class LLMEngine:
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
         check_integrity(self._kv)
+        if self._swap is not None:
+            check_pool_integrity(self._swap.pool, self._swap.tables())
 
     def close(self) -> None:
         """Drop all requests. Weights and pages go with the last reference to the engine."""
@@ -291,6 +335,10 @@ class LLMEngine:
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
         """End a completion: full-length rows by the block table it still holds, then free."""
         tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
+        if request.encoder_blocks is not None:
+            tensors |= self._kv.gather_encoder_outputs(
+                request.request_id, request.encoder_blocks.num_tokens
+            )
         missing = self._declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"

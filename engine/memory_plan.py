@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
 
+from engine.byte_sizes import format_bytes
 from engine.config import EngineConfig
-from prefix_cache import KVCacheConfig, KVCacheGroup
+from engine.kv_cache_report import KVCacheReport, report_kv_cache
+from prefix_cache import KVCacheConfig, KVCacheGroup, KVCacheManager
 
-__all__ = ["MemoryPlan", "format_bytes", "plan_memory", "resolve_num_blocks"]
+__all__ = ["MemoryPlan", "plan_memory", "resolve_num_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +25,15 @@ class MemoryPlan:
         device: where weights and pages are.
         dtype: element type of both.
         weights_bytes: the model.
-        num_blocks: blocks of the pool, the null block included.
+        num_blocks: blocks of the pool, the null block included; with several KV-cache groups, its
+            large pages.
         block_size: tokens per block.
-        page_bytes: one block, all layers of its group.
-        groups: per KV-cache group, a line for people.
+        page_bytes: one of these blocks (or large pages).
         max_model_len: longest sequence.
         stage_output_bytes: per mirrored tensor, the whole ``(num_blocks, block_size, D)`` store
             on the host.
         attention: the backend that computes attention; None in an engine without a KV cache.
+        kv_cache: the groups of layers, and what they cost; None likewise.
     """
 
     device: str
@@ -38,10 +42,10 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     page_bytes: int
-    groups: tuple[str, ...]
     max_model_len: int
     stage_output_bytes: Mapping[str, int] = field(default_factory=dict)
     attention: str | None = None
+    kv_cache: KVCacheReport | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -50,7 +54,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds; the null block holds none."""
+        """Tokens that the pool holds if all layers keep all tokens; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
     def with_stage_outputs(self, nbytes: Mapping[str, int]) -> MemoryPlan:
@@ -61,20 +65,8 @@ class MemoryPlan:
         """The plan for people, a line per reservation."""
         return [
             f"weights        {format_bytes(self.weights_bytes)} ({self.dtype} on {self.device})",
-            *(
-                [
-                    f"KV cache       {format_bytes(self.kv_cache_bytes)}: {self.num_blocks} "
-                    f"blocks of {self.block_size} tokens, {format_bytes(self.page_bytes)} each",
-                    f"  room         {self.num_tokens} tokens; sequences up to "
-                    f"{self.max_model_len}",
-                ]
-                if self.page_bytes
-                else [
-                    f"blocks         {self.num_blocks} of {self.block_size} tokens "
-                    f"({self.num_tokens} tokens; inputs up to {self.max_model_len})"
-                ]
-            ),
-            *(f"  group        {line}" for line in self.groups),
+            *self._pool_lines(),
+            *(self.kv_cache.lines() if self.kv_cache else []),
             *([f"attention      {self.attention}"] if self.attention else []),
             *(
                 f"stage output   {format_bytes(size)} host memory for {name}"
@@ -82,15 +74,26 @@ class MemoryPlan:
             ),
         ]
 
-
-def format_bytes(size: int) -> str:
-    """Bytes for people: ``1536`` is ``1.5 KiB``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    def _pool_lines(self) -> list[str]:
+        if self.kv_cache is None:
+            return [
+                f"blocks         {self.num_blocks} of {self.block_size} tokens "
+                f"({self.num_tokens} tokens; inputs up to {self.max_model_len})"
+            ]
+        total, page = format_bytes(self.kv_cache_bytes), format_bytes(self.page_bytes)
+        if self.kv_cache.is_uniform:
+            return [
+                f"KV cache       {total}: {self.num_blocks} blocks of {self.block_size} tokens, "
+                f"{page} each",
+                f"  room         {self.num_tokens} tokens; sequences up to {self.max_model_len}",
+            ]
+        longest = self.kv_cache.costs[-1]
+        usable = self.kv_cache_bytes - self.page_bytes
+        return [
+            f"KV cache       {total}: {self.num_blocks} large pages, {page} each",
+            f"  room         for the pages of {usable / longest.held_bytes:.1f} sequences of "
+            f"{longest.num_tokens} tokens",
+        ]
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -101,27 +104,48 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def resolve_num_blocks(
-    config: EngineConfig, page_bytes: int, max_model_len: int, device: torch.device
+    config: EngineConfig,
+    page_bytes: int,
+    pages_for: Callable[[int], int],
+    max_model_len: int,
+    device: torch.device,
 ) -> int:
     """Enough for every seat at full length, within the share of free memory that is allowed.
 
+    Args:
+        config: what the user set; a ``num_blocks`` of his is taken as it is.
+        page_bytes: of a (large) page.
+        pages_for: pages that one sequence of so many tokens can take up.
+        max_model_len: longest sequence.
+        device: whose memory.
+
     Raises:
-        ValueError: not even one sequence of ``max_model_len`` would fit.
+        ValueError: not even one sequence of ``max_model_len`` would fit; says what would. A length
+            that nobody stated may be too long for a ``num_blocks`` that somebody did: requests
+            that do not fit are refused one by one then, as long as there is room for any.
     """
-    blocks_per_sequence = -(-max_model_len // config.block_size)
-    if config.num_blocks is not None:
-        return config.num_blocks
-    budget = int(_free_bytes(device) * config.memory_fraction)
-    num_blocks = min(blocks_per_sequence * config.max_num_seqs + 1, budget // page_bytes)
-    if num_blocks <= blocks_per_sequence:
-        fits = max(num_blocks - 1, 0) * config.block_size
+    per_sequence = pages_for(max_model_len)
+    if config.num_blocks is None:
+        budget = int(_free_bytes(device) * config.memory_fraction)
+        num_pages = min(per_sequence * config.max_num_seqs + 1, budget // page_bytes)
+        limit = f"memory_fraction {config.memory_fraction} of the free memory "
+        limit += f"({format_bytes(budget)})"
+        remedy = "raise memory_fraction"
+    else:
+        num_pages = config.num_blocks
+        limit = f"num_blocks {num_pages}, the null block off,"
+        remedy = f"set num_blocks to at least {per_sequence + 1}"
+    room = max(num_pages - 1, 0)
+    is_stated = config.num_blocks is None or config.max_model_len is not None
+    if pages_for(max_model_len if is_stated else 1) > room:
+        fits = bisect_right(range(max_model_len), room, key=lambda n: pages_for(n + 1))
         raise ValueError(
-            f"max_model_len {max_model_len} needs {blocks_per_sequence} blocks of "
-            f"{format_bytes(page_bytes)}, but memory_fraction {config.memory_fraction} of the free "
-            f"memory ({format_bytes(budget)}) holds {max(num_blocks - 1, 0)}; "
-            f"max_model_len {fits} would fit, or raise memory_fraction"
+            f"max_model_len {max_model_len} needs {per_sequence} blocks of "
+            f"{format_bytes(page_bytes)}, but {limit} holds {room}; "
+            + (f"max_model_len {fits} would fit, or " if fits else "not one token would fit: ")
+            + remedy
         )
-    return num_blocks
+    return num_pages
 
 
 def plan_memory(
@@ -133,29 +157,43 @@ def plan_memory(
     device: torch.device,
     dtype: torch.dtype,
     attention: str,
+    max_encoder_len: int = 0,
 ) -> tuple[KVCacheConfig, MemoryPlan]:
     """Size the pool; ``attention`` is the backend's name, for the plan.
+
+    Every sequence may bring ``max_encoder_len`` encoder tokens. A pool that the user sized himself
+    need not hold so many: requests that do not fit are refused one by one.
 
     Raises:
         ValueError: the memory that may be used does not hold one sequence; says what would fit.
     """
-    page_bytes = max(group.page_bytes for group in groups)
+    probe = KVCacheManager(
+        KVCacheConfig(2, groups, num_host_blocks=2),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    page_bytes = probe.config.large_page_bytes
+    num_encoder_tokens = max_encoder_len if config.num_blocks is None else min(max_encoder_len, 1)
     kv_config = KVCacheConfig(
-        num_blocks=resolve_num_blocks(config, page_bytes, max_model_len, device), groups=groups
+        resolve_num_blocks(
+            config,
+            page_bytes,
+            lambda num_tokens: probe.pages_for(num_tokens, num_encoder_tokens),
+            max_model_len,
+            device,
+        ),
+        groups,
+        # Host memory is taken as it is written to, so there is room for every seat.
+        num_host_blocks=-(-max_model_len // config.block_size) * config.max_num_seqs + 1,
     )
     plan = MemoryPlan(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         weights_bytes=weights_bytes,
-        num_blocks=kv_config.num_blocks,
+        num_blocks=kv_config.num_large_pages,
         block_size=config.block_size,
         page_bytes=page_bytes,
-        groups=tuple(
-            f"{len(group.layer_names)} layers of {type(group.spec).__name__}, "
-            f"{format_bytes(group.page_bytes)} a page"
-            for group in groups
-        ),
         max_model_len=max_model_len,
         attention=attention,
+        kv_cache=report_kv_cache(kv_config, max_model_len),
     )
     return kv_config, plan

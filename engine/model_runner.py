@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.layer import AttentionStep
 from engine.host_copy import HostCopy
-from engine.input_batch import GroupInputs, InputBatch, StepInputs
+from engine.input_batch import InputBatch, StepInputs
 from engine.models.base import CausalModel
+from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.sampler import Sampler
 from engine.scheduler_output import ScheduledRequest, SchedulerOutput
-from prefix_cache import KVCacheManager, PagedMemory
+from engine.step_metadata import build_step_metadata
+from prefix_cache import (
+    ENCODER_HIDDEN_STATES,
+    AttentionSpec,
+    CrossAttentionSpec,
+    KVCacheManager,
+    PagedMemory,
+)
 
 __all__ = ["ModelRunner", "SampledToken"]
 
@@ -46,7 +55,8 @@ class ModelRunner:
         model: already on ``device``; its attention layers are bound here.
         kv_cache_manager: gives block ids; its stage-output cache receives every step's rows.
         memory: the pages.
-        backends: one per KV-cache group.
+        swap_memory: the host's pages of swapped requests, or None.
+        backends: one per KV-cache group; None where it has no attention.
         input_batch: the persistent tables.
         device: where the model runs.
         max_num_batched_tokens: most tokens of a step.
@@ -58,7 +68,8 @@ class ModelRunner:
         *,
         kv_cache_manager: KVCacheManager,
         memory: PagedMemory,
-        backends: Sequence[AttentionBackend],
+        swap_memory: PagedMemory | None = None,
+        backends: Sequence[AttentionBackend | None],
         input_batch: InputBatch,
         device: torch.device,
         max_num_batched_tokens: int,
@@ -66,6 +77,7 @@ class ModelRunner:
         self._model = model
         self._kv = kv_cache_manager
         self._memory = memory
+        self._swap_memory = swap_memory
         self._backends = tuple(backends)
         self._batch = input_batch
         self._device = device
@@ -74,20 +86,54 @@ class ModelRunner:
         self._bind_layers()
 
     def _bind_layers(self) -> None:
-        layers = {layer.layer_name: layer for layer in self._model.attention_layers}
+        attention = {layer.layer_name: layer for layer in self._model.attention_layers}
+        states = {layer.layer_name: layer for layer in self._model.state_layers}
         for group_id, group in enumerate(self._memory.config.groups):
-            for layer_index, name in enumerate(group.layer_names):
-                layers[name].bind(self._memory.layer(group_id, layer_index), group_id)
+            for index, name in enumerate(group.layer_names):
+                if name in attention:
+                    attention[name].bind(self._memory.layer(group_id, index), group_id)
+                else:
+                    states[name].bind(self._memory.state(group_id, index), group_id)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Run the scheduled tokens, write their output rows, sample where a prompt has ended."""
+        self._swap_pages(output)
         inputs = self._prepare(output)
-        tensors = self._forward(inputs, self._input_embeds(inputs, output.scheduled))
+        encoded = self._encode(inputs, output.scheduled)
+        step_encoder = (encoded, _follows_encoder(inputs, output.scheduled, self._device))
+        embeds = self._input_embeds(inputs, output.scheduled)
+        tensors = self._forward(inputs, embeds, *step_encoder)
         self._start_host_copy(tensors)
         sampled = self._sample(inputs, output.scheduled, tensors["hidden_states"])
         self._write_outputs(inputs)
         return sampled
+
+    def _swap_pages(self, output: SchedulerOutput) -> None:
+        """First out, then in: what comes in may go where something else came from."""
+        if self._swap_memory is None:
+            return
+        for copy in output.swapped_out:
+            self._memory.copy_pages(copy, self._swap_memory)
+        for copy in output.swapped_in:
+            self._swap_memory.copy_pages(copy, self._memory)
+
+    def _encode(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+        """Rows of the encoder inputs that come with this step, packed in its order, or None."""
+        entries = [
+            item.request.encoder_input
+            for item in scheduled
+            if item.runs_encoder and item.request.encoder_input is not None
+        ]
+        if not entries or not isinstance(self._model, EncoderDecoderModel):
+            return None
+        rows = self._model.encode(entries)
+        mirror = self._kv.encoder_outputs
+        if mirror is not None:
+            group_id = self._kv.coordinator.encoder_managers[0].group_id
+            slot_mapping = torch.from_numpy(inputs.groups[group_id].slot_mapping)
+            mirror.write(slot_mapping, {ENCODER_HIDDEN_STATES: rows.cpu()})
+        return rows
 
     def _start_host_copy(self, tensors: Mapping[str, Tensor]) -> None:
         mirrors = self._kv.stage_outputs.mirrors
@@ -121,6 +167,7 @@ class ModelRunner:
         finally:
             self._batch.remove("warm-up 0")
             self._batch.remove("warm-up 1")
+            self._memory.clear_null_page()
         return tuple(tensors)
 
     def append_token(self, request: Request, token_id: int) -> None:
@@ -140,21 +187,33 @@ class ModelRunner:
             [item.request.request_id for item in output.scheduled],
             [item.request.num_computed_tokens for item in output.scheduled],
             [item.num_tokens for item in output.scheduled],
+            [item.request.num_visible_encoder_tokens for item in output.scheduled],
+            [_num_arriving(item) for item in output.scheduled],
         )
 
     def _sync_tables(self, item: ScheduledRequest) -> None:
         request_id = item.request.request_id
         if request_id not in self._batch:
             self._batch.add(request_id, item.request.token_ids)
-        last_slot = item.request.num_computed_tokens + item.num_tokens - 1
         for group_id, group in enumerate(self._memory.config.groups):
+            size = group.spec.block_size
+            is_cross = isinstance(group.spec, CrossAttentionSpec)
+            if is_cross:
+                blocks = item.request.encoder_blocks
+                first, end = 0, 0 if blocks is None else blocks.num_tokens
+            else:
+                first = item.request.num_computed_tokens
+                end = first + item.num_tokens
             known = self._batch.num_blocks(request_id, group_id)
-            if last_slot // group.spec.block_size >= known:
-                block_ids = self._kv.block_ids(request_id, group_id)
-                self._batch.append_blocks(request_id, block_ids[known:], group_id)
-                # Its first tokens come now; the rest is read, masked, before it is written.
-                if (last_slot + 1) % group.spec.block_size:
-                    self._memory.clear_page(group_id, block_ids[-1])
+            if known * size >= end:
+                continue
+            block_ids = self._kv.block_ids(request_id, group_id)
+            self._batch.append_blocks(request_id, block_ids[known:], group_id)
+            # The first tokens of a new last block come now; the rest of it is read, masked,
+            # before it is written.
+            is_new = item.runs_encoder if is_cross else end // size * size >= first
+            if is_new and end % size and isinstance(group.spec, AttentionSpec):
+                self._memory.clear_page(group_id, block_ids[-1])
 
     def _input_embeds(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
@@ -173,35 +232,24 @@ class ModelRunner:
             embeds[start : start + rows.shape[0]] = rows.to(self._device)
         return embeds
 
-    def _forward(self, inputs: StepInputs, inputs_embeds: Tensor) -> dict[str, Tensor]:
-        metadata = [
-            self._attention_metadata(inputs, group_id, group)
-            for group_id, group in enumerate(inputs.groups)
-        ]
+    def _forward(
+        self,
+        inputs: StepInputs,
+        inputs_embeds: Tensor,
+        encoded: Tensor | None = None,
+        follows_encoder: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        metadata = build_step_metadata(inputs, self._memory, self._device)
         for backend, group_metadata in zip(self._backends, metadata, strict=True):
-            backend.begin_step(group_metadata)
+            if backend is not None and isinstance(group_metadata, AttentionMetadata):
+                backend.begin_step(group_metadata)
         positions = torch.from_numpy(inputs.positions).to(self._device, non_blocking=True)
         tensors: dict[str, Tensor] = self._model(
-            inputs_embeds, positions, AttentionStep(self._backends, metadata)
+            inputs_embeds,
+            positions,
+            AttentionStep(self._backends, metadata, encoded, follows_encoder),
         )
         return tensors
-
-    def _attention_metadata(
-        self, inputs: StepInputs, group_id: int, group: GroupInputs
-    ) -> AttentionMetadata:
-        query_lens = inputs.seq_lens - inputs.num_computed_tokens
-        slot_mapping = torch.from_numpy(group.slot_mapping).to(self._device, non_blocking=True)
-        return AttentionMetadata(
-            query_start_loc=torch.from_numpy(inputs.query_start_loc).int(),
-            seq_lens=torch.from_numpy(inputs.seq_lens).int(),
-            block_table=torch.from_numpy(group.block_table).to(self._device, non_blocking=True),
-            slot_mapping=slot_mapping,
-            row_mapping=self._memory.row_mapping(group_id, slot_mapping),
-            num_decodes=int((query_lens == 1).sum()),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(inputs.seq_lens.max()),
-            block_size=self._memory.config.groups[group_id].spec.block_size,
-        )
 
     def _sample(
         self,
@@ -227,3 +275,22 @@ class ModelRunner:
                 sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True
             )
         ]
+
+
+def _num_arriving(item: ScheduledRequest) -> int:
+    """Encoder tokens whose keys and values this step writes for a request."""
+    blocks = item.request.encoder_blocks
+    return blocks.num_tokens if item.runs_encoder and blocks is not None else 0
+
+
+def _follows_encoder(
+    inputs: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
+) -> Tensor | None:
+    """Per token, whether it comes after its request's encoder input; None if all do."""
+    starts = [
+        item.request.encoder_view.start if item.request.encoder_view else 0 for item in scheduled
+    ]
+    if not any(starts):
+        return None
+    first = np.repeat(starts, inputs.seq_lens - inputs.num_computed_tokens)
+    return torch.from_numpy(inputs.positions >= first).to(device)

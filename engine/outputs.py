@@ -89,7 +89,10 @@ class RequestOutput:
         num_prompt_tokens: tokens (or embedding rows) of the prompt.
         num_cached_tokens: prompt tokens whose computation the prefix cache saved.
         error: the message of a request that failed alone, with ``FinishReason.ERROR``.
-        prompt_token_ids: the prompt's ids; empty for an :class:`EmbedsPrompt`.
+        prompt_token_ids: the prompt's ids (an encoder-decoder model's decoder prompt, whole);
+            empty for an :class:`EmbedsPrompt`.
+        encoder_prompt_token_ids: what a text encoder read; None where there is no such thing.
+        encoder_prompt: the text that they came from, if it was text.
         metrics: times.
     """
 
@@ -100,4 +103,6 @@ class RequestOutput:
     num_cached_tokens: int
     error: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
+    encoder_prompt: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

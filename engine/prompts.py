@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
     from torch import Tensor
 
-__all__ = ["ChatPrompt", "EmbedsPrompt", "Prompt", "TextPrompt", "TokensPrompt"]
+__all__ = [
+    "AudioPrompt",
+    "AudioTask",
+    "ChatPrompt",
+    "DecoderPrompt",
+    "EmbedsPrompt",
+    "EncoderPrompt",
+    "ExplicitEncoderDecoderPrompt",
+    "ImagePrompt",
+    "Prompt",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +71,66 @@ class EmbedsPrompt:
     prompt_embeds: Tensor
 
 
-Prompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | EmbedsPrompt
-"""A plain string means :class:`TextPrompt`."""
+AudioTask: TypeAlias = Literal["transcribe", "translate"]
+"""What a speech model does: write what it hears, or write it in English."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioPrompt:
+    """Speech for the encoder of an encoder-decoder model.
+
+    The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
+    config. They cannot stand beside an explicit decoder prompt, which says the same in tokens.
+
+    Attributes:
+        audio: a WAV file, or mono samples ``(num_samples,)``, floating point in -1 to 1.
+        sampling_rate: samples per second; None means the file's own, or, of samples, that which
+            the checkpoint's feature extractor wants.
+        language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
+        task: see :data:`AudioTask`.
+        timestamps: whether the text is to be interspersed with tokens of time.
+    """
+
+    audio: str | Path | Tensor | NDArray[Any]
+    sampling_rate: int | None = None
+    language: str | None = None
+    task: AudioTask | None = None
+    timestamps: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """An image for the encoder of an encoder-decoder model.
+
+    Attributes:
+        image: a PNG or JPEG file, or an image of Pillow.
+    """
+
+    image: str | Path | Image
+
+
+DecoderPrompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | EmbedsPrompt
+"""What any decoder takes. A plain string means :class:`TextPrompt`."""
+
+EncoderPrompt: TypeAlias = DecoderPrompt | AudioPrompt | ImagePrompt
+"""What an encoder may take; which of these, is the model's to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplicitEncoderDecoderPrompt:
+    """Both prompts of an encoder-decoder model.
+
+    A prompt of any other form means the encoder's, and the decoder gets its default prompt.
+
+    Attributes:
+        encoder_prompt: what the encoder reads.
+        decoder_prompt: what the decoder goes on from; the decoder's start token is put before it
+            unless it is there. None means the default prompt.
+    """
+
+    encoder_prompt: EncoderPrompt
+    decoder_prompt: DecoderPrompt | None = None
+
+
+Prompt: TypeAlias = EncoderPrompt | ExplicitEncoderDecoderPrompt
+"""Any form of prompt."""

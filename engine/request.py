@@ -10,20 +10,28 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from engine.encoder_input import EncoderInput, EncoderView
 from engine.outputs import RequestMetrics, TokenLogprobs
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.stop_checker import CompletionText
-from prefix_cache import BlockHash, ContentSpan, content_hash, extend_block_hashes
+from prefix_cache import (
+    BlockHash,
+    ContentSpan,
+    EncoderBlocks,
+    content_hash,
+    extend_block_hashes,
+)
 
-__all__ = ["Request", "RequestStatus", "RequestTimes", "embeds_spans"]
+__all__ = ["Request", "RequestStatus", "RequestTimes", "embeds_spans", "encoder_spans"]
 
 
 class RequestStatus(Enum):
-    """Where a request is. A preempted request waits again, its tokens kept."""
+    """Where a request is. A preempted request waits again, its tokens kept, or is swapped out."""
 
     WAITING = auto()
     RUNNING = auto()
+    SWAPPED = auto()
     FINISHED = auto()
 
 
@@ -74,6 +82,10 @@ class Request:
         sampling: this request's random source and token counts.
         text: the output as text, and the rule that ends it.
         spans: what block hashes cover beside the token ids.
+        encoder_input: what the encoder gets, in an encoder-decoder model; ``token_ids`` are the
+            decoder's.
+        encoder_view: which rows of the encoder's output its tokens see.
+        encoder_blocks: the encoder's output as cross-attention keeps it.
         block_hashes: of the blocks whose tokens are all known; extended on demand.
     """
 
@@ -89,6 +101,9 @@ class Request:
     sampling: SamplingState
     text: CompletionText
     spans: tuple[ContentSpan, ...] = ()
+    encoder_input: EncoderInput | None = None
+    encoder_view: EncoderView | None = None
+    encoder_blocks: EncoderBlocks | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -111,6 +126,21 @@ class Request:
     def queue_key(self) -> tuple[int, int]:
         """Sort key of the queues: priority first, then first come, first served."""
         return (self.priority, self.arrival_index)
+
+    @property
+    def num_visible_encoder_tokens(self) -> int:
+        """Rows of the encoder's output that this step's tokens see."""
+        view = self.encoder_view
+        if view is None:
+            return 0
+        return view.rows_before if self.num_computed_tokens < view.start else view.rows
+
+    def clip_to_view(self, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens see the same rows of the encoder's output."""
+        view = self.encoder_view
+        if view is None or self.num_computed_tokens >= view.start:
+            return num_tokens
+        return min(num_tokens, view.start - self.num_computed_tokens)
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a sampled token."""
@@ -148,3 +178,11 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
         )
         for block_index, block_rows in enumerate(torch.split(rows, block_size))
     )
+
+
+def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
+    """What keys a decoder's blocks by the encoder's input, on which all of them depend.
+
+    At the first position only: the hash of every later block covers that of the first.
+    """
+    return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)

@@ -87,6 +87,7 @@ class RequestGroup:
             (completion.request for completion in self.completions),
             key=lambda request: request.times.finished or float("inf"),
         )
+        encoder = first.encoder_input
         prompt_ids = first.token_ids[: first.num_prompt_tokens] if self.has_prompt_ids else ()
         return RequestOutput(
             request_id=self.request_id,
@@ -96,6 +97,8 @@ class RequestGroup:
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             error=self.error,
             prompt_token_ids=tuple(prompt_ids),
+            encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
+            encoder_prompt=None if encoder is None else encoder.text,
             metrics=slowest.times.metrics(
                 sum(completion.request.num_preemptions for completion in self.completions)
             ),

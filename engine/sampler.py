@@ -36,8 +36,9 @@ class Sampler:
     """Chooses the next token of every request of a batch.
 
     A row's result depends on its own logits and state only, not on its place or its neighbours.
-    In order: suppressed ids and ``min_tokens``; repetition, frequency and presence penalty; then
-    for greedy requests the largest, for others temperature, min-p, top-k, top-p and the draw.
+    In order: suppressed ids and ``min_tokens``; the model's own rule; repetition, frequency and
+    presence penalty; then for greedy requests the largest, for others temperature, min-p, top-k,
+    top-p and the draw.
     """
 
     @torch.inference_mode()
@@ -62,6 +63,9 @@ class Sampler:
             # A copy: log-probabilities are of the model's own distribution.
             adjusted = logits.to(torch.float32, copy=True).contiguous()
             apply_masks(adjusted, states)
+            for row, state in enumerate(states):
+                if state.rule is not None:
+                    state.apply_rule(adjusted[row])
             apply_penalties(adjusted, states)
         largest, greedy = adjusted.max(dim=-1)
         errors = [_row_error(row, value) for row, value in enumerate(largest.tolist())]

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass, field
 
 from engine.request import Request, RequestStatus
 from engine.scheduler_output import ScheduledRequest, SchedulerOutput
-from prefix_cache import KVCacheManager
+from prefix_cache import CachedPrefix, KVCacheManager, PageCopy, SwapSpace
 
 __all__ = ["Scheduler"]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making.
+
+    Attributes:
+        num_tokens: what is left of the token budget.
+        num_encoder_tokens: what is left of the encoder's; None if it has no limit.
+    """
+
+    num_tokens: int
+    num_encoder_tokens: int | None
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    swapped_out: tuple[PageCopy, ...] = ()
+    swapped_in: tuple[PageCopy, ...] = ()
+
+    def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether a request's encoder may run in this step; a long input may if it runs alone."""
+        blocks, left = request.encoder_blocks, self.num_encoder_tokens
+        if blocks is None or prefix.encoder_cached or left is None:
+            return True
+        nobody_encodes = not any(item.runs_encoder for item in self.scheduled)
+        return blocks.num_tokens <= left or nobody_encodes
+
+    def add(self, request: Request, num_tokens: int, *, runs_encoder: bool = False) -> None:
+        """Take a request in."""
+        self.scheduled.append(ScheduledRequest(request, num_tokens, runs_encoder))
+        self.num_tokens -= num_tokens
+        if runs_encoder and request.encoder_blocks and self.num_encoder_tokens is not None:
+            self.num_encoder_tokens -= request.encoder_blocks.num_tokens
+
+    def output(self) -> SchedulerOutput:
+        """The step, shortest shares first."""
+        return SchedulerOutput(
+            tuple(sorted(self.scheduled, key=lambda item: item.num_tokens)),
+            tuple(self.preempted),
+            self.swapped_out,
+            self.swapped_in,
+        )
 
 
 class Scheduler:
@@ -34,6 +76,8 @@ class Scheduler:
         block_size: tokens per block.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of a step.
+        max_num_encoder_tokens: encoder tokens that a step runs at most; a longer input runs alone.
+        swap_space: where preempted requests go; None recomputes them.
     """
 
     def __init__(
@@ -43,19 +87,24 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_encoder_tokens: int | None = None,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self._kv = kv_cache_manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_encoder_tokens = max_num_encoder_tokens
+        self._swap = swap_space
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._swapped: list[Request] = []
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        """Requests in the queue, swapped ones included."""
+        return len(self._waiting) + len(self._swapped)
 
     @property
     def num_running(self) -> int:
@@ -68,89 +117,155 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
-        preempted: list[Request] = []
-        scheduled, budget = self._schedule_running(preempted)
-        if not preempted:
-            scheduled += self._admit_waiting(budget)
-        scheduled.sort(key=lambda item: item.num_tokens > 1)
-        return SchedulerOutput(tuple(scheduled), tuple(preempted))
+        step = _Step(self._max_num_batched_tokens, self._max_num_encoder_tokens)
+        self._schedule_running(step)
+        # After a preemption nobody is let in, lest the two take turns; unless nobody is left.
+        if not step.preempted or not step.scheduled:
+            self._swap_in(step)
+            if not self._swapped:
+                self._admit_waiting(step)
+        return step.output()
 
-    def _schedule_running(self, preempted: list[Request]) -> tuple[list[ScheduledRequest], int]:
-        budget = self._max_num_batched_tokens
-        scheduled: list[ScheduledRequest] = []
-        while len(scheduled) < len(self._running):
-            request = self._running[len(scheduled)]
-            seats_behind = len(self._running) - len(scheduled) - 1
-            num_tokens = min(
-                request.num_tokens - request.num_computed_tokens, budget - seats_behind
-            )
-            if self._hold_slots(request, num_tokens, preempted):
-                scheduled.append(ScheduledRequest(request, num_tokens))
-                budget -= num_tokens
-        return scheduled, budget
+    def _schedule_running(self, step: _Step) -> None:
+        while len(step.scheduled) < len(self._running):
+            request = self._running[len(step.scheduled)]
+            seats_behind = len(self._running) - len(step.scheduled) - 1
+            num_tokens = self._chunk(request, step.num_tokens - seats_behind)
+            if self._hold_slots(request, num_tokens, step):
+                step.add(request, num_tokens)
 
-    def _hold_slots(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many of a running request's tokens to run."""
+        num_tokens = self._kv.clip_chunk(
+            request.request_id,
+            request.num_computed_tokens,
+            min(request.num_tokens - request.num_computed_tokens, budget),
+            request.num_tokens,
+        )
+        return request.clip_to_view(num_tokens)
+
+    def _hold_slots(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Get blocks for a running request, preempting from the end of the order.
 
         Victims are never scheduled already, because requests are served in the same order.
         Returns False if the request itself had to go.
         """
-        while not self._kv.allocate_slots(
-            request.request_id, request.num_computed_tokens + num_tokens
-        ):
+        while not self._grow(request, num_tokens):
             victim = self._running[-1]
-            self._preempt(victim)
-            preempted.append(victim)
+            self._preempt(victim, step)
             if victim is request:
+                if not self._running:
+                    # It has the pool alone: what is in its way is content scattered over pages.
+                    self._kv.reset_prefix_cache()
                 return False
         return True
 
-    def _admit_waiting(self, budget: int) -> list[ScheduledRequest]:
-        admitted: list[ScheduledRequest] = []
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        return self._kv.allocate_slots(
+            request.request_id,
+            request.num_computed_tokens + num_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            encoder=request.encoder_blocks,
+        )
+
+    def _swap_in(self, step: _Step) -> None:
+        """Bring swapped requests back, in order, before anybody new is let in."""
+        if self._swap is None:
+            return
+        for request in tuple(self._swapped):
+            if not step.num_tokens or len(self._running) == self._max_num_seqs:
+                return
+            copies = self._swap.swap_in(
+                request.request_id, request.block_hashes, headroom=len(self._running)
+            )
+            if copies is None:
+                return
+            step.swapped_in += copies
+            self._swapped.remove(request)
+            self._run(request)
+            num_tokens = self._chunk(request, step.num_tokens)
+            # Without room to grow it runs, but not in this step.
+            if self._grow(request, num_tokens):
+                step.add(request, num_tokens)
+
+    def _admit_waiting(self, step: _Step) -> None:
         for request in tuple(self._waiting):
-            if not budget or len(self._running) == self._max_num_seqs:
+            if not step.num_tokens or len(self._running) == self._max_num_seqs:
                 break
             if self._kv.enable_prefix_caching:
                 request.extend_hashes(self._block_size)
-            prefix = self._kv.find_cached_prefix(request.block_hashes, request.num_tokens)
+            prefix = self._find_prefix(request)
             if prefix.in_flight:
                 continue
-            # A request is let in only if all of its tokens fit, and a block stays for each
-            # running request to grow into; otherwise it would be preempted right away.
-            if not self._kv.can_allocate(
-                request.request_id,
-                request.num_tokens,
-                prefix=prefix,
-                headroom=len(self._running),
-            ):
+            if not step.has_room_to_encode(request, prefix):
                 break
-            num_tokens = min(request.num_tokens - prefix.num_tokens, budget)
-            self._kv.allocate_slots(
-                request.request_id,
-                prefix.num_tokens + num_tokens,
-                prefix=prefix,
-                block_hashes=request.block_hashes,
-            )
-            self._start(request, prefix.num_tokens)
-            admitted.append(ScheduledRequest(request, num_tokens))
-            budget -= num_tokens
-        return admitted
+            if self._admit(request, prefix, step):
+                continue
+            if self._running:
+                break
+            # It fits into an empty pool, but not beside the content that it would build on.
+            self._kv.reset_prefix_cache()
+            if not self._admit(request, self._find_prefix(request), step):
+                break
 
-    def _start(self, request: Request, num_hit_tokens: int) -> None:
+    def _find_prefix(self, request: Request) -> CachedPrefix:
+        return self._kv.find_cached_prefix(
+            request.block_hashes, request.num_tokens, request.encoder_blocks
+        )
+
+    def _admit(self, request: Request, prefix: CachedPrefix, step: _Step) -> bool:
+        """Let a request in if all of its tokens fit, and a block stays for each running request.
+
+        Otherwise it would be preempted right away.
+        """
+        encoder = request.encoder_blocks
+        if not self._kv.can_finish(
+            request.num_tokens,
+            prefix=prefix,
+            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+            headroom=len(self._running),
+        ):
+            return False
+        num_tokens = min(request.num_tokens - prefix.num_tokens, step.num_tokens)
+        if prefix.stops is not None:
+            num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
+        request.num_computed_tokens = prefix.num_tokens
+        num_tokens = request.clip_to_view(num_tokens)
+        if not self._kv.allocate_slots(
+            request.request_id,
+            prefix.num_tokens + num_tokens,
+            num_computed_tokens=prefix.num_tokens,
+            encoder=encoder,
+            prefix=prefix,
+            block_hashes=request.block_hashes,
+        ):
+            return False
         self._waiting.remove(request)
+        self._run(request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = prefix.num_tokens
+        step.add(request, num_tokens, runs_encoder=not prefix.encoder_cached)
+        return True
+
+    def _run(self, request: Request) -> None:
         insort(self._running, request, key=lambda r: r.queue_key)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_hit_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_hit_tokens
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, step: _Step) -> None:
         self._running.remove(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        step.preempted.append(request)
+        if self._swap is not None:
+            copies = self._swap.swap_out(request.request_id, request.num_computed_tokens)
+            if copies is not None:
+                step.swapped_out += copies
+                request.status = RequestStatus.SWAPPED
+                insort(self._swapped, request, key=lambda r: r.queue_key)
+                return
         self._kv.free(request.request_id)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
         self.add(request)
 
     def complete(self, output: SchedulerOutput) -> None:
@@ -161,6 +276,8 @@ class Scheduler:
             request.num_computed_tokens += item.num_tokens
             if not self._kv.enable_prefix_caching:
                 continue
+            if item.runs_encoder and request.encoder_blocks is not None:
+                self._kv.publish_encoder(request.request_id, request.encoder_blocks)
             if request.num_computed_tokens // self._block_size > full_before:
                 request.extend_hashes(self._block_size)
                 self._kv.publish(
@@ -174,4 +291,7 @@ class Scheduler:
             self._kv.free(request.request_id)
         elif request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
+        elif request.status is RequestStatus.SWAPPED and self._swap is not None:
+            self._swapped.remove(request)
+            self._swap.free(request.request_id)
         request.status = RequestStatus.FINISHED

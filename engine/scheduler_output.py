@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.request import Request
+from prefix_cache import PageCopy
 
 __all__ = ["ScheduledRequest", "SchedulerOutput"]
 
@@ -16,10 +17,12 @@ class ScheduledRequest:
     Attributes:
         request: the request; its ``num_computed_tokens`` is still that of before the step.
         num_tokens: tokens to run.
+        runs_encoder: whether the request's encoder input is encoded in this step.
     """
 
     request: Request
     num_tokens: int
+    runs_encoder: bool = False
 
     @property
     def reaches_last_token(self) -> bool:
@@ -37,12 +40,16 @@ class SchedulerOutput:
     """What the scheduler decided for one step.
 
     Attributes:
-        scheduled: who runs how many tokens; requests with one token come first.
+        scheduled: who runs how many tokens, in order of these numbers.
         preempted: requests that gave their blocks back to make room.
+        swapped_out: pages to copy to the host before anything is written.
+        swapped_in: pages to copy from the host after that.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
+    swapped_out: tuple[PageCopy, ...] = ()
+    swapped_in: tuple[PageCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

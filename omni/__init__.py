@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine import (
+        AudioPrompt,
         ChatPrompt,
         EmbedsPrompt,
         EngineConfig,
+        ExplicitEncoderDecoderPrompt,
+        ImagePrompt,
         LLMEngine,
         Prompt,
         SamplingParams,
@@ -34,11 +37,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AudioPrompt",
     "AutoregressiveStage",
     "ChatPrompt",
     "EmbedsPrompt",
     "EncoderStage",
     "EngineConfig",
+    "ExplicitEncoderDecoderPrompt",
+    "ImagePrompt",
     "LLMEngine",
     "Omni",
     "OmniOutput",
@@ -58,9 +64,12 @@ __all__ = [
 
 _HOMES = {
     "engine": (
+        "AudioPrompt",
         "ChatPrompt",
         "EmbedsPrompt",
         "EngineConfig",
+        "ExplicitEncoderDecoderPrompt",
+        "ImagePrompt",
         "LLMEngine",
         "Prompt",
         "SamplingParams",

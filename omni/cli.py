@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from omni.pipeline_config import PipelineConfig
+    from omni.prompt_flags import PromptFlags
     from omni.request import OmniRequest
     from omni.request_file import RequestError
 
@@ -43,6 +44,34 @@ Prompts: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given several times."),
 ]
+Audio: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--audio",
+        metavar="FILE",
+        help="A WAV file for a speech model; may be given several times.",
+    ),
+]
+Language: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="CODE", help="The language spoken in every --audio: en, fr, ..."),
+]
+EncoderPrompts: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--encoder-prompt",
+        metavar="TEXT",
+        help="Text for an encoder; may be given several times.",
+    ),
+]
+DecoderPromptText: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--decoder-prompt",
+        metavar="TEXT",
+        help="What the decoder goes on from, beside every --audio or --encoder-prompt.",
+    ),
+]
 Input: TypeAlias = Annotated[
     Path | None,
     typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object a line."),
@@ -65,6 +94,10 @@ Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceb
 def run(
     config: Config,
     prompt: Prompts = None,
+    audio: Audio = None,
+    language: Language = None,
+    encoder_prompt: EncoderPrompts = None,
+    decoder_prompt: DecoderPromptText = None,
     input_file: Input = None,
     output_dir: Annotated[
         Path | None,
@@ -81,10 +114,12 @@ def run(
 ) -> None:
     """Run requests through a pipeline. Exit status 1 if any of them failed."""
     with _plain_errors(debug):
+        from omni.prompt_flags import PromptFlags
         from omni.run_command import run_requests
 
         pipeline = _load(config, overrides)
-        requests = _requests(pipeline, prompt, input_file)
+        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt)
+        requests = _requests(pipeline, flags, input_file)
         all_well = run_requests(pipeline, requests, output_dir=output_dir, quiet=quiet)
     if not all_well:
         raise typer.Exit(1)
@@ -102,7 +137,7 @@ def validate(
         pipeline = _load(config, overrides)
         typer.echo(f"{config}: valid; stages: {', '.join(pipeline.topological_order())}")
         if input_file is not None:
-            requests = _requests(pipeline, None, input_file)
+            requests = _read_file(pipeline, input_file)
             _refuse_bad_lines(requests)
             typer.echo(f"{input_file}: valid; requests: {len(requests)}")
 
@@ -134,6 +169,10 @@ def explain(
 def verify(
     config: Config,
     prompt: Prompts = None,
+    audio: Audio = None,
+    language: Language = None,
+    encoder_prompt: EncoderPrompts = None,
+    decoder_prompt: DecoderPromptText = None,
     input_file: Input = None,
     atol: Annotated[
         float | None,
@@ -152,10 +191,12 @@ def verify(
     """
     with _plain_errors(debug):
         from omni.omni import Omni
+        from omni.prompt_flags import PromptFlags
         from omni.verify import verify as verify_requests
 
         pipeline = _load(config, overrides)
-        requests = _refuse_bad_lines(_requests(pipeline, prompt, input_file))
+        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt)
+        requests = _refuse_bad_lines(_requests(pipeline, flags, input_file))
         with Omni(pipeline) as omni:
             report = verify_requests(omni, requests, atol=atol)
         typer.echo("\n".join(report.lines()))
@@ -200,23 +241,25 @@ def _load(config: str, overrides: list[str] | None) -> PipelineConfig:
 
 
 def _requests(
-    pipeline: PipelineConfig, prompts: list[str] | None, input_file: Path | None
+    pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None
 ) -> list[OmniRequest | RequestError]:
-    from omni.request import OmniRequest
+    if flags.given == (input_file is not None):
+        raise ValueError(
+            "give either --prompt, --audio or --encoder-prompt, once or several times, or --input"
+        )
+    if input_file is not None:
+        return _read_file(pipeline, input_file)
+    return [*flags.requests()]
+
+
+def _read_file(pipeline: PipelineConfig, input_file: Path) -> list[OmniRequest | RequestError]:
     from omni.request_file import read_requests
 
-    if bool(prompts) == (input_file is not None):
-        raise ValueError("give either --prompt, once or several times, or --input")
-    if input_file is not None:
-        sampling = {
-            name: stage.sampling if stage.kind == "autoregressive" else None
-            for name, stage in pipeline.stages.items()
-        }
-        return read_requests(input_file, sampling)
-    return [
-        OmniRequest(prompt, request_id=f"prompt-{number}")
-        for number, prompt in enumerate(prompts or [], start=1)
-    ]
+    sampling = {
+        name: stage.sampling if stage.kind == "autoregressive" else None
+        for name, stage in pipeline.stages.items()
+    }
+    return read_requests(input_file, sampling)
 
 
 def _refuse_bad_lines(requests: list[OmniRequest | RequestError]) -> list[OmniRequest]:

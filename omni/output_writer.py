@@ -110,6 +110,8 @@ class OutputWriter:
             line["token_ids"] = list(output.token_ids)
         if output.finish_reason is not None:
             line["finish_reason"] = output.finish_reason.value
+        if output.encoder_prompt_token_ids is not None:
+            line["encoder_prompt_token_ids"] = list(output.encoder_prompt_token_ids)
         line["num_prompt_tokens"] = output.num_prompt_tokens
         line["num_cached_tokens"] = output.num_cached_tokens
         if output.logprobs is not None:

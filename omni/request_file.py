@@ -13,9 +13,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine import ChatPrompt, EmbedsPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    DecoderPrompt,
+    EmbedsPrompt,
+    EncoderPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from omni.request import OmniRequest
-from omni.request_line import RequestLine
+from omni.request_line import AudioFile, PromptForm, RequestLine
 from omni.schema_error import explain_validation_error
 from omni.suggestion import suggest
 
@@ -191,6 +203,45 @@ def _sampling(
 
 
 def _prompt(line: RequestLine, folder: Path) -> Prompt:
+    encoder = _encoder_prompt(line, folder)
+    if encoder is None:
+        return _form(line, folder)
+    if line.decoder_prompt is None:
+        return ExplicitEncoderDecoderPrompt(encoder)
+    return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, folder))
+
+
+def _encoder_prompt(line: RequestLine, folder: Path) -> EncoderPrompt | None:
+    """What the line gives for an encoder by name, if anything."""
+    if line.encoder_prompt is not None:
+        return _side(line.encoder_prompt, folder)
+    if line.audio is not None:
+        (audio,) = line.audio
+        entry = AudioFile(file=audio) if isinstance(audio, str) else audio
+        return AudioPrompt(
+            _existing("audio", folder / entry.file),
+            language=entry.language,
+            task=entry.task,
+            timestamps=entry.timestamps,
+        )
+    if line.images is not None:
+        (image,) = line.images
+        return ImagePrompt(_existing("images", folder / image))
+    return None
+
+
+def _existing(key: str, file: Path) -> Path:
+    """Tell of a missing file now; whether its content will do is the engine's to say."""
+    if not file.is_file():
+        raise ValueError(f"{key}: {str(file)!r} cannot be read: there is no such file")
+    return file
+
+
+def _side(side: str | PromptForm, folder: Path) -> DecoderPrompt:
+    return TextPrompt(side) if isinstance(side, str) else _form(side, folder)
+
+
+def _form(line: RequestLine | PromptForm, folder: Path) -> DecoderPrompt:
     if isinstance(line.prompt, str):
         return TextPrompt(line.prompt)
     if line.prompt is not None:

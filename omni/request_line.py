@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from engine import AudioTask
 from omni.config_error import PlacedError
 
-__all__ = ["ChatMessage", "RequestLine"]
+__all__ = ["AudioFile", "ChatMessage", "PromptForm", "RequestLine"]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")
-UNSUPPORTED_KEYS = ("encoder_prompt", "decoder_prompt", "images", "audio")
+FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
+ENCODER_KEYS = ("encoder_prompt", "audio", "images")
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def _given(self, *keys: str) -> list[str]:
+        return [key for key in keys if getattr(self, key) is not None]
 
 
 class ChatMessage(_Strict):
@@ -30,33 +34,38 @@ class ChatMessage(_Strict):
     content: str
 
 
-def _prompt_form(value: Any) -> str:
+class AudioFile(_Strict):
+    """A file of speech, with what is wanted of it; see :class:`engine.AudioPrompt`.
+
+    Attributes:
+        file: a WAV file.
+        language: spoken in it.
+        task: whether to write what is said, or the same in English.
+        timestamps: whether to write when it is said.
+    """
+
+    file: str = Field(min_length=1)
+    language: str | None = Field(default=None, min_length=1)
+    task: AudioTask | None = None
+    timestamps: bool | None = None
+
+
+def _text_or_messages(value: Any) -> str:
     return "text" if isinstance(value, str) else "messages"
 
 
-class RequestLine(_Strict):
-    """One request, with exactly one kind of prompt.
+def _text_or_mapping(value: Any) -> str:
+    return "text" if isinstance(value, str) else "mapping"
 
-    Attributes:
-        request_id: unique in the file; made up when absent.
-        prompt: text, or chat messages for the checkpoint's chat template.
-        prompt_token_ids: token ids, used as they are.
-        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
-        encoder_prompt: not supported yet.
-        decoder_prompt: not supported yet.
-        images: not supported yet.
-        audio: not supported yet.
-        sampling: fields of ``SamplingParams`` by stage name.
-        priority: lower runs earlier.
-        cache_salt: only requests with the same salt share cached blocks.
-    """
 
-    request_id: str | None = Field(default=None, min_length=1)
+class _Forms(_Strict):
+    """The forms of a prompt that every model knows."""
+
     prompt: (
         Annotated[
             Annotated[str, Tag("text")]
             | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("messages")],
-            Discriminator(_prompt_form),
+            Discriminator(_text_or_messages),
         ]
         | None
     ) = None
@@ -64,23 +73,86 @@ class RequestLine(_Strict):
         default=None, min_length=1
     )
     prompt_embeds: str | None = Field(default=None, min_length=1)
-    encoder_prompt: Any = None
-    decoder_prompt: Any = None
-    images: Any = None
-    audio: Any = None
+
+
+class PromptForm(_Forms):
+    """The prompt of one side of an encoder-decoder model, in exactly one form.
+
+    Attributes:
+        prompt: text, or chat messages for the checkpoint's chat template.
+        prompt_token_ids: token ids, used as they are.
+        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
+    """
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> PromptForm:
+        _check_one(FORMS, self._given(*FORMS))
+        return self
+
+
+OneSide: TypeAlias = Annotated[
+    Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
+    Discriminator(_text_or_mapping),
+]
+OneAudio: TypeAlias = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")] | Annotated[AudioFile, Tag("mapping")],
+    Discriminator(_text_or_mapping),
+]
+
+
+class RequestLine(_Forms):
+    """One request, with exactly one kind of prompt.
+
+    Attributes:
+        request_id: unique in the file; made up when absent.
+        prompt: text, or chat messages for the checkpoint's chat template.
+        prompt_token_ids: token ids, used as they are.
+        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
+        encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
+        audio: one WAV file, for the encoder of a speech model.
+        images: one image file, for the encoder of a vision model.
+        decoder_prompt: beside one of these three: what the decoder goes on from, in the same
+            forms as ``encoder_prompt``. Absent means the model's default.
+        sampling: fields of ``SamplingParams`` by stage name.
+        priority: lower runs earlier.
+        cache_salt: only requests with the same salt share cached blocks.
+    """
+
+    request_id: str | None = Field(default=None, min_length=1)
+    encoder_prompt: OneSide | None = None
+    decoder_prompt: OneSide | None = None
+    images: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    audio: tuple[OneAudio, ...] | None = None
     sampling: dict[str, dict[str, Any]] = {}
     priority: int = 0
     cache_salt: str | None = None
 
     @model_validator(mode="after")
     def _exactly_one_prompt(self) -> RequestLine:
-        for key in UNSUPPORTED_KEYS:
-            if getattr(self, key) is not None:
-                raise PlacedError((key,), "not supported yet; no stage kind takes it")
-        given = [key for key in PROMPT_KEYS if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"exactly one of {', '.join(PROMPT_KEYS)} must be given, "
-                f"got {' and '.join(given) or 'none'}"
+        encoder = self._given(*ENCODER_KEYS)
+        given = self._given(*FORMS)
+        for key in ("images", "audio"):
+            files = getattr(self, key)
+            if files is None:
+                continue
+            if given:
+                raise PlacedError(
+                    (key,),
+                    f"not supported yet beside {given[0]}; for an encoder-decoder model write "
+                    "the text as decoder_prompt",
+                )
+            if len(files) != 1:
+                raise PlacedError((key,), f"must be a list of exactly one file, got {len(files)}")
+        if self.decoder_prompt is not None and not encoder:
+            raise PlacedError(
+                ("decoder_prompt",), f"must stand beside one of {', '.join(ENCODER_KEYS)}"
             )
+        _check_one((*FORMS, *ENCODER_KEYS), given + encoder)
         return self
+
+
+def _check_one(keys: tuple[str, ...], given: list[str]) -> None:
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of {', '.join(keys)} must be given, got {' and '.join(given) or 'none'}"
+        )

@@ -85,6 +85,7 @@ class AutoregressiveStage(EngineStage):
             error=output.error,
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
+            encoder_prompt_token_ids=output.encoder_prompt_token_ids,
             tensors=first.tensors,
             logprobs=first.logprobs,
             completions=tuple(

@@ -62,6 +62,7 @@ class StageOutput:
         error: message of a request that failed; it failed alone.
         num_prompt_tokens: tokens of the stage's input.
         num_cached_tokens: of these, how many the cache saved computing.
+        encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
         tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
             stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
         logprobs: per generated token, when asked for.
@@ -80,6 +81,7 @@ class StageOutput:
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     completions: tuple[tuple[str, tuple[int, ...], FinishReason | None], ...] = ()

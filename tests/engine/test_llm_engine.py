@@ -218,7 +218,7 @@ def test_start_up_errors_say_what_would_work(
         start(device="gpu9")
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         start(max_num_batched_tokens=4, max_num_seqs=8)
-    with pytest.raises(ValueError, match="would fit, or raise memory_fraction"):
+    with pytest.raises(ValueError, match="not one token would fit: raise memory_fraction"):
         start(memory_fraction=1e-9)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         start(model=seeded("bert"))

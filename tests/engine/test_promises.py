@@ -1,20 +1,12 @@
-"""The engine's promises under random request streams.
-
-A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, and aborts,
-on a pool so small that blocks are evicted and requests preempted. Whatever happens, a request
-that finishes has to say what it says alone in an engine without cache.
-"""
+"""The engine's promises, each by name, and under random request streams."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine import (
     EmbedsPrompt,
@@ -27,83 +19,18 @@ from engine import (
     TokensPrompt,
 )
 from engine.stop_checker import CompletionText
-from tests.support.greedy_reference import NEAR_TIE
+from tests.support.request_stream import (
+    BLOCK_SIZE,
+    Alone,
+    Ask,
+    Script,
+    assert_same,
+    run_stream,
+    scripts,
+)
 
-BLOCK_SIZE = 4
 MAX_PROMPT = 24
 POOL_TOKENS = 60
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request of a stream: the first ``length`` tokens of a family, then a tail of its own."""
-
-    family: int
-    length: int
-    tail: int
-    max_tokens: int
-    as_embeds: bool
-    seeded: bool
-    priority: int
-    salt: str | None
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=1.0 if self.seeded else 0.0,
-            seed=self.tail if self.seeded else None,
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-            logprobs=2,
-        )
-
-    @property
-    def prompt(self) -> TokensPrompt | EmbedsPrompt:
-        generator = torch.Generator().manual_seed(self.family)
-        if self.as_embeds:
-            rows = torch.randn(MAX_PROMPT, 64, generator=generator)[: self.length]
-            tail = torch.full((self.tail % 3, 64), 0.1 * self.tail)
-            return EmbedsPrompt(torch.cat([rows, tail]))
-        ids = torch.randint(10, 700, (MAX_PROMPT,), generator=generator).tolist()
-        return TokensPrompt((*ids[: self.length], *[20 + self.tail] * (self.tail % 3)))
-
-
-asks = st.builds(
-    Ask,
-    family=st.integers(0, 2),
-    length=st.integers(1, MAX_PROMPT),
-    tail=st.integers(0, 5),
-    max_tokens=st.integers(0, 9),
-    as_embeds=st.booleans(),
-    seeded=st.booleans(),
-    priority=st.integers(0, 1),
-    salt=st.sampled_from([None, None, None, "other"]),
-)
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), asks),
-        st.tuples(st.just("step"), st.integers(1, 3)),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
-    ),
-    min_size=4,
-    max_size=30,
-)
-
-
-class Alone:
-    """The uncached answer of each request, computed by itself on a pool that holds it."""
-
-    def __init__(self, checkpoint: str) -> None:
-        engine = LLMEngine(
-            EngineConfig(
-                model=checkpoint,
-                block_size=BLOCK_SIZE,
-                num_blocks=64,
-                max_num_seqs=1,
-                enable_prefix_caching=False,
-            )
-        )
-        self.answer = cache(lambda ask: engine.generate(ask.prompt, ask.params)[0])
 
 
 @pytest.fixture(scope="module")
@@ -133,77 +60,10 @@ def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
     yield small_engine(qwen2_checkpoint, num_blocks=64)
 
 
-def assert_same(cached: RequestOutput, uncached: RequestOutput) -> None:
-    """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
-    for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
-        if ours.token_ids != theirs.token_ids:
-            assert theirs.logprobs is not None
-            first = next(
-                i
-                for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
-                if a != b
-            )
-            (_, best), (_, second) = theirs.logprobs[first].top[:2]
-            assert best - second < NEAR_TIE
-            return
-        assert ours.finish_reason == theirs.finish_reason
-        assert ours.text == theirs.text
-        assert ours.tensors.keys() == theirs.tensors.keys()
-        for name, rows in theirs.tensors.items():
-            torch.testing.assert_close(ours.tensors[name], rows, atol=1e-5, rtol=0)
-
-
-def run_stream(
-    engine: LLMEngine, script: list[tuple[str, Ask | int]], alone: Alone
-) -> dict[str, RequestOutput]:
-    live: dict[str, Ask] = {}
-    done: dict[str, RequestOutput] = {}
-    streamed: dict[str, str] = {}
-
-    def step() -> None:
-        for output in engine.step():
-            assert output.request_id in live, "an aborted or finished request moved"
-            completion = output.outputs[0]
-            streamed[output.request_id] = streamed.get(output.request_id, "") + completion.delta
-            assert streamed[output.request_id] == completion.text
-            if output.finished:
-                ask = live.pop(output.request_id)
-                done[output.request_id] = output
-                assert_same(output, alone.answer(ask))
-        engine.check_integrity()
-
-    for number, (event, argument) in enumerate(script):
-        if isinstance(argument, Ask):
-            request_id = f"r{number}"
-            engine.add_request(
-                request_id,
-                argument.prompt,
-                argument.params,
-                priority=argument.priority,
-                cache_salt=argument.salt,
-            )
-            live[request_id] = argument
-        elif event == "step":
-            for _ in range(argument):
-                step()
-        elif f"r{argument}" in live:
-            engine.abort(f"r{argument}")
-            live.pop(f"r{argument}")
-            engine.check_integrity()
-    while live:
-        assert engine.has_unfinished_requests
-        step()
-    kv = engine.stats().kv
-    assert kv is not None
-    assert kv.held == 0 and kv.free + kv.cached + 1 == kv.num_blocks
-    assert not engine.has_unfinished_requests
-    return done
-
-
 @settings(max_examples=300)
-@given(script=events)
+@given(script=scripts(MAX_PROMPT))
 def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
-    engine: LLMEngine, alone: Alone, script: list[tuple[str, Ask | int]]
+    engine: LLMEngine, alone: Alone, script: Script
 ) -> None:
     run_stream(engine, script, alone)
 
@@ -349,7 +209,7 @@ def test_promise_6_resume_after_preemption_gives_all_rows(
     engine = small_engine(qwen2_checkpoint, num_blocks=11)
     for caching in (True, False):
         engine.enable_prefix_caching = caching
-        script: list[tuple[str, Ask | int]] = [
+        script: Script = [
             ("add", Ask(family, 8, family, 9, family == 1, False, 0, None)) for family in range(3)
         ]
         before = engine.stats().num_preemptions

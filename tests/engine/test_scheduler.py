@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import Request, RequestStatus
@@ -12,8 +12,9 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.scheduler_output import SchedulerOutput
 from engine.stop_checker import CompletionText
-from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheManager
+from prefix_cache import KVCacheManager
 from prefix_cache import check_integrity as check_blocks
+from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 
 BLOCK_SIZE = 4
 
@@ -21,11 +22,12 @@ BLOCK_SIZE = 4
 class Harness:
     """A scheduler over real blocks, and a model that always says token 7."""
 
-    def __init__(self, *, num_blocks: int = 65, seats: int = 8, budget: int = 16) -> None:
-        spec = FullAttentionSpec(BLOCK_SIZE, 1, 1, torch.float32)
-        self.kv = KVCacheManager(
-            KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),)), output_names=()
-        )
+    def __init__(
+        self, *, num_blocks: int = 65, seats: int = 8, budget: int = 16, mix: str = "full"
+    ) -> None:
+        # Never the host's ids: what runs short here are the device's pages.
+        config = mixed_config(GROUP_MIXES[mix], num_blocks, BLOCK_SIZE, num_host_blocks=500)
+        self.kv = KVCacheManager(config, output_names=(), max_num_batched_tokens=budget)
         self.scheduler = Scheduler(
             self.kv, block_size=BLOCK_SIZE, max_num_seqs=seats, max_num_batched_tokens=budget
         )
@@ -188,6 +190,39 @@ def test_every_request_finishes_whatever_the_pool(
 ) -> None:
     """No starvation, no endless preemption, and every token exactly once."""
     harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget)
+    run_to_the_end(harness, prompts)
+
+
+MIXES = ["three_full", "gemma", "ministral", "llama4", "jamba", "mamba"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=50)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 12), st.integers(0, 1)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_blocks=st.integers(3, 14),
+    seats=st.integers(1, 4),
+    budget=st.integers(4, 24),
+)
+def test_every_request_that_fits_alone_finishes_whatever_the_groups(
+    mix: str,
+    prompts: list[tuple[int, int, int, int]],
+    num_blocks: int,
+    seats: int,
+    budget: int,
+) -> None:
+    """Whatever content lies around in the pages, and however it is scattered."""
+    harness = Harness(num_blocks=num_blocks, seats=seats, budget=budget, mix=mix)
+    fitting = [p for p in prompts if harness.kv.fits(p[1] + p[2])]
+    run_to_the_end(harness, fitting)
+
+
+def run_to_the_end(harness: Harness, prompts: list[tuple[int, int, int, int]]) -> None:
+    """Requests of (family, length, max_tokens, priority); a family shares its prefixes."""
     requests = [
         harness.add(str(i), ids(100 * family, length), max_tokens=max_tokens, priority=priority)
         for i, (family, length, max_tokens, priority) in enumerate(prompts)

@@ -161,6 +161,26 @@ def test_a_later_request_hits_what_an_earlier_one_computed(tmp_path: Path) -> No
             assert cached[stage]["text"] == uncached[stage]["text"]
 
 
+def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").touch()
+    requests = write_requests(
+        tmp_path,
+        {"request_id": "good", "prompt": "A quick brown fox"},
+        {"request_id": "pair", "encoder_prompt": "a", "decoder_prompt": "b"},
+        {"request_id": "speech", "audio": ["a.wav"]},
+    )
+    result = omni("run", "two_step", "-i", requests, *SHORT, "-q")
+    assert result.exit_code == 1
+    assert "=== good\n--- writer" in result.stdout
+    for name in ("pair", "speech"):
+        assert f"{name}: error: stage 'writer'" in result.stderr
+    assert result.stderr.count("this model is not an encoder-decoder model") == 2
+    flags = ["--audio", "a.wav", "--encoder-prompt", "a", "--decoder-prompt", "b", "-q"]
+    result = omni("run", "two_step", *flags, *SHORT)
+    assert result.exit_code == 1
+    assert result.stderr.count("this model is not an encoder-decoder model") == 2
+
+
 @pytest.mark.parametrize("name", shipped_configs())
 def test_every_shipped_config_is_valid_and_runs(name: str) -> None:
     assert omni("validate", name).exit_code == 0
@@ -265,6 +285,14 @@ BAD_INPUT = {
         "stages.writer.model: no such folder",
     ),
     "no prompt": (["run", "two_step"], "give either --prompt"),
+    "a decoder prompt alone": (
+        ["run", "two_step", "--decoder-prompt", "x"],
+        "--decoder-prompt stands beside --audio or --encoder-prompt only",
+    ),
+    "a language without audio": (
+        ["verify", "two_step", "-p", "x", "--language", "en"],
+        "--language stands beside --audio only",
+    ),
     "two kinds of prompts": (
         ["run", "two_step", "-p", "x", "-i", "requests.jsonl"],
         "give either --prompt",

@@ -1,8 +1,10 @@
-"""The drawing of a pipeline's graph."""
+"""The drawing of a pipeline's graph, and what is told of its memory."""
 
 from __future__ import annotations
 
-from omni.explanation import draw_graph
+import pytest
+
+from omni.explanation import describe_memory, draw_graph
 from omni.pipeline_config import PipelineConfig
 
 
@@ -40,3 +42,17 @@ def test_every_edge_of_a_graph_is_drawn_sources_first() -> None:
         ["encoder", "encoder", "seeded:bert"],
         ["last", "autoregressive", "seeded:qwen2"],
     ]
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
+    stages = {
+        name: {"kind": "autoregressive", "model": f"seeded:{name}", "final_output": "text"}
+        for name in ("qwen2", "gemma2", "jamba")
+    }
+    told = describe_memory(PipelineConfig.model_validate({"name": "memory", "stages": stages}))
+    qwen2, gemma2, jamba = (told.split(f"\n  {name}\n")[1].split("\n\n")[0] for name in stages)
+    assert "layers of FullAttentionSpec" in qwen2 and "large page" not in qwen2
+    for told_of_stage, kind in ((gemma2, "sliding window of 16"), (jamba, "recurrent")):
+        assert kind in told_of_stage and "full attention" in told_of_stage
+        assert "per token" in told_of_stage and "one size" in told_of_stage

@@ -67,6 +67,13 @@ def test_a_text_stage_has_the_fields_that_apply_and_no_others(tmp_path: Path) ->
     ]
 
 
+def test_what_a_text_encoder_read_is_written(tmp_path: Path) -> None:
+    stage = StageOutput("r", "writer", True, text="x", encoder_prompt_token_ids=(0, 7, 2))
+    with OutputWriter(tmp_path, FINAL) as writer:
+        writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
+    assert lines(tmp_path)[0]["stages"]["writer"]["encoder_prompt_token_ids"] == [0, 7, 2]
+
+
 def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) -> None:
     tensors = {
         "hidden_states": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from engine import ChatPrompt, EmbedsPrompt, SamplingParams, TextPrompt, TokensPrompt
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    EmbedsPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from omni.request import OmniRequest
 from omni.request_file import RequestError, read_requests
 
@@ -70,6 +79,60 @@ def test_embeds_are_found_beside_the_file_of_requests(tmp_path: Path, dtype: tor
     assert isinstance(prompt, EmbedsPrompt)
     assert torch.equal(prompt.prompt_embeds, embeds)
     assert prompt.prompt_embeds.dtype == dtype
+
+
+FORMS: list[tuple[Any, Any]] = [
+    ("a", TextPrompt("a")),
+    ({"prompt": "a"}, TextPrompt("a")),
+    ({"prompt_token_ids": [2, 0]}, TokensPrompt((2, 0))),
+    (
+        {"prompt": [{"role": "user", "content": "a"}]},
+        ChatPrompt(({"role": "user", "content": "a"},)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("encoder", "encoder_prompt"), FORMS)
+@pytest.mark.parametrize(("decoder", "decoder_prompt"), [*FORMS, (None, None)])
+def test_both_sides_of_an_encoder_decoder_model_take_every_form(
+    encoder: Any, encoder_prompt: Any, decoder: Any, decoder_prompt: Any, tmp_path: Path
+) -> None:
+    line = {"encoder_prompt": encoder, "decoder_prompt": decoder}
+    expected = ExplicitEncoderDecoderPrompt(encoder_prompt, decoder_prompt)
+    assert read_one(tmp_path, line).prompt == expected
+
+
+def test_embeds_of_a_side_are_found_beside_the_file_of_requests(tmp_path: Path) -> None:
+    save_file({"any": torch.ones(3, 2)}, tmp_path / "a.safetensors")
+    line = {"encoder_prompt": {"prompt_embeds": "a.safetensors"}}
+    prompt = read_one(tmp_path, line).prompt
+    assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
+    assert isinstance(prompt.encoder_prompt, EmbedsPrompt)
+    assert torch.equal(prompt.encoder_prompt.prompt_embeds, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("decoder", [None, "a", {"prompt_token_ids": [5]}])
+def test_one_file_of_audio_is_the_encoders_prompt(decoder: Any, tmp_path: Path) -> None:
+    (tmp_path / "sound").mkdir()
+    (tmp_path / "sound/a.wav").touch()
+    wishes = {"language": "fr", "task": "translate", "timestamps": True}
+    for audio, wished in (("sound/a.wav", {}), ({"file": "sound/a.wav"} | wishes, wishes)):
+        prompt = read_one(tmp_path, {"audio": [audio], "decoder_prompt": decoder}).prompt
+        assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
+        found = prompt.encoder_prompt
+        assert isinstance(found, AudioPrompt)
+        assert found.audio == tmp_path / "sound/a.wav"
+        assert {name: getattr(found, name) for name in wishes} == dict.fromkeys(wishes) | wished
+        assert (prompt.decoder_prompt is None) == (decoder is None)
+
+
+def test_one_image_is_the_encoders_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    prompt = read_one(tmp_path, {"images": ["a.png"], "decoder_prompt": "<|image|>what"}).prompt
+    assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
+    assert isinstance(prompt.encoder_prompt, ImagePrompt)
+    assert prompt.encoder_prompt.image == tmp_path / "a.png"
+    assert prompt.decoder_prompt == TextPrompt("<|image|>what")
 
 
 def test_all_other_keys_reach_the_request(tmp_path: Path) -> None:
@@ -137,7 +200,8 @@ MISTAKES = {
     ),
     "no prompt": (
         {"request_id": "r"},
-        "exactly one of prompt, prompt_token_ids, prompt_embeds must be given, got none",
+        "exactly one of prompt, prompt_token_ids, prompt_embeds, encoder_prompt, audio, images "
+        "must be given, got none",
     ),
     "two prompts": (
         {"prompt": "a", "prompt_token_ids": [1]},
@@ -153,13 +217,62 @@ MISTAKES = {
     "no token ids": ({"prompt_token_ids": []}, "prompt_token_ids"),
     "a negative token id": ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]"),
     "a fraction as token id": ({"prompt_token_ids": [1.5]}, "prompt_token_ids[0]"),
-    "images": ({"images": ["a.png"], "prompt": "x"}, "images: not supported yet"),
-    "audio": ({"audio": ["a.wav"], "prompt": "x"}, "audio: not supported yet"),
-    "encoder prompt": ({"encoder_prompt": {"prompt": "x"}}, "encoder_prompt: not supported yet"),
-    "decoder prompt": (
-        {"prompt": "x", "decoder_prompt": {"prompt": "x"}},
-        "decoder_prompt: not supported yet",
+    "images beside a prompt": (
+        {"images": ["a.png"], "prompt": "x"},
+        "images: not supported yet beside prompt",
     ),
+    "audio beside a prompt": (
+        {"audio": ["a.wav"], "prompt_token_ids": [1]},
+        "audio: not supported yet beside prompt_token_ids",
+    ),
+    "two files of audio": (
+        {"audio": ["a.wav", "b.wav"]},
+        "audio: must be a list of exactly one file, got 2",
+    ),
+    "no image": ({"images": []}, "images: must be a list of exactly one file, got 0"),
+    "audio that is no list": ({"audio": "a.wav"}, "audio: should be a"),
+    "audio that is not there": ({"audio": ["no.wav"]}, "no.wav' cannot be read: there is no such"),
+    "an image that is not there": ({"images": ["no.png"]}, "no.png' cannot be read"),
+    "an unknown key of audio": (
+        {"audio": [{"file": "a.wav", "langauge": "en"}]},
+        "audio[0].langauge: unknown key; did you mean 'language'?",
+    ),
+    "audio without a file": ({"audio": [{"language": "en"}]}, "audio[0].file: missing"),
+    "an unknown task": (
+        {"audio": [{"file": "a.wav", "task": "sing"}]},
+        "audio[0].task: should be 'transcribe' or 'translate', got 'sing'",
+    ),
+    "a decoder prompt alone": (
+        {"decoder_prompt": "x"},
+        "decoder_prompt: must stand beside one of encoder_prompt, audio, images",
+    ),
+    "a decoder prompt beside a prompt": (
+        {"prompt": "x", "decoder_prompt": {"prompt": "x"}},
+        "decoder_prompt: must stand beside one of encoder_prompt",
+    ),
+    "an encoder prompt beside a prompt": (
+        {"prompt": "x", "encoder_prompt": "x"},
+        "got prompt and encoder_prompt",
+    ),
+    "two inputs of an encoder": (
+        {"audio": ["a.wav"], "encoder_prompt": "x"},
+        "got encoder_prompt and audio",
+    ),
+    "an encoder prompt in two forms": (
+        {"encoder_prompt": {"prompt": "x", "prompt_token_ids": [1]}},
+        "encoder_prompt: exactly one of prompt, prompt_token_ids, prompt_embeds must be given, "
+        "got prompt and prompt_token_ids",
+    ),
+    "an encoder prompt in no form": ({"encoder_prompt": {}}, "encoder_prompt: exactly one of"),
+    "an unknown key of an encoder prompt": (
+        {"encoder_prompt": {"promt": "x"}},
+        "encoder_prompt.promt: unknown key; did you mean 'prompt'?",
+    ),
+    "a pair in a decoder prompt": (
+        {"encoder_prompt": "x", "decoder_prompt": {"decoder_prompt": "x"}},
+        "decoder_prompt.decoder_prompt: unknown key",
+    ),
+    "a list as encoder prompt": ({"encoder_prompt": [1, 2]}, "encoder_prompt: should be a"),
     "an empty id": ({"request_id": "", "prompt": "x"}, "request_id"),
     "a number as id": ({"request_id": 3, "prompt": "x"}, "request_id: should be a valid string"),
     "priority as text": ({"prompt": "x", "priority": "1"}, "priority: should be a valid integer"),
@@ -249,7 +362,10 @@ json_values = st.recursive(
     max_leaves=5,
 )
 keys = st.sampled_from(
-    ["request_id", "prompt", "prompt_token_ids", "prompt_embeds", "sampling", "priority", "x"]
+    [
+        *("request_id", "prompt", "prompt_token_ids", "prompt_embeds", "sampling", "priority", "x"),
+        *("encoder_prompt", "decoder_prompt", "audio", "images"),
+    ]
 )
 
 

@@ -128,7 +128,7 @@ def test_cached_equals_uncached_under_eviction_and_preemption(
         model=seeded("qwen2"),
         block_size=block_size,
         num_blocks=1 + 60 // block_size,
-        max_model_len=64,
+        max_model_len=60,
         max_num_seqs=4,
         max_num_batched_tokens=8,
     )

@@ -1,0 +1,88 @@
+"""Images for vision encoders, through the checkpoint's image processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoImageProcessor
+
+from engine.encoder_input import EncoderInput
+from engine.encoder_input_maker import EncoderInputMaker, EncoderSide
+from engine.prompts import EncoderPrompt, ImagePrompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImageEncoderInputs"]
+
+
+class ImageEncoderInputs(EncoderInputMaker):
+    """Turns one image into the tiles and their arrangement that a vision encoder takes.
+
+    Args:
+        encoder: of the model.
+        processor: of the checkpoint: images to tensors with a batch dimension.
+        feature_names: which of the processor's tensors the encoder takes.
+    """
+
+    takes = "an image"
+
+    def __init__(
+        self, encoder: EncoderSide, processor: Any, feature_names: tuple[str, ...]
+    ) -> None:
+        super().__init__(encoder)
+        self._processor = processor
+        self._feature_names = feature_names
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path, encoder: EncoderSide, feature_names: tuple[str, ...]
+    ) -> ImageEncoderInputs:
+        """Load the image processor of a checkpoint folder; Pillow does its work.
+
+        Raises:
+            ValueError: it brings none, or Pillow is not installed.
+        """
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                path, backend="pil", local_files_only=True
+            )
+        except (ImportError, OSError, ValueError) as error:
+            raise ValueError(f"the image processor in {path} cannot be loaded: {error}") from error
+        return cls(encoder, processor, feature_names)
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Open the image and cut it into tiles.
+
+        Raises:
+            ValueError: the prompt is no image, or the file cannot be read as one.
+        """
+        if not isinstance(prompt, ImagePrompt):
+            raise self._refuse(prompt)
+        image = _open_image(prompt.image)
+        try:
+            features = self._processor(images=image, return_tensors="pt")
+        except (ValueError, ZeroDivisionError) as error:
+            # A strip of one pixel's width may shrink to none.
+            raise ValueError(
+                f"the image of {image.width} x {image.height} pixels cannot be processed: {error}"
+            ) from error
+        return self._of_features(
+            {name: features[name][0] for name in self._feature_names}, cache_salt
+        )
+
+
+def _open_image(image: object) -> Image:
+    from PIL import Image as pillow
+
+    if isinstance(image, pillow.Image):
+        return image.convert("RGB")
+    if not isinstance(image, str | Path):
+        raise ValueError(f"image must be a file or an image of Pillow, got {type(image).__name__}")
+    try:
+        with pillow.open(image) as opened:
+            return opened.convert("RGB")
+    # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error

@@ -1,0 +1,58 @@
+"""Requests that are given on the command line instead of in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import AudioPrompt, EncoderPrompt, ExplicitEncoderDecoderPrompt, Prompt
+from omni.request import OmniRequest
+
+__all__ = ["PromptFlags"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """The flags that make up requests: one for each prompt, audio file and encoder prompt.
+
+    Attributes:
+        prompts: texts.
+        audio: WAV files.
+        language: spoken in each of them; None leaves it to the checkpoint.
+        encoder_prompts: texts for encoders.
+        decoder_prompt: stands beside each of the audio files and encoder prompts.
+    """
+
+    prompts: Sequence[str] | None = None
+    audio: Sequence[Path] | None = None
+    language: str | None = None
+    encoder_prompts: Sequence[str] | None = None
+    decoder_prompt: str | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of the flags was given."""
+        wanted = (self.prompts, self.audio, self.encoder_prompts)
+        return any(wanted) or self.decoder_prompt is not None or self.language is not None
+
+    def requests(self) -> list[OmniRequest]:
+        """The requests, with made-up ids.
+
+        Raises:
+            ValueError: the decoder prompt, or the language, has nothing to stand beside.
+        """
+        if self.language is not None and not self.audio:
+            raise ValueError("--language stands beside --audio only")
+        encoder: list[EncoderPrompt] = [
+            AudioPrompt(file, language=self.language) for file in self.audio or ()
+        ]
+        encoder += self.encoder_prompts or ()
+        if self.decoder_prompt is not None and (self.prompts or not encoder):
+            raise ValueError("--decoder-prompt stands beside --audio or --encoder-prompt only")
+        prompts: list[Prompt] = [*(self.prompts or ())]
+        prompts += [ExplicitEncoderDecoderPrompt(each, self.decoder_prompt) for each in encoder]
+        return [
+            OmniRequest(prompt, request_id=f"prompt-{number}")
+            for number, prompt in enumerate(prompts, start=1)
+        ]

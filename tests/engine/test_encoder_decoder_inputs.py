@@ -1,0 +1,285 @@
+"""Prompts of encoder-decoder models, from what a user gives to what a request holds."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import BartConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from engine import (
+    AudioPrompt,
+    EmbedsPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from engine.checkpoint import Checkpoint
+from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
+from engine.input_processor import InputLimits, InputProcessor
+from engine.request_group import RequestGroup
+from engine.tokenizer import load_tokenizer
+from omni.seeded_encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
+from tests.support.fixed_encoder import FixedEncoder
+
+TEXT = "The rain in spain falls mainly on the"
+BLOCK_SIZE = 4
+
+
+class Family:
+    """The input processing of one seeded checkpoint."""
+
+    def __init__(self, folder: Path, encoder: FixedEncoder) -> None:
+        self.checkpoint = Checkpoint.open(str(folder))
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.inputs = EncoderDecoderInputProcessor.from_checkpoint(
+            self.checkpoint, tokenizer, encoder
+        )
+        limits = InputLimits(
+            max_model_len=64,
+            hidden_size=8,
+            vocab_size=encoder.input_vocab_size,
+            has_lm_head=True,
+            block_size=BLOCK_SIZE,
+            usable_tokens=64,
+            dtype=torch.float32,
+        )
+        self.requests = InputProcessor(
+            tokenizer, limits, eos_token_ids=[2], seed=0, encoder_decoder=self.inputs
+        )
+
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any):
+        return self.requests.process("r", prompt, params or SamplingParams(), **options)[0]
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(build_bart(tmp_path_factory.mktemp("bart")), FixedEncoder(32, 768))
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(build_whisper(tmp_path_factory.mktemp("whisper")), FixedEncoder(100, 1000))
+
+
+@pytest.fixture(scope="module")
+def mllama(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(build_mllama(tmp_path_factory.mktemp("mllama")), FixedEncoder(68, 800))
+
+
+def tone(seconds: float, rate: int = 16_000) -> np.ndarray:
+    return np.sin(np.arange(round(seconds * rate)) / 9).astype(np.float32)
+
+
+@pytest.mark.parametrize("prompt", [TEXT, TextPrompt(TEXT)])
+def test_a_text_alone_is_the_encoders_and_the_decoder_gets_its_default(
+    prompt: Prompt, bart: Family
+) -> None:
+    request = bart.request(prompt)
+    ids = bart.tokenizer(TEXT)["input_ids"]
+    assert (ids[0], ids[-1]) == (0, 2), "the checkpoint's own special tokens"
+    assert request.encoder_input.token_ids == tuple(ids)
+    assert request.encoder_input.num_tokens == len(ids)
+    assert request.encoder_input.text == TEXT
+    assert request.token_ids == [2, 0]
+    assert request.num_prompt_tokens == 2
+
+
+def test_token_ids_alone_go_to_the_encoder_as_they_are(bart: Family) -> None:
+    request = bart.request(TokensPrompt((2, 0, 171, 5, 2)))
+    assert request.encoder_input.token_ids == (2, 0, 171, 5, 2)
+    assert request.encoder_input.text is None
+    assert request.token_ids == [2, 0]
+
+
+def test_an_explicit_decoder_prompt_that_begins_rightly_is_kept(bart: Family) -> None:
+    decoder = TokensPrompt((2, 0, 51, 178, 2))
+    request = bart.request(ExplicitEncoderDecoderPrompt(TextPrompt(TEXT), decoder))
+    assert request.encoder_input.token_ids == tuple(bart.tokenizer(TEXT)["input_ids"])
+    assert request.token_ids == [2, 0, 51, 178, 2]
+
+
+@pytest.mark.parametrize("encoder", [TEXT, TextPrompt(TEXT), TokensPrompt((0, 9, 2))])
+@pytest.mark.parametrize("decoder", [None, "the", TextPrompt("the"), TokensPrompt((9, 8))])
+def test_every_pair_of_forms_is_the_same_as_each_alone(
+    encoder: Any, decoder: Any, bart: Family
+) -> None:
+    request = bart.request(ExplicitEncoderDecoderPrompt(encoder, decoder))
+    assert request.encoder_input.token_ids == bart.request(encoder).encoder_input.token_ids
+    ids = {None: [2, 0], TokensPrompt((9, 8)): [2, 9, 8]}
+    the = [2, *bart.tokenizer("the")["input_ids"][:-1]]
+    assert request.token_ids == ids.get(decoder, the)
+
+
+def test_t5_begins_with_padding(tmp_path: Path) -> None:
+    t5 = Family(build_t5(tmp_path), FixedEncoder(64, 768))
+    request = t5.request(TEXT)
+    assert request.encoder_input.token_ids[-1] == 1
+    assert request.token_ids == [0]
+
+
+def test_audio_becomes_features_and_the_tokens_of_its_wishes(
+    whisper: Family, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes((tone(0.5) * 32767).astype("<i2").tobytes())
+    request = whisper.request(AudioPrompt(path, language="zh", task="translate", timestamps=True))
+    assert request.encoder_input.features["input_features"].shape == (16, 200)
+    assert request.encoder_input.num_tokens == 100
+    begin = whisper.tokenizer.convert_ids_to_tokens(request.token_ids)
+    assert begin == ["<|startoftranscript|>", "<|zh|>", "<|translate|>"]
+
+
+def test_an_image_alone_has_its_token_for_a_prompt(mllama: Family) -> None:
+    image = ImagePrompt(Image.new("RGB", (30, 40), "red"))
+    tokens = mllama.tokenizer.convert_ids_to_tokens(mllama.request(image).token_ids)
+    assert tokens == ["<|image|>", "<|bos|>"]
+    request = mllama.request(ExplicitEncoderDecoderPrompt(image, "<|image|>what is this"))
+    assert request.token_ids == mllama.tokenizer("<|image|>what is this")["input_ids"]
+    assert request.encoder_input.features["pixel_values"].shape == (1, 4, 3, 56, 56)
+
+
+def test_a_text_alone_is_the_decoders_where_the_encoder_sees_images(mllama: Family) -> None:
+    request = mllama.request(TEXT)
+    assert request.encoder_input is None
+    assert request.token_ids == mllama.tokenizer(TEXT)["input_ids"]
+    assert request.spans == ()
+
+
+def test_what_the_checkpoint_never_says_is_suppressed_beside_what_the_user_names(
+    whisper: Family,
+) -> None:
+    generation = whisper.checkpoint.generation_config
+    assert generation is not None
+    params = SamplingParams(suppress_token_ids=(5, generation.suppress_tokens[0]))
+    state = whisper.request(AudioPrompt(tone(0.1), language="en"), params).sampling
+    always = {5, *generation.suppress_tokens}
+    assert set(state.masked_ids.tolist()) == always | set(generation.begin_suppress_tokens)
+    state.append(7)
+    assert set(state.masked_ids.tolist()) == always
+
+
+def hashes(request: Any) -> list[bytes]:
+    request.extend_hashes(BLOCK_SIZE)
+    assert request.block_hashes
+    return request.block_hashes
+
+
+def test_decoder_blocks_are_shared_only_where_the_encoders_input_is(bart: Family) -> None:
+    decoder = TokensPrompt((2, 0, *range(10, 21)))
+
+    def blocks(encoder: str, tail: tuple[int, ...] = (), **options: Any) -> list[bytes]:
+        ids = TokensPrompt((*decoder.prompt_token_ids, *tail))
+        return hashes(bart.request(ExplicitEncoderDecoderPrompt(encoder, ids), **options))
+
+    base = blocks(TEXT)
+    assert blocks(TEXT) == base
+    assert blocks(TEXT, (30, 31, 32))[: len(base)] == base, "however long the sequence gets"
+    assert blocks(TEXT, params=SamplingParams(max_tokens=9)) == base
+    assert not {*blocks("another text")} & {*base}
+    assert not {*blocks(TEXT, cache_salt="a")} & {*base}
+
+
+def test_the_output_carries_both_prompts(bart: Family, whisper: Family) -> None:
+    pair = ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((7, 8)))
+    output = RequestGroup.of("r", [bart.request(pair)]).output()
+    assert output.encoder_prompt == TEXT
+    assert output.encoder_prompt_token_ids == tuple(bart.tokenizer(TEXT)["input_ids"])
+    assert output.prompt_token_ids == (2, 7, 8)
+    speech = whisper.request(AudioPrompt(tone(0.1), language="en"))
+    output = RequestGroup.of("r", [speech]).output()
+    assert output.encoder_prompt is None
+    assert output.encoder_prompt_token_ids is None
+    assert output.prompt_token_ids == tuple(speech.token_ids)
+
+
+def test_every_completion_has_the_same_encoder_input(bart: Family) -> None:
+    first, second = bart.requests.process("r", TEXT, SamplingParams(n=2))
+    assert first.encoder_input is second.encoder_input
+    assert first.token_ids == second.token_ids
+    assert first.token_ids is not second.token_ids
+
+
+def test_the_salt_keeps_encoder_inputs_apart(bart: Family) -> None:
+    salts = (None, "", "a")
+    found = {bart.request(TEXT, cache_salt=s).encoder_input.content_hash for s in salts}
+    assert len(found) == 3
+
+
+WRONG = {
+    "audio": (AudioPrompt("a.wav"), "takes text or token ids, but the encoder prompt is audio"),
+    "an image": (ImagePrompt("a.png"), "the encoder prompt is an image"),
+    "embeddings": (EmbedsPrompt(torch.zeros(2, 8)), "the encoder prompt is embeddings"),
+    "a pair in a pair": (
+        ExplicitEncoderDecoderPrompt(ExplicitEncoderDecoderPrompt(TEXT)),
+        "the encoder prompt is itself a pair of prompts",
+    ),
+    "nothing": (None, "the encoder prompt is missing"),
+    "no ids": (TokensPrompt(()), "the prompt is empty"),
+    "unknown ids": (TokensPrompt((0, 768)), "prompt token 1 is 768"),
+    "too long": (TokensPrompt((5,) * 33), "has 33 tokens, but the model's encoder takes 32"),
+    "an empty decoder prompt": (
+        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt(())),
+        "the prompt is empty",
+    ),
+    "audio for the decoder": (
+        ExplicitEncoderDecoderPrompt(TEXT, AudioPrompt("a.wav")),
+        "decoder takes text or token ids, but the decoder prompt is audio",
+    ),
+    "a decoder prompt that is too long": (
+        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((5,) * 64)),
+        "the prompt has 65 tokens.* max_model_len is 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_a_text_to_text_model_cannot_take_is_refused(kind: str, bart: Family) -> None:
+    prompt, expected = WRONG[kind]
+    with pytest.raises(ValueError, match=expected):
+        bart.request(prompt)
+
+
+@pytest.mark.parametrize("prompt", [TEXT, TokensPrompt((1, 2)), ExplicitEncoderDecoderPrompt(TEXT)])
+def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> None:
+    with pytest.raises(ValueError, match="encoder takes audio .* but the encoder prompt is t"):
+        whisper.request(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ExplicitEncoderDecoderPrompt(TEXT, TEXT),
+        ExplicitEncoderDecoderPrompt(TEXT),
+        AudioPrompt("a.wav"),
+        ImagePrompt("a.png"),
+    ],
+)
+def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Family) -> None:
+    limits = InputLimits(64, 8, 768, True, 4, 64, torch.float32)
+    decoder_only = InputProcessor(bart.tokenizer, limits, eos_token_ids=[2], seed=0)
+    with pytest.raises(ValueError, match="is not an encoder-decoder model, so it takes no "):
+        decoder_only.process("r", prompt, SamplingParams())
+
+
+def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path: Path) -> None:
+    folder = build_bart(tmp_path)
+    (folder / "generation_config.json").unlink()
+    bart = Family(folder, FixedEncoder(32, 768))
+    assert bart.checkpoint.generation_config is None
+    assert bart.request(TEXT).token_ids == [2, 0]
+    assert GenerationConfig.from_model_config(BartConfig()).decoder_start_token_id == 2

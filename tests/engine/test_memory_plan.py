@@ -1,0 +1,173 @@
+"""What is told of memory before it is reserved, and what is refused. No model is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import EngineConfig, LLMEngine
+from engine.byte_sizes import format_bytes
+from engine.kv_cache_report import report_kv_cache
+from engine.memory_plan import MemoryPlan, plan_memory
+from prefix_cache import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    HostOnlySpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheManager,
+    MambaSpec,
+    SlidingWindowSpec,
+    StateTensor,
+)
+
+FULL = FullAttentionSpec(16, 8, 128, torch.bfloat16)  # 64 KiB a layer
+SLIDING = SlidingWindowSpec(16, 8, 128, torch.bfloat16, window=4096)
+MAMBA = MambaSpec(16, (StateTensor((280, 512), torch.float32),))  # 560 KiB a layer
+
+
+def group(spec: FullAttentionSpec | SlidingWindowSpec | MambaSpec, count: int) -> KVCacheGroup:
+    return KVCacheGroup(tuple(f"{type(spec).__name__}.{i}" for i in range(count)), spec)
+
+
+HALF_SLIDING = (group(SLIDING, 4), group(FULL, 4))
+JAMBA = (group(MAMBA, 7), group(FULL, 1))
+
+
+def planned(
+    groups: tuple[KVCacheGroup, ...], longest: int, **settings: object
+) -> tuple[KVCacheConfig, MemoryPlan]:
+    return plan_memory(
+        EngineConfig.model_validate({"model": "none", **settings}),
+        groups,
+        weights_bytes=0,
+        max_model_len=longest,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        attention="torch",
+    )
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    told = SimpleNamespace(available=num_bytes)
+    monkeypatch.setattr("engine.memory_plan.psutil.virtual_memory", lambda: told)
+
+
+def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:
+    _, plan = planned((group(FULL, 2),), 100, num_blocks=9)
+    assert plan.lines() == [
+        "weights        0 B (bfloat16 on cpu)",
+        "KV cache       1.1 MiB: 9 blocks of 16 tokens, 128.0 KiB each",
+        "  room         128 tokens; sequences up to 100",
+        "  group        2 layers of FullAttentionSpec, 128.0 KiB a page",
+        "attention      torch",
+    ]
+
+
+def test_windows_are_told_with_what_they_save() -> None:
+    _, plan = planned(HALF_SLIDING, 8192, num_blocks=1 + 3 * 768)
+    assert plan.lines()[1:-1] == [
+        "KV cache       576.2 MiB: 2305 large pages, 256.0 KiB each",
+        "  room         for the pages of 3.0 sequences of 8192 tokens",
+        "  group        4 layers, sliding window of 4096: 256.0 KiB a page of 16 tokens; "
+        "1 in a large page, 4096 in a GiB",
+        "  group        4 layers, full attention: 256.0 KiB a page of 16 tokens; "
+        "1 in a large page, 4096 in a GiB",
+        "  per token    32.0 KiB at 1024 tokens, 24.0 KiB at 8192 tokens, of one request",
+        "  one size     would hold 32.0 KiB at 8192 tokens; "
+        "wasted: 0.0% at 1024 tokens (here 0.0%), 25.0% at 8192 tokens (here 0.0%)",
+    ]
+
+
+def test_states_are_told_with_their_padding_and_the_pages_of_a_large_page() -> None:
+    padded = (KVCacheGroup(JAMBA[0].layer_names, MAMBA, 7 * 16 * 1024), JAMBA[1])
+    config, plan = planned(padded, 1024, num_blocks=4)
+    assert config.large_page_bytes == 63 * 64 * 1024  # 63 pages of attention, one state
+    lines = plan.lines()
+    assert (
+        "  group        7 layers, recurrent: 3.9 MiB a page of one state, 112.0 KiB of it padding; "
+        "1 in a large page, 260 in a GiB"
+    ) in lines
+    assert (
+        "  group        1 layer, full attention: 64.0 KiB a page of 16 tokens; "
+        "63 in a large page, 16384 in a GiB"
+    ) in lines
+
+
+def test_rows_of_models_without_full_attention_lie_on_the_host() -> None:
+    groups = (group(SLIDING, 4), KVCacheGroup((), HostOnlySpec(16)))
+    config, plan = planned(groups, 8192, num_blocks=600, max_num_seqs=2)
+    assert config.num_host_blocks == 2 * 512 + 1
+    assert "  group        no layers, on the host: 1025 blocks for outputs" in plan.lines()
+
+
+def test_a_report_counts_what_requests_bring_for_cross_attention() -> None:
+    cross = CrossAttentionSpec(1, 8, 128, torch.bfloat16)
+    full = FullAttentionSpec(1, 8, 128, torch.bfloat16)
+    groups = (
+        KVCacheGroup(tuple(f"cross.{i}" for i in range(8)), cross),
+        KVCacheGroup(tuple(f"self.{i}" for i in range(32)), full),
+    )
+    report = report_kv_cache(KVCacheConfig(2, groups), 43, num_encoder_tokens=6193)
+    (cost,) = report.costs
+    assert (cost.waste, round(cost.one_size_waste, 3)) == (0.0, 0.796)
+
+
+def test_a_stated_length_that_the_pool_cannot_hold_is_refused_with_one_that_fits() -> None:
+    pattern = r"max_model_len 8192 needs 897 blocks .* max_model_len (\d+) would fit, or set"
+    with pytest.raises(ValueError, match=pattern) as error:
+        planned(HALF_SLIDING, 8192, num_blocks=601, max_model_len=8192)
+    assert str(error.value).endswith("set num_blocks to at least 898")
+    planned(HALF_SLIDING, 8192, num_blocks=898, max_model_len=8192)
+    fits = int(str(error.value).split(" would fit")[0].split()[-1])
+    config, _ = planned(HALF_SLIDING, fits, num_blocks=601, max_model_len=fits)
+    manager = KVCacheManager(config, max_num_batched_tokens=2048)
+    assert manager.fits(fits) and not manager.fits(fits + 1)
+    with pytest.raises(ValueError, match=f"max_model_len {fits} would fit"):
+        planned(HALF_SLIDING, fits + 1, num_blocks=601, max_model_len=fits + 1)
+
+
+def test_a_length_that_nobody_stated_may_be_longer_than_the_pool() -> None:
+    config, _ = planned(HALF_SLIDING, 8192, num_blocks=601)
+    assert config.num_large_pages == 601
+
+
+def test_memory_that_holds_no_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 300 * 2**20)
+    with pytest.raises(ValueError, match=r"max_model_len \d+ would fit, or raise memory_fraction"):
+        planned(HALF_SLIDING, 8192, memory_fraction=0.5)
+
+
+def test_a_state_larger_than_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, 3 * 2**20)  # a state takes 3.8 MiB
+    with pytest.raises(ValueError, match="not one token would fit: raise memory_fraction"):
+        planned(JAMBA, 1024)
+
+
+def test_a_pool_without_a_page_for_every_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one token would fit: set num_blocks to at least"):
+        planned(HALF_SLIDING, 8192, num_blocks=2)
+
+
+def test_a_window_smaller_than_a_block_is_refused_at_start(
+    seeded: Callable[[str], str],
+) -> None:
+    with pytest.raises(ValueError, match="smaller than a block of 32: set block_size to at most"):
+        LLMEngine(EngineConfig(model=seeded("gemma2"), block_size=32))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**41, "2048.0 GiB"),
+    ],
+)
+def test_bytes_for_people(size: int, text: str) -> None:
+    assert format_bytes(size) == text

@@ -1,0 +1,61 @@
+"""Flags of the command line become requests, or an error that names the flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import AudioPrompt, ExplicitEncoderDecoderPrompt
+from omni.prompt_flags import PromptFlags
+
+
+def test_every_prompt_is_a_request() -> None:
+    requests = PromptFlags(prompts=["a", "b"]).requests()
+    assert [request.prompt for request in requests] == ["a", "b"]
+    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
+
+
+def test_the_decoder_prompt_stands_beside_every_encoder_prompt() -> None:
+    requests = PromptFlags(encoder_prompts=["a", "b"], decoder_prompt="c").requests()
+    assert [request.prompt for request in requests] == [
+        ExplicitEncoderDecoderPrompt("a", "c"),
+        ExplicitEncoderDecoderPrompt("b", "c"),
+    ]
+
+
+def test_audio_brings_its_language() -> None:
+    (request,) = PromptFlags(audio=[Path("a.wav")], language="fr").requests()
+    prompt = request.prompt
+    assert isinstance(prompt, ExplicitEncoderDecoderPrompt)
+    assert prompt.decoder_prompt is None
+    audio = prompt.encoder_prompt
+    assert isinstance(audio, AudioPrompt)
+    assert (audio.audio, audio.language) == (Path("a.wav"), "fr")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        ({"prompts": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        (
+            {"prompts": ["a"], "encoder_prompts": ["b"], "decoder_prompt": "x"},
+            "--decoder-prompt stands beside",
+        ),
+        ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
+        ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
+    ],
+)
+def test_a_flag_with_nothing_to_stand_beside_is_an_error(
+    flags: dict[str, Any], expected: str
+) -> None:
+    assert PromptFlags(**flags).given
+    with pytest.raises(ValueError, match=expected):
+        PromptFlags(**flags).requests()
+
+
+def test_no_flag_is_no_flag() -> None:
+    assert not PromptFlags().given
+    assert not PromptFlags([], [], None, [], None).given

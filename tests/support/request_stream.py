@@ -1,0 +1,172 @@
+"""Random request streams, and what each request has to say whatever else happens.
+
+A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, and aborts,
+on a pool so small that blocks are evicted and requests preempted. Whatever happens, a request
+that finishes has to say what it says alone in an engine without cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from hypothesis import strategies as st
+
+from engine import (
+    EmbedsPrompt,
+    EngineConfig,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+from tests.support.greedy_reference import NEAR_TIE
+
+__all__ = ["BLOCK_SIZE", "Alone", "Ask", "Script", "assert_same", "run_stream", "scripts"]
+
+BLOCK_SIZE = 4
+LONGEST_PROMPT = 80
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a stream: the first ``length`` tokens of a family, then a tail of its own."""
+
+    family: int
+    length: int
+    tail: int
+    max_tokens: int
+    as_embeds: bool
+    seeded: bool
+    priority: int
+    salt: str | None
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=1.0 if self.seeded else 0.0,
+            seed=self.tail if self.seeded else None,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            logprobs=2,
+        )
+
+    @property
+    def prompt(self) -> TokensPrompt | EmbedsPrompt:
+        generator = torch.Generator().manual_seed(self.family)
+        if self.as_embeds:
+            rows = torch.randn(LONGEST_PROMPT, 64, generator=generator)[: self.length]
+            tail = torch.full((self.tail % 3, 64), 0.1 * self.tail)
+            return EmbedsPrompt(torch.cat([rows, tail]))
+        ids = torch.randint(10, 700, (LONGEST_PROMPT,), generator=generator).tolist()
+        return TokensPrompt((*ids[: self.length], *[20 + self.tail] * (self.tail % 3)))
+
+
+Script = list[tuple[str, Ask | int]]
+
+
+def scripts(max_prompt: int) -> st.SearchStrategy[Script]:
+    """Streams whose prompts are at most ``max_prompt`` tokens before their tails."""
+    asks = st.builds(
+        Ask,
+        family=st.integers(0, 2),
+        length=st.integers(1, max_prompt),
+        tail=st.integers(0, 5),
+        max_tokens=st.integers(0, 9),
+        as_embeds=st.booleans(),
+        seeded=st.booleans(),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from([None, None, None, "other"]),
+    )
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), asks),
+            st.tuples(st.just("step"), st.integers(1, 3)),
+            st.tuples(st.just("abort"), st.integers(0, 30)),
+        ),
+        min_size=4,
+        max_size=30,
+    )
+
+
+class Alone:
+    """The uncached answer of each request, computed by itself on a pool that holds it."""
+
+    def __init__(self, checkpoint: str) -> None:
+        engine = LLMEngine(
+            EngineConfig(
+                model=checkpoint,
+                block_size=BLOCK_SIZE,
+                max_model_len=128,
+                num_blocks=256,
+                max_num_seqs=1,
+                enable_prefix_caching=False,
+            )
+        )
+        self.answer = cache(lambda ask: engine.generate(ask.prompt, ask.params)[0])
+
+
+def assert_same(cached: RequestOutput, uncached: RequestOutput) -> None:
+    """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
+    for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
+        if ours.token_ids != theirs.token_ids:
+            assert theirs.logprobs is not None
+            first = next(
+                i
+                for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+                if a != b
+            )
+            (_, best), (_, second) = theirs.logprobs[first].top[:2]
+            assert best - second < NEAR_TIE
+            return
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.text == theirs.text
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for name, rows in theirs.tensors.items():
+            torch.testing.assert_close(ours.tensors[name], rows, atol=1e-5, rtol=0)
+
+
+def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
+    live: dict[str, Ask] = {}
+    done: dict[str, RequestOutput] = {}
+    streamed: dict[str, str] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            assert output.request_id in live, "an aborted or finished request moved"
+            completion = output.outputs[0]
+            streamed[output.request_id] = streamed.get(output.request_id, "") + completion.delta
+            assert streamed[output.request_id] == completion.text
+            if output.finished:
+                ask = live.pop(output.request_id)
+                done[output.request_id] = output
+                assert_same(output, alone.answer(ask))
+        engine.check_integrity()
+
+    for number, (event, argument) in enumerate(script):
+        if isinstance(argument, Ask):
+            request_id = f"r{number}"
+            engine.add_request(
+                request_id,
+                argument.prompt,
+                argument.params,
+                priority=argument.priority,
+                cache_salt=argument.salt,
+            )
+            live[request_id] = argument
+        elif event == "step":
+            for _ in range(argument):
+                step()
+        elif f"r{argument}" in live:
+            engine.abort(f"r{argument}")
+            live.pop(f"r{argument}")
+            engine.check_integrity()
+    while live:
+        assert engine.has_unfinished_requests
+        step()
+    kv = engine.stats().kv
+    assert kv is not None
+    assert kv.held == 0 and kv.free + kv.cached + 1 == kv.num_blocks
+    assert not engine.has_unfinished_requests
+    return done
