@@ -309,7 +309,7 @@ class EncoderEngine:
             # Rows lie on the host, wherever the model runs.
             config,
             max(1, sum(block_nbytes.values())),
-            lambda num_tokens: -(-num_tokens // config.block_size),
+            lambda num_tokens, count: -(-num_tokens // config.block_size) * count,
             self.max_model_len,
             torch.device("cpu"),
         )

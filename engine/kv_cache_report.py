@@ -24,6 +24,7 @@ from prefix_cache import (
 
 __all__ = ["ContextCost", "KVCacheReport", "report_kv_cache"]
 
+# Tokens of a short context; or an eighth of the longest, where that is less.
 _SHORT_CONTEXT = 1024
 _GIB = 2**30
 
@@ -76,9 +77,12 @@ class KVCacheReport:
         """The report, a line for each group and what follows from them."""
         if self.is_uniform:
             group = self.config.groups[0]
+            page_bytes, block_size = group.page_bytes, group.spec.block_size
             return [
-                f"  group        {_layers(group)} of {type(group.spec).__name__}, "
-                f"{format_bytes(group.page_bytes)} a page"
+                f"  group        {_layers(group)}, {_kind(group.spec)}: "
+                f"{format_bytes(page_bytes)} a page of {block_size} tokens, "
+                f"{_GIB // page_bytes} in a GiB",
+                f"  per token    {format_bytes(page_bytes // block_size)} at every length",
             ]
         short, long = self.costs[0], self.costs[-1]
         per_token = dict.fromkeys(
@@ -123,7 +127,7 @@ def report_kv_cache(
     """
     ours = _probe(config.groups)
     one_size = _probe(one_size_groups(config.groups))
-    lengths = sorted({min(_SHORT_CONTEXT, max_model_len), max_model_len})
+    lengths = sorted({min(_SHORT_CONTEXT, -(-max_model_len // 8)), max_model_len})
     costs = tuple(
         ContextCost(
             n,

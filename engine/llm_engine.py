@@ -26,7 +26,7 @@ from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import SchedulerOutput
 from engine.stats import EngineStats
-from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
+from prefix_cache import ENCODER_HIDDEN_STATES, EncoderBlocks, check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
@@ -335,11 +335,14 @@ class LLMEngine:
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
         """End a completion: full-length rows by the block table it still holds, then free."""
         tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
-        if request.encoder_blocks is not None:
+        wanted = self._declared_outputs
+        if request.encoder_blocks is None:  # there is no encoder's output of a lone text
+            wanted -= {ENCODER_HIDDEN_STATES}
+        else:
             tensors |= self._kv.gather_encoder_outputs(
                 request.request_id, request.encoder_blocks.num_tokens
             )
-        missing = self._declared_outputs - tensors.keys()
+        missing = wanted - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
         self._release(request)
@@ -369,6 +372,7 @@ class LLMEngine:
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         for request in scheduled.preempted:
             self._runner.forget(request)
+        self._scheduler.undo_swaps(scheduled)
         groups = {
             group.request_id: group
             for item in scheduled.scheduled

@@ -106,7 +106,7 @@ def _free_bytes(device: torch.device) -> int:
 def resolve_num_blocks(
     config: EngineConfig,
     page_bytes: int,
-    pages_for: Callable[[int], int],
+    pages_for: Callable[[int, int], int],
     max_model_len: int,
     device: torch.device,
 ) -> int:
@@ -115,7 +115,7 @@ def resolve_num_blocks(
     Args:
         config: what the user set; a ``num_blocks`` of his is taken as it is.
         page_bytes: of a (large) page.
-        pages_for: pages that one sequence of so many tokens can take up.
+        pages_for: pages that sequences of so many tokens, and so many of them, can take up.
         max_model_len: longest sequence.
         device: whose memory.
 
@@ -124,10 +124,11 @@ def resolve_num_blocks(
             that nobody stated may be too long for a ``num_blocks`` that somebody did: requests
             that do not fit are refused one by one then, as long as there is room for any.
     """
-    per_sequence = pages_for(max_model_len)
+    per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
         budget = int(_free_bytes(device) * config.memory_fraction)
-        num_pages = min(per_sequence * config.max_num_seqs + 1, budget // page_bytes)
+        wanted = pages_for(max_model_len, config.max_num_seqs) + 1
+        num_pages = min(wanted, budget // page_bytes)
         limit = f"memory_fraction {config.memory_fraction} of the free memory "
         limit += f"({format_bytes(budget)})"
         remedy = "raise memory_fraction"
@@ -137,8 +138,8 @@ def resolve_num_blocks(
         remedy = f"set num_blocks to at least {per_sequence + 1}"
     room = max(num_pages - 1, 0)
     is_stated = config.num_blocks is None or config.max_model_len is not None
-    if pages_for(max_model_len if is_stated else 1) > room:
-        fits = bisect_right(range(max_model_len), room, key=lambda n: pages_for(n + 1))
+    if pages_for(max_model_len if is_stated else 1, 1) > room:
+        fits = bisect_right(range(max_model_len), room, key=lambda n: pages_for(n + 1, 1))
         raise ValueError(
             f"max_model_len {max_model_len} needs {per_sequence} blocks of "
             f"{format_bytes(page_bytes)}, but {limit} holds {room}; "
@@ -177,7 +178,7 @@ def plan_memory(
         resolve_num_blocks(
             config,
             page_bytes,
-            lambda num_tokens: probe.pages_for(num_tokens, num_encoder_tokens),
+            lambda num_tokens, count: probe.pages_for(num_tokens, num_encoder_tokens, count),
             max_model_len,
             device,
         ),
@@ -194,6 +195,6 @@ def plan_memory(
         page_bytes=page_bytes,
         max_model_len=max_model_len,
         attention=attention,
-        kv_cache=report_kv_cache(kv_config, max_model_len),
+        kv_cache=report_kv_cache(kv_config, max_model_len, max_encoder_len),
     )
     return kv_config, plan

@@ -264,9 +264,23 @@ class Scheduler:
                 insort(self._swapped, request, key=lambda r: r.queue_key)
                 return
         self._kv.free(request.request_id)
+        self._queue_anew(request)
+
+    def _queue_anew(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.add(request)
+
+    def undo_swaps(self, output: SchedulerOutput) -> None:
+        """After a step that failed: nobody knows what of the pages has reached the host.
+
+        Requests that the step swapped out are recomputed instead.
+        """
+        for request in output.preempted:
+            if self._swap is not None and request.status is RequestStatus.SWAPPED:
+                self._swap.free(request.request_id)
+                self._swapped.remove(request)
+                self._queue_anew(request)
 
     def complete(self, output: SchedulerOutput) -> None:
         """Record that a step has run and its rows are written; publish what became full."""

@@ -132,10 +132,10 @@ class KVCacheManager:
         """Whether one request of ``num_tokens`` could run to its end if it had the pool alone."""
         return self.pool.fits(self.coordinator.max_blocks(num_tokens, num_encoder_tokens))
 
-    def pages_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Large pages of the device that one request of ``num_tokens`` can take up at most."""
+    def pages_for(self, num_tokens: int, num_encoder_tokens: int = 0, num_requests: int = 1) -> int:
+        """Large pages of the device that requests of ``num_tokens`` each can take up at most."""
         counts = self.coordinator.max_blocks(num_tokens, num_encoder_tokens)
-        return self.pool.arenas[0].pages_for(counts)
+        return self.pool.arenas[0].pages_for({g: n * num_requests for g, n in counts.items()})
 
     def longest_sequence(self, limit: int) -> int:
         """Tokens of the longest request that :meth:`fits`, at most ``limit``."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.attention.layer import AttentionStep
 from engine.layers.activation import activation_of
 from engine.layers.causal_conv import CausalConv
+from engine.layers.fused_state_update import fused_state_update
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
@@ -136,7 +137,11 @@ class MambaMixer(nn.Module):
         b = self.b_norm(b.contiguous()).float()
         c = self.c_norm(c.contiguous()).float()
         u = u.float()
-        y, ssm_state = selective_scan(u, dt, self.a, b, c, ssm_state, layout.time_order)
+        update = fused_state_update(x.device) if layout.num_decodes == layout.num_reqs else None
+        if update is not None:
+            y = update(ssm_state, u, dt, self.a, b, c)
+        else:
+            y, ssm_state = selective_scan(u, dt, self.a, b, c, ssm_state, layout.time_order)
         self.state.write(step, conv_state, ssm_state)
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
         mixed: Tensor = self.out_proj(y.to(x.dtype))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.attention.layer import AttentionStep
 from engine.layers.activation import activation_of
 from engine.layers.causal_conv import CausalConv
+from engine.layers.fused_state_update import fused_state_update
 from engine.layers.linear import Linear
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.ssd_scan import SsdInputs, ssd_scan, ssd_step
@@ -168,13 +169,16 @@ class Mamba2Mixer(nn.Module):
         # Decodes too, which transformers leaves unlimited: a token must not depend on whether it
         # was part of a prompt.
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
-        inputs = SsdInputs(
-            x=u * dt[..., None],
-            a=dt * self.a,
-            b=b.unflatten(-1, (self.config.num_groups, -1)),
-            c=c.unflatten(-1, (self.config.num_groups, -1)),
-        )
-        y, ssm_state = _recur(inputs, ssm_state, layout)
+        b = b.unflatten(-1, (self.config.num_groups, -1))
+        c = c.unflatten(-1, (self.config.num_groups, -1))
+        update = fused_state_update(x.device) if layout.num_decodes == layout.num_reqs else None
+        if update is not None:
+            # One step size and one decay for all of a head, told by strides of 0.
+            decay = self.a[:, None, None].expand(ssm_state.shape[1:])
+            y = update(ssm_state, u, dt[..., None].expand_as(u), decay, b, c)
+        else:
+            inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
+            y, ssm_state = _recur(inputs, ssm_state, layout)
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         mixed: Tensor = self.out_proj(self.norm(y, gate))

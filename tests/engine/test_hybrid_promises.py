@@ -69,7 +69,9 @@ def family(
         checkpoint = str(build_causal_lm(folder, "jamba", tied=False, num_layers=2))
     else:
         checkpoint = seeded(name)
-    return Family(name, checkpoint, small_engine(checkpoint, FAMILIES[name]), Alone(checkpoint))
+    # Uncached runs of these seeded weights differ by as much among themselves.
+    alone = Alone(checkpoint, atol=2e-5 if name == "gemma3" else 1e-5)
+    return Family(name, checkpoint, small_engine(checkpoint, FAMILIES[name]), alone)
 
 
 @settings(max_examples=60)

@@ -62,7 +62,8 @@ def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:
         "weights        0 B (bfloat16 on cpu)",
         "KV cache       1.1 MiB: 9 blocks of 16 tokens, 128.0 KiB each",
         "  room         128 tokens; sequences up to 100",
-        "  group        2 layers of FullAttentionSpec, 128.0 KiB a page",
+        "  group        2 layers, full attention: 128.0 KiB a page of 16 tokens, 8192 in a GiB",
+        "  per token    8.0 KiB at every length",
         "attention      torch",
     ]
 
@@ -80,6 +81,12 @@ def test_windows_are_told_with_what_they_save() -> None:
         "  one size     would hold 32.0 KiB at 8192 tokens; "
         "wasted: 0.0% at 1024 tokens (here 0.0%), 25.0% at 8192 tokens (here 0.0%)",
     ]
+
+
+def test_costs_are_told_at_a_short_and_a_long_context_whatever_the_longest_is() -> None:
+    for longest, lengths in ((1, [1]), (10, [2, 10]), (1024, [128, 1024]), (9999, [1024, 9999])):
+        report = report_kv_cache(KVCacheConfig(2, HALF_SLIDING), longest)
+        assert [cost.num_tokens for cost in report.costs] == lengths
 
 
 def test_states_are_told_with_their_padding_and_the_pages_of_a_large_page() -> None:
@@ -112,7 +119,7 @@ def test_a_report_counts_what_requests_bring_for_cross_attention() -> None:
         KVCacheGroup(tuple(f"self.{i}" for i in range(32)), full),
     )
     report = report_kv_cache(KVCacheConfig(2, groups), 43, num_encoder_tokens=6193)
-    (cost,) = report.costs
+    cost = report.costs[-1]
     assert (cost.waste, round(cost.one_size_waste, 3)) == (0.0, 0.796)
 
 

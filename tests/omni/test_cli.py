@@ -19,6 +19,7 @@ from omni import AutoregressiveStage, Pipeline
 from omni import verify as verification
 from omni.cli import app
 from omni.config_file import shipped_configs
+from tests.support.encoder_decoder_requests import tone, write_wav
 
 SHORT = [
     "--set",
@@ -181,19 +182,63 @@ def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path)
     assert result.stderr.count("this model is not an encoder-decoder model") == 2
 
 
+def inputs_of(name: str, folder: Path) -> list[str | Path]:
+    """Two inputs, as flags, of the kind that a shipped pipeline begins with."""
+    if name == "transcribe_then_summarize":
+        files = [write_wav(folder / f"{hz}.wav", tone(0.8, hz)) for hz in (300.0, 500.0)]
+        return ["--audio", files[0], "--audio", files[1], "--language", "en"]
+    prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
+    return ["-p", prompt, "-p", prompt + ". Why?"]
+
+
 @pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_config_is_valid_and_runs(name: str) -> None:
+def test_every_shipped_config_is_valid_and_runs(name: str, tmp_path: Path) -> None:
     assert omni("validate", name).exit_code == 0
-    result = omni("run", name, "-p", "a quick brown fox jumps over the lazy dog", "-q")
+    result = omni("run", name, *inputs_of(name, tmp_path), "-q")
     assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_verify_finds_every_shipped_config_equal(name: str) -> None:
-    prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
-    result = omni("verify", name, "-p", prompt, "-p", prompt + ". Why?")
+def test_verify_finds_every_shipped_config_equal(name: str, tmp_path: Path) -> None:
+    result = omni("verify", name, *inputs_of(name, tmp_path))
     assert result.exit_code == 0, result.stdout
     assert "cached equals uncached: 2 of 2" in result.stdout
+
+
+def test_speech_becomes_text_and_the_text_a_summary(tmp_path: Path) -> None:
+    """By line and by flag; a request for another language, or of another kind, stands alone."""
+    sound = write_wav(tmp_path / "a.wav", tone(1.0))
+    long = write_wav(tmp_path / "long.wav", tone(2.5))
+    requests = write_requests(
+        tmp_path,
+        {"request_id": "english", "audio": [{"file": sound.name, "language": "en"}]},
+        {"request_id": "german", "audio": [{"file": sound.name, "language": "de"}]},
+        {"request_id": "text", "prompt": "no sound"},
+        {"request_id": "long", "audio": [{"file": long.name, "language": "en"}]},
+    )
+    names = "[hidden_states,encoder_hidden_states]"
+    result = omni(
+        *("run", "transcribe_then_summarize", "-i", requests, "-o", tmp_path / "out", "-q"),
+        *("--set", f"stages.transcriber.outputs={names}"),
+        *("--set", "stages.transcriber.final_output=[text,tensors]"),
+    )
+    assert result.exit_code == 1
+    english, german, text, too_long = read_outputs(tmp_path / "out")
+    assert "takes audio" in text["error"]
+    assert "2.50 s long, but the model takes 2 s at most" in too_long["error"]
+    assert english["stages"]["transcriber"]["text"] != german["stages"]["transcriber"]["text"]
+    rows = [
+        load_file(tmp_path / "out" / path)
+        for path in english["stages"]["transcriber"]["tensors"].values()
+    ]
+    assert sorted(len(tensor) for each in rows for tensor in each.values()) == [35, 100]
+    summary = english["stages"]["summarizer"]
+    assert summary["text"] and summary["num_prompt_tokens"] == 2
+    assert len(summary["encoder_prompt_token_ids"]) > 2
+    flags = ["--audio", sound, "--language", "en", "-q"]
+    result = omni("run", "transcribe_then_summarize", *flags)
+    assert english["stages"]["transcriber"]["text"] in result.stdout
+    assert summary["text"] in result.stdout
 
 
 def test_verify_exits_with_1_when_a_cached_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +291,8 @@ def test_verify_takes_a_tolerance() -> None:
 def test_explain_shows_the_graph_every_default_and_the_memory(name: str, tmp_path: Path) -> None:
     result = omni("explain", name)
     assert result.exit_code == 0, result.stderr
-    assert "──hidden_states_as_prompt_embeds──►" in result.stdout
+    transform = "text" if name == "transcribe_then_summarize" else "hidden_states"
+    assert f"──{transform}_as_prompt" in result.stdout
     assert "Resolved and reserved" in result.stdout
     assert "weights" in result.stdout
     assert "KV cache" in result.stdout

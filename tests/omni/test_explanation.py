@@ -52,7 +52,7 @@ def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
     }
     told = describe_memory(PipelineConfig.model_validate({"name": "memory", "stages": stages}))
     qwen2, gemma2, jamba = (told.split(f"\n  {name}\n")[1].split("\n\n")[0] for name in stages)
-    assert "layers of FullAttentionSpec" in qwen2 and "large page" not in qwen2
+    assert "full attention" in qwen2 and "large page" not in qwen2
     for told_of_stage, kind in ((gemma2, "sliding window of 16"), (jamba, "recurrent")):
         assert kind in told_of_stage and "full attention" in told_of_stage
         assert "per token" in told_of_stage and "one size" in told_of_stage

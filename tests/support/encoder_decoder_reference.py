@@ -59,6 +59,15 @@ class EncoderDecoderReference:
         output = self.model(encoder_outputs=(rows,), decoder_input_ids=ids, use_cache=False)
         return hidden.last_hidden_state[0], output.logits[0]
 
+    def inputs(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> dict[str, Tensor]:
+        """Arguments of the whole model, as its ``forward`` and ``generate`` take them."""
+        ids = torch.tensor([list(decoder_ids)])
+        given = {} if entry is None else _batched(entry)
+        if self.config.model_type != "mllama":
+            return given | {"decoder_input_ids": ids}
+        mask = {} if entry is None else self._image_mask(entry, decoder_ids)
+        return given | mask | {"input_ids": ids}
+
     def _image_mask(self, entry: EncoderInput, decoder_ids: Sequence[int]) -> dict[str, Tensor]:
         """As transformers' processor makes it, every later token being like the last."""
         ranges = get_cross_attention_token_mask(list(decoder_ids), self.config.image_token_index)

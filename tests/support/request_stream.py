@@ -7,6 +7,7 @@ that finishes has to say what it says alone in an engine without cache.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +18,7 @@ from engine import (
     EmbedsPrompt,
     EngineConfig,
     LLMEngine,
+    Prompt,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
@@ -53,7 +55,7 @@ class Ask:
         )
 
     @property
-    def prompt(self) -> TokensPrompt | EmbedsPrompt:
+    def prompt(self) -> Prompt:
         generator = torch.Generator().manual_seed(self.family)
         if self.as_embeds:
             rows = torch.randn(LONGEST_PROMPT, 64, generator=generator)[: self.length]
@@ -91,9 +93,18 @@ def scripts(max_prompt: int) -> st.SearchStrategy[Script]:
 
 
 class Alone:
-    """The uncached answer of each request, computed by itself on a pool that holds it."""
+    """The uncached answer of each request, computed by itself on a pool that holds it.
 
-    def __init__(self, checkpoint: str) -> None:
+    Args:
+        checkpoint: the model.
+        output_names: of the tensors that are wanted; None takes all that the model emits.
+        atol: what rounding does to them when a request runs in another batch.
+    """
+
+    def __init__(
+        self, checkpoint: str, output_names: Collection[str] | None = None, atol: float = 1e-5
+    ) -> None:
+        self.atol = atol
         engine = LLMEngine(
             EngineConfig(
                 model=checkpoint,
@@ -102,12 +113,13 @@ class Alone:
                 num_blocks=256,
                 max_num_seqs=1,
                 enable_prefix_caching=False,
-            )
+            ),
+            output_names=output_names,
         )
         self.answer = cache(lambda ask: engine.generate(ask.prompt, ask.params)[0])
 
 
-def assert_same(cached: RequestOutput, uncached: RequestOutput) -> None:
+def assert_same(cached: RequestOutput, uncached: RequestOutput, atol: float = 1e-5) -> None:
     """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
     for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
         if ours.token_ids != theirs.token_ids:
@@ -124,7 +136,7 @@ def assert_same(cached: RequestOutput, uncached: RequestOutput) -> None:
         assert ours.text == theirs.text
         assert ours.tensors.keys() == theirs.tensors.keys()
         for name, rows in theirs.tensors.items():
-            torch.testing.assert_close(ours.tensors[name], rows, atol=1e-5, rtol=0)
+            torch.testing.assert_close(ours.tensors[name], rows, atol=atol, rtol=0)
 
 
 def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
@@ -141,7 +153,7 @@ def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, Req
             if output.finished:
                 ask = live.pop(output.request_id)
                 done[output.request_id] = output
-                assert_same(output, alone.answer(ask))
+                assert_same(output, alone.answer(ask), alone.atol)
         engine.check_integrity()
 
     for number, (event, argument) in enumerate(script):

@@ -1,0 +1,418 @@
+"""Encoder-decoder models through the whole engine, against transformers with the same weights."""
+
+from __future__ import annotations
+
+import wave
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+from engine import (
+    AudioPrompt,
+    EngineConfig,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    LLMEngine,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+from engine.encoder_input import EncoderInput
+from engine.models import EncoderDecoderModel
+from tests.support.encoder_decoder_requests import (
+    SAMPLING_RATE,
+    Case,
+    Oracle,
+    cases,
+    tone,
+    write_wav,
+)
+from tests.support.greedy_reference import assert_greedy
+from tests.support.native_kernels import needs_kernels
+
+FAMILIES = ("bart", "t5", "t5-gated", "whisper", "mllama")
+NUM_TOKENS = 10
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+OUTPUTS = ("hidden_states", "encoder_hidden_states")
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    folder: str
+    oracle: Oracle
+    cases: Sequence[Case]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Family:
+    folder = seeded(request.param)
+    return Family(request.param, folder, Oracle(folder), cases(request.param, folder))
+
+
+def build(folder: str, *, outputs: Sequence[str] = OUTPUTS, **settings: Any) -> LLMEngine:
+    chosen: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 256,
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 16,
+    }
+    return LLMEngine(EngineConfig(model=folder, **chosen | settings), output_names=outputs)
+
+
+def assert_parity(family: Family, case: Case, output: RequestOutput) -> None:
+    answer = family.oracle.answer(case, NUM_TOKENS)
+    entry = family.oracle.read(case)
+    assert output.error is None
+    assert output.outputs[0].tensors.keys() == set(OUTPUTS[: 1 if entry is None else 2])
+    assert output.prompt_token_ids == case.decoder
+    assert output.encoder_prompt_token_ids == ((entry and entry.token_ids) or None)
+    assert output.encoder_prompt == (case.encoder if isinstance(case.encoder, str) else None)
+    (completion,) = output.outputs
+    if not assert_greedy(answer, completion.token_ids):
+        return
+    tensors = completion.tensors
+    torch.testing.assert_close(tensors["hidden_states"], answer.hidden_states, atol=1e-4, rtol=0)
+    if entry is not None:
+        rows = family.oracle.reference.encode(entry)
+        torch.testing.assert_close(tensors["encoder_hidden_states"], rows, atol=1e-4, rtol=0)
+
+
+class Encodes:
+    """What an engine's encoder was given, one list per step in which it ran."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[EncoderInput]] = []
+
+    @property
+    def total(self) -> int:
+        return sum(map(len, self.steps))
+
+
+@contextmanager
+def counted_encodes(engine: LLMEngine) -> Iterator[Encodes]:
+    model, encodes = engine._runner._model, Encodes()
+    assert isinstance(model, EncoderDecoderModel)
+
+    def encode(inputs: Sequence[EncoderInput]) -> Tensor:
+        encodes.steps.append(list(inputs))
+        return type(model).encode(model, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "encode", encode, raising=False)
+        yield encodes
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    return done
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_mixed_batch_equals_transformers(family: Family, block_size: int, budget: int) -> None:
+    """Chunked decoder prompts and whole ones, more requests than seats."""
+    engine = build(family.folder, block_size=block_size, max_num_batched_tokens=budget)
+    outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
+    for case, output in zip(family.cases, outputs, strict=True):
+        assert_parity(family, case, output)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_kernels)])
+def test_every_backend_equals_transformers(family: Family, backend: str) -> None:
+    engine = build(family.folder, attention_backend=backend)
+    outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
+    for case, output in zip(family.cases, outputs, strict=True):
+        assert_parity(family, case, output)
+
+
+def test_a_second_round_encodes_nothing_and_says_the_same(family: Family) -> None:
+    engine = build(family.folder, max_num_seqs=4)
+    prompts = [case.prompt for case in family.cases]
+    with counted_encodes(engine) as encodes:
+        engine.generate(prompts, GREEDY)
+        num_inputs = sum(case.encoder is not None for case in family.cases)
+        assert encodes.total == num_inputs
+        outputs = engine.generate(prompts, GREEDY)
+        assert encodes.total == num_inputs
+    for case, output in zip(family.cases, outputs, strict=True):
+        assert_parity(family, case, output)
+
+
+def test_requests_of_one_input_at_once_encode_it_once(family: Family) -> None:
+    """Whoever comes beside one that is encoding it waits a step and shares its blocks."""
+    engine, case = build(family.folder), family.cases[0]
+    with counted_encodes(engine) as encodes:
+        several = GREEDY.model_copy(update={"n": 2})
+        outputs = engine.generate([case.prompt] * 3, [GREEDY, several, GREEDY])
+        assert encodes.total == 1
+    for output in outputs:
+        for completion in output.outputs:
+            assert completion.token_ids == outputs[0].outputs[0].token_ids
+            assert completion.tensors.keys() == set(OUTPUTS)
+
+
+def test_without_caching_every_request_encodes(family: Family) -> None:
+    engine, case = build(family.folder, enable_prefix_caching=False), family.cases[0]
+    with counted_encodes(engine) as encodes:
+        first, second = engine.generate([case.prompt] * 2, GREEDY)
+        assert encodes.total == 2
+    assert_parity(family, case, first)
+    assert_parity(family, case, second)
+
+
+def test_another_salt_encodes_again(family: Family) -> None:
+    engine, case = build(family.folder), family.cases[0]
+    with counted_encodes(engine) as encodes:
+        for number, salt in enumerate([None, "a", "a", "b"]):
+            engine.add_request(str(number), case.prompt, GREEDY, cache_salt=salt)
+            finish(engine)
+        assert encodes.total == 3
+
+
+def test_a_hit_without_the_encoders_rows_runs_it_again(family: Family) -> None:
+    """Promise 3: the keys and values are there, but not what was asked for."""
+    engine, case = build(family.folder), family.cases[0]
+    engine.generate(case.prompt, GREEDY)
+    rows = engine._kv.encoder_outputs
+    assert rows is not None
+    rows._stores["encoder_hidden_states"].tags.zero_()
+    with counted_encodes(engine) as encodes:
+        (output,) = engine.generate(case.prompt, GREEDY)
+        assert encodes.total == 1
+    assert_parity(family, case, output)
+
+
+def test_encoder_rows_are_kept_only_when_asked_for(family: Family) -> None:
+    engine, case = build(family.folder, outputs=["hidden_states"]), family.cases[0]
+    assert engine._kv.encoder_outputs is None
+    (output,) = engine.generate(case.prompt, GREEDY)
+    assert output.outputs[0].tensors.keys() == {"hidden_states"}
+
+
+@pytest.mark.parametrize("abort_after", [0, 1, 2, 4])
+def test_abort_and_finish_give_both_tables_back(family: Family, abort_after: int) -> None:
+    engine = build(family.folder, max_num_batched_tokens=4, enable_prefix_caching=False)
+    for number, case in enumerate(family.cases):
+        engine.add_request(str(number), case.prompt, GREEDY)
+    for _ in range(abort_after):
+        engine.step()
+    engine.abort("0")
+    engine.abort("3")
+    assert finish(engine).keys() == {str(i) for i in range(len(family.cases))} - {"0", "3"}
+    kv = engine.stats().kv
+    assert kv is not None and kv.free == kv.num_blocks - 1
+
+
+@pytest.mark.parametrize("limit", [1, 40, 150, None])
+def test_a_step_encodes_no_more_than_its_budget(family: Family, limit: int | None) -> None:
+    """Unless a single input is longer: that one runs by itself."""
+    engine = build(family.folder, max_num_encoder_tokens=limit, max_num_seqs=5)
+    with counted_encodes(engine) as encodes:
+        outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
+    for entries in encodes.steps:
+        tokens = sum(entry.num_tokens for entry in entries)
+        assert limit is None or tokens <= limit or len(entries) == 1
+    assert encodes.total == sum(case.encoder is not None for case in family.cases)
+    if limit == 1:
+        assert len(encodes.steps) == encodes.total
+    for case, output in zip(family.cases, outputs, strict=True):
+        assert_parity(family, case, output)
+
+
+def test_parallel_completions_share_the_input_and_differ(family: Family) -> None:
+    engine, case = build(family.folder), family.cases[0]
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=6, ignore_eos=True)
+    with counted_encodes(engine) as encodes:
+        (output,) = engine.generate(case.prompt, params)
+        assert encodes.total == 1
+    assert len({completion.token_ids for completion in output.outputs}) == 3
+    alone = build(family.folder, enable_prefix_caching=False, max_num_seqs=1)
+    (expected,) = alone.generate(case.prompt, params)
+    assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+
+
+TEXT = "The rain in spain falls mainly on the"
+BART_PROMPTS: dict[str, tuple[Prompt, tuple[int, ...] | None, tuple[int, ...]]] = {
+    "text": (TEXT, None, (2, 0)),
+    "tokens": (TokensPrompt((2, 0, 171, 5, 2)), (2, 0, 171, 5, 2), (2, 0)),
+    "explicit": (
+        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((2, 0, 51, 178, 2))),
+        None,
+        (2, 0, 51, 178, 2),
+    ),
+    "start token is put before": (
+        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((0, 51, 178, 2))),
+        None,
+        (2, 0, 51, 178, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BART_PROMPTS)
+def test_barts_prompts_are_those_of_the_design(name: str, seeded: Callable[[str], str]) -> None:
+    prompt, encoder_ids, decoder_ids = BART_PROMPTS[name]
+    engine = build(seeded("bart"))
+    (output,) = engine.generate(prompt, GREEDY)
+    assert engine.tokenizer is not None
+    assert output.encoder_prompt_token_ids == (
+        encoder_ids or tuple(engine.tokenizer(TEXT).input_ids)
+    )
+    assert output.prompt_token_ids == decoder_ids
+    assert output.num_prompt_tokens == len(decoder_ids)
+    assert len(output.outputs[0].token_ids) == NUM_TOKENS
+    rows = output.outputs[0].tensors
+    assert len(rows["hidden_states"]) == len(decoder_ids) + NUM_TOKENS - 1
+    assert len(rows["encoder_hidden_states"]) == len(output.encoder_prompt_token_ids)
+
+
+def test_whisper_hears_a_file_as_its_own_generate_does(
+    tmp_path: Path, seeded: Callable[[str], str]
+) -> None:
+    """transformers' whole loop over the sound, which chooses the prompt by itself."""
+    oracle, engine = Oracle(seeded("whisper")), build(seeded("whisper"))
+    path = write_wav(tmp_path / "tone.wav", tone(1.2, 900.0))
+    audio = AudioPrompt(path, language="de", task="translate")
+    (output,) = engine.generate(audio, GREEDY)
+    expected = oracle.reference.model.generate(
+        heard(oracle, path)[None],
+        language="de",
+        task="translate",
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+    )
+    assert list(output.outputs[0].token_ids) == expected[0].tolist()
+
+
+def test_whisper_writes_timestamps_where_transformers_rule_has_them(
+    tmp_path: Path, seeded: Callable[[str], str]
+) -> None:
+    oracle, engine = Oracle(seeded("whisper")), build(seeded("whisper"))
+    path = write_wav(tmp_path / "tone.wav", tone(1.9))
+    (output,) = engine.generate(AudioPrompt(path, language="en", timestamps=True), GREEDY)
+    own = oracle.reference.model.generation_config
+    rule = WhisperTimeStampLogitsProcessor(own, begin_index=len(output.prompt_token_ids))
+    answer = oracle.answer(Case(tone(1.9), output.prompt_token_ids, ""), NUM_TOKENS, [rule])
+    assert list(output.outputs[0].token_ids) == answer.token_ids
+    assert answer.token_ids[0] > own.no_timestamps_token_id
+
+
+def heard(oracle: Oracle, path: Path) -> Tensor:
+    """A file's features, by transformers alone."""
+    with wave.open(str(path)) as file:
+        stored = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+    entry = oracle.read(Case(stored.astype(np.float32), (), ""))
+    assert entry is not None
+    return entry.features["input_features"]
+
+
+BAD_FOR_BART: dict[str, tuple[Prompt, str]] = {
+    "audio": (AudioPrompt(tone(0.5)), "encoder takes text or token ids.* is audio"),
+    "too long": (TokensPrompt((7,) * 257), "257 tokens"),
+    "empty": (TokensPrompt(()), "empty|at least"),
+    "unknown id": (TokensPrompt((5, 10_000)), "10000|768"),
+    "long decoder": (
+        ExplicitEncoderDecoderPrompt("Hm", TokensPrompt((7,) * 64)),
+        "max_model_len is 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOR_BART)
+def test_a_bad_prompt_fails_alone(case: str, seeded: Callable[[str], str]) -> None:
+    prompt, message = BAD_FOR_BART[case]
+    engine = build(seeded("bart"))
+    (expected,) = engine.generate(TEXT, GREEDY)
+    engine.add_request("good", TEXT, GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt, GREEDY)
+    done = finish(engine)
+    assert done["good"].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert done.keys() == {"good"}
+
+
+def test_bad_sound_fails_alone(tmp_path: Path, seeded: Callable[[str], str]) -> None:
+    engine = build(seeded("whisper"))
+    (tmp_path / "no.wav").write_text("this is no sound")
+    bad = {
+        write_wav(tmp_path / "empty.wav", np.zeros(0)): "empty",
+        tmp_path / "no.wav": "not a WAV file",
+        write_wav(tmp_path / "long.wav", np.zeros(2 * SAMPLING_RATE + 1600)): (
+            "2.10 s long, but the model takes 2 s at most"
+        ),
+        tmp_path / "missing.wav": "cannot be read",
+    }
+    engine.add_request("good", AudioPrompt(tone(1.0), language="en"), GREEDY)
+    for path, message in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.add_request("bad", AudioPrompt(path, language="en"), GREEDY)
+    with pytest.raises(ValueError, match="takes audio .* is text"):
+        engine.add_request("bad", "Hm", GREEDY)
+    assert finish(engine)["good"].error is None
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ExplicitEncoderDecoderPrompt("a", "b"),
+        AudioPrompt(tone(0.5)),
+        ImagePrompt("missing.png"),
+    ],
+    ids=["pair", "audio", "image"],
+)
+def test_a_decoder_only_model_has_no_use_for_an_encoders_prompt(
+    prompt: Prompt, qwen2_checkpoint: str
+) -> None:
+    engine = build(qwen2_checkpoint, outputs=["hidden_states"])
+    engine.add_request("good", "Hm", GREEDY)
+    with pytest.raises(ValueError, match="encoder"):
+        engine.add_request("bad", prompt, GREEDY)
+    assert finish(engine).keys() == {"good"}
+
+
+def test_a_decoder_only_model_has_no_encoder_rows(qwen2_checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="no per-token output 'encoder_hidden_states'"):
+        build(qwen2_checkpoint)
+
+
+def test_what_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:
+    engine = build(seeded("bart"), num_blocks=12, max_model_len=24)
+    with pytest.raises(ValueError, match="40 encoder tokens take 13 blocks, the pool has 11"):
+        engine.add_request("big", TokensPrompt((7,) * 40), GREEDY)
+    (output,) = engine.generate(TokensPrompt((7,) * 30), GREEDY)
+    assert output.error is None
+
+
+def test_an_encoder_that_fails_takes_only_its_step_along(
+    seeded: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build(seeded("bart"))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(inputs: Sequence[EncoderInput]) -> Tensor:
+            raise RuntimeError("out of order")
+
+        patch.setattr(engine._runner._model, "encode", fail, raising=False)
+        engine.add_request("unlucky", TEXT, GREEDY)
+        (output,) = engine.step()
+        assert output.error is not None and "out of order" in output.error
+        engine.check_integrity()
+    (again,) = engine.generate(TEXT, GREEDY)
+    assert again.error is None
+    assert Counter(record.levelname for record in caplog.records)["ERROR"] == 1
