@@ -23,7 +23,7 @@ _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Weights in the Hugging Face layout, configs, tokenizers and chat templates; nothing pickled.
 _WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # Buffers that old exports contain and that are computed from the config.
-_COMPUTED = ("rotary_emb.inv_freq",)
+_COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
 _LISTED = 8
 
 

@@ -29,8 +29,10 @@ class EngineSettings(BaseModel):
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step.
-        max_num_encoder_tokens: encoder tokens of one step, in encoder-decoder models; a longer
-            input runs in a step of its own. None sets no limit.
+        max_num_encoder_tokens: encoder tokens of one step, in encoder-decoder models and in
+            models that see images; a longer input runs in a step of its own. None sets no limit.
+        encoder_cache_bytes: what the encoder outputs of images and the like may take on the
+            device, those that running requests need included.
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: blocks of host memory for ``swap``, the null block included; None takes
@@ -53,6 +55,7 @@ class EngineSettings(BaseModel):
     max_num_seqs: int = Field(default=16, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_num_encoder_tokens: int | None = Field(default=None, ge=1)
+    encoder_cache_bytes: int = Field(default=256 * 2**20, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True

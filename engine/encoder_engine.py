@@ -21,6 +21,7 @@ from engine.encoder_request import EncoderOutput, EncoderRequest
 from engine.engine_builder import resolve_device, resolve_dtype
 from engine.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.pooling import Pooling, pool, resolve_pooling
+from engine.prompt_images import refuse_images
 from engine.prompt_tokens import resolve_prompt
 from engine.prompts import Prompt
 from engine.stats import EngineStats
@@ -123,6 +124,7 @@ class EncoderEngine:
         """
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        refuse_images(prompt)
         token_ids, embeds = resolve_prompt(
             prompt,
             self.tokenizer,

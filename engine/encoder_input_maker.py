@@ -21,7 +21,7 @@ from engine.prompts import (
 )
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
-__all__ = ["EncoderInputMaker", "EncoderSide", "describe_prompt"]
+__all__ = ["EncoderInputMaker", "EncoderSide", "describe_prompt", "features_hash"]
 
 
 class EncoderSide(Protocol):
@@ -76,11 +76,11 @@ class EncoderInputMaker(ABC):
         """Sound and images are padded to a window of fixed size, and all its rows are attended."""
         num_tokens = self._encoder.max_encoder_len
         return EncoderInput(
-            num_tokens, _features_hash(features, num_tokens, cache_salt), features=features
+            num_tokens, features_hash(features, num_tokens, cache_salt), features=features
         )
 
 
-def _features_hash(
+def features_hash(
     features: Mapping[str, Tensor], num_tokens: int, cache_salt: str | None
 ) -> BlockHash:
     """Hash features as content that lies over as many placeholder tokens as they will give rows."""

@@ -15,12 +15,15 @@ from engine.config import EngineConfig
 from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
 from engine.input_batch import InputBatch
 from engine.input_processor import InputLimits, InputProcessor
+from engine.item_holds import ItemHolds
 from engine.layers import LayerOps, NativeLayerOps
 from engine.malloc_thresholds import keep_freed_memory
 from engine.memory_plan import MemoryPlan, plan_memory
+from engine.mm_input_processor import MultiModalInputProcessor
 from engine.model_runner import ModelRunner
 from engine.models.base import CausalModel
 from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.multimodal import MultiModalModel
 from engine.models.registry import load_model, max_positions
 from engine.native import load_kernels
 from engine.scheduler import Scheduler
@@ -29,6 +32,7 @@ from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
     CrossAttentionSpec,
+    EncoderCache,
     FullAttentionSpec,
     HostOnlySpec,
     KVCacheGroup,
@@ -56,6 +60,7 @@ class EngineParts:
     scheduler: Scheduler
     model_runner: ModelRunner
     swap_space: SwapSpace | None
+    item_holds: ItemHolds | None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -142,6 +147,12 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         },
     )
     swap_space = _swap_space(config, kv_cache_manager)
+    row_bytes = model.hidden_size * dtype.itemsize
+    item_holds = (
+        ItemHolds(EncoderCache(config.encoder_cache_bytes), row_bytes)
+        if isinstance(model, MultiModalModel)
+        else None
+    )
     runner = ModelRunner(
         model,
         kv_cache_manager=kv_cache_manager,
@@ -156,6 +167,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         input_batch=input_batch,
         device=device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, 5),
+        encoder_cache=item_holds.cache if item_holds is not None else None,
     )
     emitted = runner.warm_up()
     _check_output_names(output_names, emitted, kv_cache_manager)
@@ -186,6 +198,13 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
                 if isinstance(model, EncoderDecoderModel)
                 else None
             ),
+            multimodal=(
+                MultiModalInputProcessor.from_checkpoint(
+                    checkpoint, model, cache_bytes=config.encoder_cache_bytes, row_bytes=row_bytes
+                )
+                if isinstance(model, MultiModalModel)
+                else None
+            ),
         ),
         kv_cache_manager=kv_cache_manager,
         scheduler=Scheduler(
@@ -195,9 +214,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_encoder_tokens=config.max_num_encoder_tokens,
             swap_space=swap_space,
+            items=item_holds,
         ),
         model_runner=runner,
         swap_space=swap_space,
+        item_holds=item_holds,
     )
 
 

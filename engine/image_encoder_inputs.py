@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from transformers import AutoImageProcessor
+from typing import Any
 
 from engine.encoder_input import EncoderInput
 from engine.encoder_input_maker import EncoderInputMaker, EncoderSide
+from engine.image_file import load_image_processor, open_image
 from engine.prompts import EncoderPrompt, ImagePrompt
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 __all__ = ["ImageEncoderInputs"]
 
@@ -44,13 +40,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         Raises:
             ValueError: it brings none, or Pillow is not installed.
         """
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                path, backend="pil", local_files_only=True
-            )
-        except (ImportError, OSError, ValueError) as error:
-            raise ValueError(f"the image processor in {path} cannot be loaded: {error}") from error
-        return cls(encoder, processor, feature_names)
+        return cls(encoder, load_image_processor(path), feature_names)
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Open the image and cut it into tiles.
@@ -60,7 +50,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         """
         if not isinstance(prompt, ImagePrompt):
             raise self._refuse(prompt)
-        image = _open_image(prompt.image)
+        image = open_image(prompt.image)
         try:
             features = self._processor(images=image, return_tensors="pt")
         except (ValueError, ZeroDivisionError) as error:
@@ -71,18 +61,3 @@ class ImageEncoderInputs(EncoderInputMaker):
         return self._of_features(
             {name: features[name][0] for name in self._feature_names}, cache_salt
         )
-
-
-def _open_image(image: object) -> Image:
-    from PIL import Image as pillow
-
-    if isinstance(image, pillow.Image):
-        return image.convert("RGB")
-    if not isinstance(image, str | Path):
-        raise ValueError(f"image must be a file or an image of Pillow, got {type(image).__name__}")
-    try:
-        with pillow.open(image) as opened:
-            return opened.convert("RGB")
-    # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error

@@ -12,9 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
 from engine.encoder_input import EncoderInput, EncoderView
+from engine.mm_input import MultiModalInput
+from engine.mm_input_processor import MultiModalInputProcessor
+from engine.prompt_images import images_of, refuse_images
+from engine.prompt_positions import PromptPositions
 from engine.prompt_tokens import resolve_prompt
 from engine.prompts import Prompt
-from engine.request import Request, embeds_spans, encoder_spans
+from engine.request import Request, embeds_spans, encoder_spans, item_spans
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import LogitsRule
@@ -57,6 +61,8 @@ class _Content:
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
     logits_rule: LogitsRule | None = None
+    mm_inputs: tuple[MultiModalInput, ...] = ()
+    positions: PromptPositions | None = None
 
 
 class InputProcessor:
@@ -68,6 +74,7 @@ class InputProcessor:
         eos_token_ids: the checkpoint's end-of-sequence ids.
         seed: of the generator that seeds requests without one.
         encoder_decoder: splits the prompts of an encoder-decoder model; None for other models.
+        multimodal: puts images into the prompts of a model that sees them; None for other models.
     """
 
     def __init__(
@@ -78,12 +85,14 @@ class InputProcessor:
         eos_token_ids: Collection[int],
         seed: int,
         encoder_decoder: EncoderDecoderInputProcessor | None = None,
+        multimodal: MultiModalInputProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = torch.Generator().manual_seed(seed)
         self._encoder_decoder = encoder_decoder
+        self._multimodal = multimodal
         self._arrivals = count()
 
     def process(
@@ -99,7 +108,8 @@ class InputProcessor:
 
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
-                ids, or could never fit the pool; or the parameters ask for what the checkpoint
+                ids, shows images that cannot be read or to a model that sees none, or could never
+                fit the pool; or the parameters ask for what the checkpoint
                 cannot do.
         """
         content = self._resolve(prompt, cache_salt)
@@ -130,12 +140,16 @@ class InputProcessor:
                 spans=content.spans,
                 encoder_input=content.encoder_input,
                 encoder_view=content.encoder_view,
+                mm_inputs=content.mm_inputs,
+                positions=content.positions,
             )
             for index in range(params.n)
         ]
 
     def _resolve(self, prompt: Prompt, cache_salt: str | None) -> _Content:
         limits = self._limits
+        if self._multimodal is None:
+            refuse_images(prompt)
         if self._encoder_decoder is not None:
             inputs = self._encoder_decoder.process(prompt, cache_salt=cache_salt)
             spans = () if inputs.encoder_input is None else encoder_spans(inputs.encoder_input)
@@ -153,6 +167,14 @@ class InputProcessor:
             hidden_size=limits.hidden_size,
             dtype=limits.dtype,
         )
+        if self._multimodal is not None and embeds is None:
+            shown = self._multimodal.process(token_ids, images_of(prompt), cache_salt=cache_salt)
+            return _Content(
+                shown.token_ids,
+                item_spans(shown.items),
+                mm_inputs=shown.items,
+                positions=shown.positions,
+            )
         spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
         return _Content(token_ids, spans, embeds=embeds)
 

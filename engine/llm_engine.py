@@ -72,6 +72,7 @@ class LLMEngine:
         self._scheduler = parts.scheduler
         self._runner = parts.model_runner
         self._swap = parts.swap_space
+        self._items = parts.item_holds
         self._declared_outputs = frozenset(output_names or ())
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}
@@ -256,12 +257,15 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget everything that was cached."""
         self._kv.reset_prefix_cache()
+        if self._items is not None:
+            self._items.cache.reset()
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
         return replace(
             self._stats,
             num_preemptions=self._scheduler.num_preemptions,
+            encoder_cache=self._items.cache.stats() if self._items is not None else None,
             kv=self._kv.stats(),
         )
 
@@ -270,6 +274,8 @@ class LLMEngine:
         check_integrity(self._kv)
         if self._swap is not None:
             check_pool_integrity(self._swap.pool, self._swap.tables())
+        if self._items is not None:
+            self._items.check_integrity()
 
     def close(self) -> None:
         """Drop all requests. Weights and pages go with the last reference to the engine."""

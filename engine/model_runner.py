@@ -15,6 +15,7 @@ from engine.host_copy import HostCopy
 from engine.input_batch import InputBatch, StepInputs
 from engine.models.base import CausalModel
 from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.multimodal import MultiModalModel
 from engine.outputs import TokenLogprobs
 from engine.request import Request
 from engine.sampler import Sampler
@@ -24,6 +25,7 @@ from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
     CrossAttentionSpec,
+    EncoderCache,
     KVCacheManager,
     PagedMemory,
 )
@@ -60,6 +62,7 @@ class ModelRunner:
         input_batch: the persistent tables.
         device: where the model runs.
         max_num_batched_tokens: most tokens of a step.
+        encoder_cache: rows of images and the like; None for a model that takes none.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ModelRunner:
         input_batch: InputBatch,
         device: torch.device,
         max_num_batched_tokens: int,
+        encoder_cache: EncoderCache | None = None,
     ) -> None:
         self._model = model
         self._kv = kv_cache_manager
@@ -81,6 +85,7 @@ class ModelRunner:
         self._backends = tuple(backends)
         self._batch = input_batch
         self._device = device
+        self._encoder_cache = encoder_cache
         self._host_copy = HostCopy(device, max_num_batched_tokens)
         self._sampler = Sampler()
         self._bind_layers()
@@ -102,8 +107,10 @@ class ModelRunner:
         inputs = self._prepare(output)
         encoded = self._encode(inputs, output.scheduled)
         step_encoder = (encoded, _follows_encoder(inputs, output.scheduled, self._device))
+        self._encode_items(output.scheduled)
         embeds = self._input_embeds(inputs, output.scheduled)
-        tensors = self._forward(inputs, embeds, *step_encoder)
+        positions = self._positions(inputs, output.scheduled)
+        tensors = self._forward(inputs, embeds, positions, *step_encoder)
         self._start_host_copy(tensors)
         sampled = self._sample(inputs, output.scheduled, tensors["hidden_states"])
         self._write_outputs(inputs)
@@ -159,7 +166,8 @@ class ModelRunner:
         try:
             inputs = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
             token_ids = torch.from_numpy(inputs.token_ids).to(self._device)
-            tensors = self._forward(inputs, self._model.embed(token_ids))
+            embeds, positions = self._model.embed(token_ids), self._positions(inputs, ())
+            tensors = self._forward(inputs, embeds, positions)
             if self._model.vocab_size:
                 self._model.compute_logits(tensors["hidden_states"][:1])
             self._start_host_copy(tensors)
@@ -219,23 +227,65 @@ class ModelRunner:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
         Token ids and given embeddings meet here: every position is looked up, then the positions
-        that a prompt gave as embeddings are overwritten. So both kinds share a batch.
+        that a prompt gave as embeddings, or that show an image, are overwritten. So all kinds
+        share a batch.
         """
         token_ids = torch.from_numpy(inputs.token_ids).to(self._device, non_blocking=True)
         embeds = self._model.embed(token_ids)
         for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
+            chunk = embeds[start : start + item.num_tokens]
+            first = item.request.num_computed_tokens
             given = item.request.prompt_embeds
-            computed = item.request.num_computed_tokens
-            if given is None or computed >= given.shape[0]:
-                continue
-            rows = given[computed : computed + item.num_tokens]
-            embeds[start : start + rows.shape[0]] = rows.to(self._device)
+            if given is not None and first < given.shape[0]:
+                rows = given[first : first + item.num_tokens]
+                chunk[: rows.shape[0]] = rows.to(self._device)
+            self._merge_items(chunk, item.request, first)
         return embeds
+
+    def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
+        """Overwrite what a chunk, whose first token is at ``first``, shows of the request's items.
+
+        ::
+
+            item               |<- offset ....... end ->|
+            chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
+        """
+        stop = first + chunk.shape[0]
+        for item in request.mm_inputs:
+            if self._encoder_cache is not None and item.overlaps(first, stop):
+                rows = self._encoder_cache.rows(item.content_hash)
+                begin, end = max(first, item.offset), min(stop, item.end)
+                chunk[begin - first : end - first] = rows[begin - item.offset : end - item.offset]
+
+    def _encode_items(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Run the towers for the images and the like that this step begins and nobody knows."""
+        items = [entry for item in scheduled for entry in item.items_to_encode]
+        if not items or self._encoder_cache is None or not isinstance(self._model, MultiModalModel):
+            return
+        for entry, rows in zip(items, self._model.encode_multimodal(items), strict=True):
+            self._encoder_cache.fill(entry.content_hash, rows)
+
+    def _positions(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Where tokens lie, int64: ``(num_tokens,)``, or ``(axes, num_tokens)``.
+
+        On several axes, a token that nothing else is said of has its index on each of them.
+        """
+        positions = torch.from_numpy(inputs.positions)
+        num_axes = max((item.request.num_position_axes for item in scheduled), default=1)
+        if num_axes > 1:
+            positions = positions.repeat(num_axes, 1)
+            for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
+                placed, first = item.request.positions, item.request.num_computed_tokens
+                if placed is not None:
+                    stop = start + item.num_tokens
+                    positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
+        return positions.to(self._device, non_blocking=True)
 
     def _forward(
         self,
         inputs: StepInputs,
         inputs_embeds: Tensor,
+        positions: Tensor,
         encoded: Tensor | None = None,
         follows_encoder: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -243,7 +293,6 @@ class ModelRunner:
         for backend, group_metadata in zip(self._backends, metadata, strict=True):
             if backend is not None and isinstance(group_metadata, AttentionMetadata):
                 backend.begin_step(group_metadata)
-        positions = torch.from_numpy(inputs.positions).to(self._device, non_blocking=True)
         tensors: dict[str, Tensor] = self._model(
             inputs_embeds,
             positions,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,10 +21,20 @@ __all__ = [
     "EncoderPrompt",
     "ExplicitEncoderDecoderPrompt",
     "ImagePrompt",
+    "MultiModalData",
     "Prompt",
     "TextPrompt",
     "TokensPrompt",
 ]
+
+
+MultiModalData: TypeAlias = "Mapping[str, Sequence[str | Path | Image]]"
+"""What a prompt shows beside its text, by modality.
+
+Under ``"image"``: PNG or JPEG files, or images of Pillow, as many as the prompt has placeholders
+and in their order. A placeholder is one token of the checkpoint (``<image>``, ``<|image_pad|>``);
+it is replaced by as many as the image has rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +45,12 @@ class TextPrompt:
         prompt: the text.
         add_special_tokens: whether the tokenizer adds its BOS and the like; False for text that
             a chat template has already dressed.
+        multi_modal_data: see :data:`MultiModalData`.
     """
 
     prompt: str
     add_special_tokens: bool = True
+    multi_modal_data: MultiModalData = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +58,27 @@ class ChatPrompt:
     """Chat messages that the checkpoint's chat template turns into text.
 
     Attributes:
-        messages: each with ``role`` and ``content``, oldest first.
+        messages: each with ``role`` and ``content``, oldest first. The content is text, or a list
+            of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, where
+            the template knows them.
+        multi_modal_data: see :data:`MultiModalData`.
     """
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
+    multi_modal_data: MultiModalData = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, used as they are."""
+    """Token ids, used as they are, but for the placeholders of images.
+
+    Attributes:
+        prompt_token_ids: the ids; one placeholder for each image.
+        multi_modal_data: see :data:`MultiModalData`.
+    """
 
     prompt_token_ids: tuple[int, ...]
+    multi_modal_data: MultiModalData = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.encoder_input import EncoderInput, EncoderView
+from engine.mm_input import MultiModalInput
 from engine.outputs import RequestMetrics, TokenLogprobs
+from engine.prompt_positions import PromptPositions
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.stop_checker import CompletionText
@@ -23,7 +25,14 @@ from prefix_cache import (
     extend_block_hashes,
 )
 
-__all__ = ["Request", "RequestStatus", "RequestTimes", "embeds_spans", "encoder_spans"]
+__all__ = [
+    "Request",
+    "RequestStatus",
+    "RequestTimes",
+    "embeds_spans",
+    "encoder_spans",
+    "item_spans",
+]
 
 
 class RequestStatus(Enum):
@@ -86,6 +95,8 @@ class Request:
             decoder's.
         encoder_view: which rows of the encoder's output its tokens see.
         encoder_blocks: the encoder's output as cross-attention keeps it.
+        mm_inputs: images and the like, in the order of their places in the prompt.
+        positions: on several axes, where tokens are placed so; None where places are indices.
         block_hashes: of the blocks whose tokens are all known; extended on demand.
     """
 
@@ -104,6 +115,8 @@ class Request:
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
     encoder_blocks: EncoderBlocks | None = None
+    mm_inputs: tuple[MultiModalInput, ...] = ()
+    positions: PromptPositions | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -126,6 +139,11 @@ class Request:
     def queue_key(self) -> tuple[int, int]:
         """Sort key of the queues: priority first, then first come, first served."""
         return (self.priority, self.arrival_index)
+
+    @property
+    def num_position_axes(self) -> int:
+        """Numbers that place one of its tokens."""
+        return 1 if self.positions is None else self.positions.table.shape[0]
 
     @property
     def num_visible_encoder_tokens(self) -> int:
@@ -178,6 +196,11 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
         )
         for block_index, block_rows in enumerate(torch.split(rows, block_size))
     )
+
+
+def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
+    """What tells placeholders of one image from those of another."""
+    return tuple(item.span for item in items)
 
 
 def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:

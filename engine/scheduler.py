@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from engine.item_holds import EncoderBudget, ItemHolds, ItemShare
 from engine.request import Request, RequestStatus
 from engine.scheduler_output import ScheduledRequest, SchedulerOutput
 from prefix_cache import CachedPrefix, KVCacheManager, PageCopy, SwapSpace
@@ -18,30 +19,32 @@ class _Step:
 
     Attributes:
         num_tokens: what is left of the token budget.
-        num_encoder_tokens: what is left of the encoder's; None if it has no limit.
+        encoder_budget: what is left of the encoder's.
     """
 
     num_tokens: int
-    num_encoder_tokens: int | None
+    encoder_budget: EncoderBudget
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     swapped_out: tuple[PageCopy, ...] = ()
     swapped_in: tuple[PageCopy, ...] = ()
 
     def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Whether a request's encoder may run in this step; a long input may if it runs alone."""
-        blocks, left = request.encoder_blocks, self.num_encoder_tokens
-        if blocks is None or prefix.encoder_cached or left is None:
+        """Whether a request's encoder may run in this step."""
+        blocks = request.encoder_blocks
+        if blocks is None or prefix.encoder_cached:
             return True
-        nobody_encodes = not any(item.runs_encoder for item in self.scheduled)
-        return blocks.num_tokens <= left or nobody_encodes
+        return self.encoder_budget.allows(blocks.num_tokens)
 
-    def add(self, request: Request, num_tokens: int, *, runs_encoder: bool = False) -> None:
+    def add(self, request: Request, share: ItemShare, *, runs_encoder: bool = False) -> None:
         """Take a request in."""
-        self.scheduled.append(ScheduledRequest(request, num_tokens, runs_encoder))
-        self.num_tokens -= num_tokens
-        if runs_encoder and request.encoder_blocks and self.num_encoder_tokens is not None:
-            self.num_encoder_tokens -= request.encoder_blocks.num_tokens
+        self.scheduled.append(
+            ScheduledRequest(request, share.num_tokens, runs_encoder, share.to_encode)
+        )
+        self.num_tokens -= share.num_tokens
+        self.encoder_budget = share.budget
+        if runs_encoder and request.encoder_blocks:
+            self.encoder_budget = share.budget.less(request.encoder_blocks.num_tokens)
 
     def output(self) -> SchedulerOutput:
         """The step, shortest shares first."""
@@ -68,6 +71,10 @@ class Scheduler:
     own blocks, if they are still cached). The first request in the order can therefore always
     finish, because admission refuses what could never fit alone.
 
+    Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which
+    the encoder's budget, or its cache, has no room in this step. A chunk of no token at all is left
+    out.
+
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time.
 
@@ -78,6 +85,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_num_encoder_tokens: encoder tokens that a step runs at most; a longer input runs alone.
         swap_space: where preempted requests go; None recomputes them.
+        items: holds the encoder outputs of images and the like; None for a model that takes none.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_encoder_tokens: int | None = None,
         swap_space: SwapSpace | None = None,
+        items: ItemHolds | None = None,
     ) -> None:
         self._kv = kv_cache_manager
         self._block_size = block_size
@@ -96,6 +105,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_encoder_tokens = max_num_encoder_tokens
         self._swap = swap_space
+        self._items = items
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._swapped: list[Request] = []
@@ -117,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
-        step = _Step(self._max_num_batched_tokens, self._max_num_encoder_tokens)
+        step = _Step(self._max_num_batched_tokens, EncoderBudget(self._max_num_encoder_tokens))
         self._schedule_running(step)
         # After a preemption nobody is let in, lest the two take turns; unless nobody is left.
         if not step.preempted or not step.scheduled:
@@ -127,12 +137,17 @@ class Scheduler:
         return step.output()
 
     def _schedule_running(self, step: _Step) -> None:
-        while len(step.scheduled) < len(self._running):
-            request = self._running[len(step.scheduled)]
-            seats_behind = len(self._running) - len(step.scheduled) - 1
+        num_served = 0
+        while num_served < len(self._running):
+            request = self._running[num_served]
+            seats_behind = len(self._running) - num_served - 1
             num_tokens = self._chunk(request, step.num_tokens - seats_behind)
-            if self._hold_slots(request, num_tokens, step):
-                step.add(request, num_tokens)
+            share = self._take_items(request, num_tokens, step)
+            if not share.num_tokens:
+                num_served += 1
+            elif self._hold_slots(request, share.num_tokens, step):
+                num_served += 1
+                step.add(request, share)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many of a running request's tokens to run."""
@@ -143,6 +158,23 @@ class Scheduler:
             request.num_tokens,
         )
         return request.clip_to_view(num_tokens)
+
+    def _take_items(self, request: Request, num_tokens: int, step: _Step) -> ItemShare:
+        """Cut a chunk to the items that it can have, and hold these."""
+        if self._items is None or not request.mm_inputs:
+            return ItemShare(num_tokens, (), step.encoder_budget)
+        return self._items.take(request, num_tokens, step.encoder_budget)
+
+    def _release_items(self, request: Request, *, passed_only: bool = False) -> None:
+        """Give back what a request holds of its items, or what it is done with."""
+        if self._items is None or not request.mm_inputs:
+            return
+        if passed_only:
+            self._items.release_passed(request)
+        else:
+            self._items.release(request)
+        if not self._kv.enable_prefix_caching:
+            self._items.cache.reset()
 
     def _hold_slots(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Get blocks for a running request, preempting from the end of the order.
@@ -183,10 +215,12 @@ class Scheduler:
             step.swapped_in += copies
             self._swapped.remove(request)
             self._run(request)
-            num_tokens = self._chunk(request, step.num_tokens)
+            share = self._take_items(request, self._chunk(request, step.num_tokens), step)
             # Without room to grow it runs, but not in this step.
-            if self._grow(request, num_tokens):
-                step.add(request, num_tokens)
+            if share.num_tokens and self._grow(request, share.num_tokens):
+                step.add(request, share)
+            else:
+                self._release_items(request)
 
     def _admit_waiting(self, step: _Step) -> None:
         for request in tuple(self._waiting):
@@ -230,21 +264,24 @@ class Scheduler:
         if prefix.stops is not None:
             num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
         request.num_computed_tokens = prefix.num_tokens
-        num_tokens = request.clip_to_view(num_tokens)
+        share = self._take_items(request, request.clip_to_view(num_tokens), step)
+        if not share.num_tokens:
+            return False
         if not self._kv.allocate_slots(
             request.request_id,
-            prefix.num_tokens + num_tokens,
+            prefix.num_tokens + share.num_tokens,
             num_computed_tokens=prefix.num_tokens,
             encoder=encoder,
             prefix=prefix,
             block_hashes=request.block_hashes,
         ):
+            self._release_items(request)
             return False
         self._waiting.remove(request)
         self._run(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = prefix.num_tokens
-        step.add(request, num_tokens, runs_encoder=not prefix.encoder_cached)
+        step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True
 
     def _run(self, request: Request) -> None:
@@ -256,6 +293,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         step.preempted.append(request)
+        self._release_items(request)
         if self._swap is not None:
             copies = self._swap.swap_out(request.request_id, request.num_computed_tokens)
             if copies is not None:
@@ -288,6 +326,7 @@ class Scheduler:
             request = item.request
             full_before = request.num_computed_tokens // self._block_size
             request.num_computed_tokens += item.num_tokens
+            self._release_items(request, passed_only=True)
             if not self._kv.enable_prefix_caching:
                 continue
             if item.runs_encoder and request.encoder_blocks is not None:
@@ -300,6 +339,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and give back what it holds."""
+        self._release_items(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._kv.free(request.request_id)

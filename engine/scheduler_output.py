@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.mm_input import MultiModalInput
 from engine.request import Request
 from prefix_cache import PageCopy
 
@@ -18,11 +19,13 @@ class ScheduledRequest:
         request: the request; its ``num_computed_tokens`` is still that of before the step.
         num_tokens: tokens to run.
         runs_encoder: whether the request's encoder input is encoded in this step.
+        items_to_encode: of the request's images and the like, those that this step encodes.
     """
 
     request: Request
     num_tokens: int
     runs_encoder: bool = False
+    items_to_encode: tuple[MultiModalInput, ...] = ()
 
     @property
     def reaches_last_token(self) -> bool:

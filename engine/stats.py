@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefix_cache import KVCacheStats
+from prefix_cache import EncoderCacheStats, KVCacheStats
 
 __all__ = ["EngineStats"]
 
@@ -20,6 +20,7 @@ class EngineStats:
         cached_tokens: of these, tokens that the prefix cache saved.
         generated_tokens: tokens sampled.
         num_preemptions: how often a request had to give its blocks back.
+        encoder_cache: outputs of towers for images and the like; None for a model without.
         kv: the pool now; None before the first look.
     """
 
@@ -29,4 +30,5 @@ class EngineStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    encoder_cache: EncoderCacheStats | None = None
     kv: KVCacheStats | None = None

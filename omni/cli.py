@@ -72,6 +72,15 @@ DecoderPromptText: TypeAlias = Annotated[
         help="What the decoder goes on from, beside every --audio or --encoder-prompt.",
     ),
 ]
+Images: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="An image that every --prompt shows where its next placeholder is; may be given "
+        "several times.",
+    ),
+]
 Input: TypeAlias = Annotated[
     Path | None,
     typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object a line."),
@@ -98,6 +107,7 @@ def run(
     language: Language = None,
     encoder_prompt: EncoderPrompts = None,
     decoder_prompt: DecoderPromptText = None,
+    image: Images = None,
     input_file: Input = None,
     output_dir: Annotated[
         Path | None,
@@ -118,7 +128,7 @@ def run(
         from omni.run_command import run_requests
 
         pipeline = _load(config, overrides)
-        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt)
+        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _requests(pipeline, flags, input_file)
         all_well = run_requests(pipeline, requests, output_dir=output_dir, quiet=quiet)
     if not all_well:
@@ -173,6 +183,7 @@ def verify(
     language: Language = None,
     encoder_prompt: EncoderPrompts = None,
     decoder_prompt: DecoderPromptText = None,
+    image: Images = None,
     input_file: Input = None,
     atol: Annotated[
         float | None,
@@ -195,7 +206,7 @@ def verify(
         from omni.verify import verify as verify_requests
 
         pipeline = _load(config, overrides)
-        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt)
+        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _refuse_bad_lines(_requests(pipeline, flags, input_file))
         with Omni(pipeline) as omni:
             report = verify_requests(omni, requests, atol=atol)

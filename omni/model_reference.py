@@ -33,6 +33,8 @@ SEEDED_NAMES = (
     "t5-gated",
     "whisper",
     "mllama",
+    "llava",
+    "qwen2_5_vl",
     "bert",
 )
 """What may follow ``seeded:``; stated apart from what builds them, which is slow to import."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import AudioPrompt, EncoderPrompt, ExplicitEncoderDecoderPrompt, Prompt
+from engine import AudioPrompt, EncoderPrompt, ExplicitEncoderDecoderPrompt, Prompt, TextPrompt
 from omni.request import OmniRequest
 
 __all__ = ["PromptFlags"]
@@ -22,6 +22,7 @@ class PromptFlags:
         language: spoken in each of them; None leaves it to the checkpoint.
         encoder_prompts: texts for encoders.
         decoder_prompt: stands beside each of the audio files and encoder prompts.
+        images: files that each of the texts shows, in the places of its placeholders.
     """
 
     prompts: Sequence[str] | None = None
@@ -29,19 +30,22 @@ class PromptFlags:
     language: str | None = None
     encoder_prompts: Sequence[str] | None = None
     decoder_prompt: str | None = None
+    images: Sequence[Path] | None = None
 
     @property
     def given(self) -> bool:
         """Whether any of the flags was given."""
-        wanted = (self.prompts, self.audio, self.encoder_prompts)
+        wanted = (self.prompts, self.audio, self.encoder_prompts, self.images)
         return any(wanted) or self.decoder_prompt is not None or self.language is not None
 
     def requests(self) -> list[OmniRequest]:
         """The requests, with made-up ids.
 
         Raises:
-            ValueError: the decoder prompt, or the language, has nothing to stand beside.
+            ValueError: the decoder prompt, the language, or an image has nothing to stand beside.
         """
+        if self.images and not self.prompts:
+            raise ValueError("--image stands beside --prompt only")
         if self.language is not None and not self.audio:
             raise ValueError("--language stands beside --audio only")
         encoder: list[EncoderPrompt] = [
@@ -51,6 +55,9 @@ class PromptFlags:
         if self.decoder_prompt is not None and (self.prompts or not encoder):
             raise ValueError("--decoder-prompt stands beside --audio or --encoder-prompt only")
         prompts: list[Prompt] = [*(self.prompts or ())]
+        if self.images:
+            shown = {"image": tuple(self.images)}
+            prompts = [TextPrompt(text, multi_modal_data=shown) for text in self.prompts or ()]
         prompts += [ExplicitEncoderDecoderPrompt(each, self.decoder_prompt) for each in encoder]
         return [
             OmniRequest(prompt, request_id=f"prompt-{number}")

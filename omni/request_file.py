@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ def _sampling(
 def _prompt(line: RequestLine, folder: Path) -> Prompt:
     encoder = _encoder_prompt(line, folder)
     if encoder is None:
-        return _form(line, folder)
+        return _with_images(_form(line, folder), line, folder)
     if line.decoder_prompt is None:
         return ExplicitEncoderDecoderPrompt(encoder)
     return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, folder))
@@ -224,10 +224,18 @@ def _encoder_prompt(line: RequestLine, folder: Path) -> EncoderPrompt | None:
             task=entry.task,
             timestamps=entry.timestamps,
         )
-    if line.images is not None:
+    if line.images is not None and not line.shows_images:
         (image,) = line.images
         return ImagePrompt(_existing("images", folder / image))
     return None
+
+
+def _with_images(form: DecoderPrompt, line: RequestLine, folder: Path) -> DecoderPrompt:
+    """Let a prompt show the line's images, if it has any."""
+    if not line.images or not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
+        return form
+    shown = [_existing("images", folder / image) for image in line.images]
+    return replace(form, multi_modal_data={"image": shown})
 
 
 def _existing(key: str, file: Path) -> Path:
@@ -245,7 +253,7 @@ def _form(line: RequestLine | PromptForm, folder: Path) -> DecoderPrompt:
     if isinstance(line.prompt, str):
         return TextPrompt(line.prompt)
     if line.prompt is not None:
-        return ChatPrompt(tuple(message.model_dump() for message in line.prompt))
+        return ChatPrompt(tuple(message.model_dump(exclude_none=True) for message in line.prompt))
     if line.prompt_token_ids is not None:
         return TokensPrompt(line.prompt_token_ids)
     if line.prompt_embeds is None:

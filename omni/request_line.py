@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine import AudioTask
 from omni.config_error import PlacedError
 
-__all__ = ["AudioFile", "ChatMessage", "PromptForm", "RequestLine"]
+__all__ = ["AudioFile", "ChatMessage", "ContentPart", "PromptForm", "RequestLine"]
 
 FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
+FORMS_WITH_IMAGES = ("prompt", "prompt_token_ids")
 
 
 class _Strict(BaseModel):
@@ -22,16 +23,38 @@ class _Strict(BaseModel):
         return [key for key in keys if getattr(self, key) is not None]
 
 
+class ContentPart(_Strict):
+    """A part of what is said.
+
+    Attributes:
+        type: ``text``, or ``image``: the next of the line's images, which the chat template puts
+            a placeholder for.
+        text: of a part that is text.
+    """
+
+    type: Literal["text", "image"]
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_belongs_to_text(self) -> ContentPart:
+        if (self.type == "text") != (self.text is not None):
+            raise ValueError("a part of type text has a text, and no other part has")
+        return self
+
+
 class ChatMessage(_Strict):
     """One turn of a conversation.
 
     Attributes:
         role: who speaks: ``system``, ``user``, ``assistant`` or what the chat template knows.
-        content: what is said.
+        content: what is said: text, or parts in order.
     """
 
     role: str
-    content: str
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("parts")],
+        Discriminator(lambda value: "parts" if isinstance(value, list | tuple) else "text"),
+    ]
 
 
 class AudioFile(_Strict):
@@ -110,7 +133,8 @@ class RequestLine(_Forms):
         prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
         encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
         audio: one WAV file, for the encoder of a speech model.
-        images: one image file, for the encoder of a vision model.
+        images: beside a prompt of text, messages or token ids: image files, one for each
+            placeholder in it. Else one image file, for the encoder of a vision model.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same
             forms as ``encoder_prompt``. Absent means the model's default.
         sampling: fields of ``SamplingParams`` by stage name.
@@ -127,13 +151,20 @@ class RequestLine(_Forms):
     priority: int = 0
     cache_salt: str | None = None
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether the images are part of a decoder's prompt rather than an encoder's input."""
+        return self.images is not None and bool(self._given(*FORMS_WITH_IMAGES))
+
     @model_validator(mode="after")
     def _exactly_one_prompt(self) -> RequestLine:
-        encoder = self._given(*ENCODER_KEYS)
         given = self._given(*FORMS)
+        encoder = self._given(*ENCODER_KEYS)
+        if self.shows_images:
+            encoder.remove("images")
         for key in ("images", "audio"):
             files = getattr(self, key)
-            if files is None:
+            if key not in encoder:
                 continue
             if given:
                 raise PlacedError(

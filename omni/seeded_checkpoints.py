@@ -21,7 +21,13 @@ import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from omni import seeded_encoder_decoders, seeded_folder, seeded_hybrids, seeded_tokenizers
+from omni import (
+    seeded_encoder_decoders,
+    seeded_folder,
+    seeded_hybrids,
+    seeded_multimodal,
+    seeded_tokenizers,
+)
 from omni.seeded_encoder_decoders import (
     BART_BENCHMARK,
     build_bart,
@@ -31,6 +37,7 @@ from omni.seeded_encoder_decoders import (
 )
 from omni.seeded_folder import quieten, save_checkpoint
 from omni.seeded_hybrids import HYBRID_SETTINGS, initialise_recurrence
+from omni.seeded_multimodal import build_llava, build_qwen2_5_vl
 from omni.seeded_tokenizers import chat_tokenizer, wordpiece_tokenizer
 
 __all__ = [
@@ -239,6 +246,8 @@ SEEDED_MODELS: dict[str, Callable[[str | Path], Path]] = {
     "t5-gated": partial(build_t5, gated=True),
     "whisper": build_whisper,
     "mllama": build_mllama,
+    "llava": build_llava,
+    "qwen2_5_vl": build_qwen2_5_vl,
     "bert": build_text_encoder,
 }
 """What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
@@ -289,7 +298,13 @@ def _cache_root(cache_dir: str | Path | None) -> Path:
 
 
 def _version() -> str:
-    modules = (seeded_encoder_decoders, seeded_folder, seeded_hybrids, seeded_tokenizers)
+    modules = (
+        seeded_encoder_decoders,
+        seeded_folder,
+        seeded_hybrids,
+        seeded_multimodal,
+        seeded_tokenizers,
+    )
     sources = [__file__, *(str(module.__file__) for module in modules)]
     content = b"".join(Path(source).read_bytes() for source in sources)
     return hashlib.sha256(content + transformers.__version__.encode()).hexdigest()[:12]

@@ -19,6 +19,7 @@ from prefix_cache.cached_prefix import CachedPrefix, EncoderBlocks
 from prefix_cache.chunk_stops import ChunkStops
 from prefix_cache.coordinator import MANAGER_TYPES, KVCacheCoordinator
 from prefix_cache.cross_attention_manager import CrossAttentionManager
+from prefix_cache.encoder_cache import EncoderCache, EncoderCacheStats
 from prefix_cache.full_attention_manager import FullAttentionManager
 from prefix_cache.integrity import IntegrityError, check_integrity, check_pool_integrity
 from prefix_cache.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
@@ -65,6 +66,8 @@ __all__ = [
     "CrossAttentionManager",
     "CrossAttentionSpec",
     "EncoderBlocks",
+    "EncoderCache",
+    "EncoderCacheStats",
     "FullAttentionManager",
     "FullAttentionSpec",
     "HostOnlySpec",

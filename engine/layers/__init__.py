@@ -13,7 +13,12 @@ from engine.layers.moe import SparseMoE
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.plain_mlp import PlainMLP
-from engine.layers.rotary import RotaryEmbedding, apply_rotary, rope_frequencies
+from engine.layers.rotary import (
+    MultiAxisRotaryEmbedding,
+    RotaryEmbedding,
+    apply_rotary,
+    rope_frequencies,
+)
 
 __all__ = [
     "GatedMLP",
@@ -25,6 +30,7 @@ __all__ = [
     "Mamba2Mixer",
     "MambaConfig",
     "MambaMixer",
+    "MultiAxisRotaryEmbedding",
     "NativeLayerOps",
     "PackedLayout",
     "PlainMLP",

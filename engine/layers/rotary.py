@@ -12,12 +12,19 @@ Up to the trained length both give what transformers gives; set ``max_model_len`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["RotaryEmbedding", "apply_rotary", "rope_frequencies"]
+__all__ = [
+    "MultiAxisRotaryEmbedding",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "rope_frequencies",
+]
 
 
 def rope_frequencies(
@@ -98,8 +105,64 @@ class RotaryEmbedding(nn.Module):
             Cosines ``(num_tokens, 1, rotary_dim)`` and sines of the same shape, whose first half
             is negated: ``x cos + swap(x) sin`` then is the rotation.
         """
-        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = self.gather(positions).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """Rows ``(num_tokens, rotary_dim)`` of the table."""
+        return self.table.index_select(0, positions)
+
+
+class MultiAxisRotaryEmbedding(RotaryEmbedding):
+    """Tokens placed by several numbers, each of which turns channels of its own.
+
+    ::
+
+        channels   | time | height | width | time | height | width |
+                   |<- half of cosines --->|<- half of sines ----->|
+
+    A token whose numbers are all alike is turned as by :class:`RotaryEmbedding`.
+    Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
+
+    Args:
+        inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
+        scaling: factor on cosine and sine.
+        max_model_len: number of positions on each axis.
+        sections: how many frequencies belong to each axis, in turns if there are more of them.
+        dtype: of the activations.
+        device: of the table.
+
+    Raises:
+        ValueError: the sections do not add up to the frequencies.
+    """
+
+    num_axes = 3
+
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        scaling: float,
+        max_model_len: int,
+        *,
+        sections: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
+        if sum(sections) != len(inv_freq):
+            raise ValueError(
+                f"mrope_section {list(sections)} must add up to {len(inv_freq)} frequencies"
+            )
+        axes = torch.arange(len(sections)) % self.num_axes
+        of_channel = axes.repeat_interleave(torch.tensor(sections)).repeat(2)
+        self.axis_of_channel = nn.Buffer(of_channel.to(device), persistent=False)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """As for one axis; ``positions`` is ``(3, num_tokens)``, or ``(num_tokens,)`` for text."""
+        if positions.ndim == 1:
+            return super().gather(positions)
+        of_channel = positions.T.index_select(1, self.axis_of_channel)
+        return self.table.gather(0, of_channel)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from engine.models.base import CausalModel
 from engine.models.decoder import DecoderModel
 from engine.models.decoder_config import DecoderConfig
 from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.multimodal import MultiModalModel
 from engine.models.registry import SUPPORTED_ARCHITECTURES, load_model, max_positions
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderModel",
     "EncoderDecoderModel",
+    "MultiModalModel",
     "load_model",
     "max_positions",
 ]

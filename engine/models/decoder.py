@@ -122,6 +122,7 @@ def build_decoder(
     config: PreTrainedConfig,
     settings: ModelSettings,
     has_head: bool,
+    make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
 ) -> DecoderModel:
     """Build a decoder, its weights not yet loaded.
 
@@ -130,6 +131,7 @@ def build_decoder(
         config: a config of that family.
         settings: types, places and lengths.
         has_head: False for a headless checkpoint.
+        make_rotary: takes what :class:`RotaryEmbedding` takes.
 
     Raises:
         ValueError: the config asks for something that is not supported, or a window is smaller
@@ -141,5 +143,5 @@ def build_decoder(
     for layer_type in decoder_config.ropes:
         inv_freq, scaling = rope_frequencies(config, max_model_len, layer_type)
         options = settings.tensor_options
-        rotaries.append(RotaryEmbedding(inv_freq, scaling, max_model_len, **options))
+        rotaries.append(make_rotary(inv_freq, scaling, max_model_len, **options))
     return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)

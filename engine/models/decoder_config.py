@@ -88,7 +88,8 @@ class DecoderConfig:
             max_position_embeddings=config.max_position_embeddings,
             activation=getattr(config, "hidden_activation", None) or config.hidden_act,
             rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=bool(config.tie_word_embeddings),
+            # The text parts of some larger models leave it to the whole.
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             attention_scale=head_dim**-0.5,
         )
 

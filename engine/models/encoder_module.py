@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from engine.encoder_input import EncoderInput
 from engine.models.model_settings import ModelSettings
 
 __all__ = ["EncoderModule", "TextEncoder", "build_empty", "check_num_tokens", "stacked_feature"]
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 class EncoderModule(nn.Module):
@@ -90,27 +92,28 @@ class TextEncoder(EncoderModule):
 
 
 def build_empty(
-    make: Callable[[Any], PreTrainedModel],
+    make: Callable[[Any], ModelT],
     config: PreTrainedConfig,
     settings: ModelSettings,
-) -> PreTrainedModel:
+) -> ModelT:
     """Make a module of transformers whose weights are not initialised, let alone loaded.
+
+    Buffers that it computes from its config are computed, in the types that it chooses.
 
     Args:
         make: the class, or what calls it.
         config: of that class; it gets a copy.
         settings: types and places.
-
-    Raises:
-        RuntimeError: it computes buffers from its config, which would be lost.
     """
     with torch.device("meta"):
         module = make(deepcopy(config))
-    lost = {name for name, _ in module.named_buffers()} - module.state_dict().keys()
-    if lost:
-        raise RuntimeError(f"{type(module).__name__} computes {', '.join(sorted(lost))}")
-    # On the base class, because PreTrainedModel narrows the signature of `to`.
-    nn.Module.to(module, settings.dtype).to_empty(device=settings.device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(settings.dtype)
+    module.to_empty(device=settings.device)
+    for stored in module.state_dict(keep_vars=True).values():
+        # transformers' own mark: what bears it is left alone by the next line.
+        stored._is_hf_initialized = True
+    module.initialize_weights()
     module.requires_grad_(False).eval()
     return module
 

@@ -19,11 +19,14 @@ from engine.models.gemma2 import gemma2_config
 from engine.models.gemma3 import gemma3_config
 from engine.models.jamba import build_jamba
 from engine.models.llama import llama_config
+from engine.models.llava import build_llava
 from engine.models.ministral import ministral_config
 from engine.models.mistral import mistral_config
 from engine.models.mllama import build_mllama
 from engine.models.model_settings import ModelSettings
+from engine.models.multimodal import MultiModalModel
 from engine.models.qwen2 import qwen2_config
+from engine.models.qwen2_5_vl import build_qwen2_5_vl
 from engine.models.qwen3 import qwen3_config
 from engine.models.seq2seq_config import Seq2SeqConfig
 from engine.models.t5 import build_t5, t5_config
@@ -67,7 +70,15 @@ _SEQ2SEQ_CONFIGS: dict[str, Callable[[PreTrainedConfig], Seq2SeqConfig]] = {
     "WhisperForConditionalGeneration": whisper_config,
 }
 
-SUPPORTED_ARCHITECTURES = (*_BUILDER_OF, *_ENCODER_DECODERS)
+MultiModalBuilder = Callable[[PreTrainedConfig, ModelSettings, Collection[str]], MultiModalModel]
+"""The same of a decoder with a vision tower; it always has a head."""
+
+_MULTIMODAL: dict[str, MultiModalBuilder] = {
+    "LlavaForConditionalGeneration": build_llava,
+    "Qwen2_5_VLForConditionalGeneration": build_qwen2_5_vl,
+}
+
+SUPPORTED_ARCHITECTURES = (*_BUILDER_OF, *_ENCODER_DECODERS, *_MULTIMODAL)
 """Architecture names, as ``config.json`` states them, that :func:`load_model` takes."""
 
 
@@ -110,6 +121,8 @@ def load_model(
     settings = ModelSettings(dtype, device, block_size, max_model_len, ops or LayerOps())
     if architecture in _ENCODER_DECODERS:
         model: CausalModel = _load_encoder_decoder(checkpoint, settings)
+    elif architecture in _MULTIMODAL:
+        model = _load_multimodal(checkpoint, settings)
     else:
         model = _load_decoder(checkpoint, settings)
     model.finish_loading(pack_weights=packable if pack_weights is None else pack_weights)
@@ -139,4 +152,13 @@ def _load_encoder_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> En
     builder = _ENCODER_DECODERS[checkpoint.architecture]
     model = builder(checkpoint.config, settings, checkpoint.weight_files)
     checkpoint.load_into(dict(model.targets("")), ignored=model.ignored_weights)
+    return model
+
+
+def _load_multimodal(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
+    builder = _MULTIMODAL[checkpoint.architecture]
+    model = builder(checkpoint.config, settings, checkpoint.weight_files)
+    is_tied = checkpoint.config.tie_word_embeddings
+    tied_head = {name for name in checkpoint.weight_files if name.endswith("lm_head.weight")}
+    checkpoint.load_into(dict(model.targets()), ignored=tied_head if is_tied else set())
     return model

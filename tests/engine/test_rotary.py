@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig, PhiConfig
+from transformers import AutoConfig, LlamaConfig, PhiConfig, Qwen2_5_VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
-from engine.layers import RotaryEmbedding, apply_rotary, rope_frequencies
+from engine.layers import MultiAxisRotaryEmbedding, RotaryEmbedding, apply_rotary, rope_frequencies
 
 MAX_LEN = 96
 HEAD_DIM = 16
@@ -156,3 +157,34 @@ def test_config_without_rope_is_refused():
     config.rope_parameters = None
     with pytest.raises(ValueError, match="LlamaConfig has no rope_parameters"):
         rope_frequencies(config, MAX_LEN)
+
+
+@pytest.mark.parametrize("sections", [[2, 3, 3], [1, 0, 7], [2, 1, 1, 2, 1, 1]])
+def test_several_axes_equal_transformers(sections: list[int]):
+    rope = {"rope_type": "default", "mrope_section": sections, **THETA}
+    config = Qwen2_5_VLTextConfig(
+        hidden_size=4 * HEAD_DIM, num_attention_heads=4, rope_parameters=rope
+    )
+    positions = torch.randint(0, MAX_LEN, (3, 50), generator=torch.Generator().manual_seed(0))
+    expected = Qwen2_5_VLRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+    inv_freq, scaling = rope_frequencies(config, MAX_LEN)
+    rotary = MultiAxisRotaryEmbedding(
+        inv_freq,
+        scaling,
+        MAX_LEN,
+        sections=sections,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    cos, sin = rotary(positions)
+    sign = torch.ones(HEAD_DIM)
+    sign[: HEAD_DIM // 2] = -1
+    torch.testing.assert_close(cos[:, 0], expected[0][0])
+    torch.testing.assert_close(sin[:, 0] * sign, expected[1][0])
+
+
+def test_sections_must_add_up():
+    inv_freq = torch.ones(HEAD_DIM // 2)
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match=r"mrope_section \[2, 3, 4\] must add up to 8"):
+        MultiAxisRotaryEmbedding(inv_freq, 1.0, MAX_LEN, sections=[2, 3, 4], **options)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -52,6 +53,17 @@ def write_requests(folder: Path, *lines: Any) -> Path:
 
 def read_outputs(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_run_shows_images_to_a_model_that_sees_them(tmp_path: Path) -> None:
+    image = tmp_path / "a.png"
+    Image.new("RGB", (60, 40), "teal").save(image)
+    model = ["--set", "stages.writer.model=seeded:llava"]
+    result = omni("run", "two_step", *model, "--image", image, "-p", "See <image>", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    refused = omni("run", "two_step", *model, "--image", image, "-p", "See nothing", *SHORT)
+    assert refused.exit_code == 1
+    assert "0 image placeholders" in refused.stdout + refused.stderr
 
 
 def test_run_prints_every_final_stages_text_and_a_summary() -> None:

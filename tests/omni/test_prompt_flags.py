@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import AudioPrompt, ExplicitEncoderDecoderPrompt
+from engine import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt
 from omni.prompt_flags import PromptFlags
 
 
@@ -22,6 +22,14 @@ def test_the_decoder_prompt_stands_beside_every_encoder_prompt() -> None:
     assert [request.prompt for request in requests] == [
         ExplicitEncoderDecoderPrompt("a", "c"),
         ExplicitEncoderDecoderPrompt("b", "c"),
+    ]
+
+
+def test_every_prompt_shows_all_images() -> None:
+    files = (Path("a.png"), Path("b.png"))
+    requests = PromptFlags(prompts=["x", "y"], images=files).requests()
+    assert [request.prompt for request in requests] == [
+        TextPrompt(text, multi_modal_data={"image": files}) for text in ("x", "y")
     ]
 
 
@@ -44,6 +52,7 @@ def test_audio_brings_its_language() -> None:
             {"prompts": ["a"], "encoder_prompts": ["b"], "decoder_prompt": "x"},
             "--decoder-prompt stands beside",
         ),
+        ({"images": [Path("a.png")]}, "--image stands beside --prompt"),
         ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
         ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
     ],

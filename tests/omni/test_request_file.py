@@ -135,6 +135,30 @@ def test_one_image_is_the_encoders_prompt(tmp_path: Path) -> None:
     assert prompt.decoder_prompt == TextPrompt("<|image|>what")
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"prompt": "what is <image>"},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"prompt_token_ids": [1, 2]},
+    ],
+)
+def test_images_beside_a_prompt_are_part_of_it(tmp_path: Path, form: dict[str, Any]) -> None:
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for file in files:
+        file.touch()
+    prompt = read_one(tmp_path, {"images": ["a.png", "b.png"], **form}).prompt
+    assert isinstance(prompt, TextPrompt | ChatPrompt | TokensPrompt)
+    assert prompt.multi_modal_data == {"image": files}
+
+
+def test_parts_of_a_message_reach_the_chat_template(tmp_path: Path) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    prompt = read_one(tmp_path, {"prompt": [{"role": "user", "content": parts}]}).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert list(prompt.messages[0]["content"]) == parts
+
+
 def test_all_other_keys_reach_the_request(tmp_path: Path) -> None:
     request = read_one(
         tmp_path,
@@ -217,9 +241,21 @@ MISTAKES = {
     "no token ids": ({"prompt_token_ids": []}, "prompt_token_ids"),
     "a negative token id": ({"prompt_token_ids": [1, -1]}, "prompt_token_ids[1]"),
     "a fraction as token id": ({"prompt_token_ids": [1.5]}, "prompt_token_ids[0]"),
-    "images beside a prompt": (
-        {"images": ["a.png"], "prompt": "x"},
-        "images: not supported yet beside prompt",
+    "images beside embeddings": (
+        {"images": ["a.png"], "prompt_embeds": "x.safetensors"},
+        "images: not supported yet beside prompt_embeds",
+    ),
+    "images beside a prompt that are not there": (
+        {"images": ["no.png"], "prompt": "x"},
+        "images: ",
+    ),
+    "a part of text without text": (
+        {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
+        "prompt[0].content[0]: a part of type text has a text",
+    ),
+    "a part of an unknown type": (
+        {"prompt": [{"role": "user", "content": [{"type": "smell"}]}]},
+        "prompt[0].content[0].type: should be 'text' or 'image', got 'smell'",
     ),
     "audio beside a prompt": (
         {"audio": ["a.wav"], "prompt_token_ids": [1]},

@@ -125,16 +125,24 @@ class PackedRun:
             else:
                 metadata.append(self._metadata(group_id, batch, query_lens, ends))
                 attention.begin_step(metadata[-1])
-        ids = torch.cat([chunks[r] for r in batch])
-        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+        embeds = torch.cat([self.embed(r, chunks[r]) for r in batch])
+        positions = torch.cat([self.positions(r, len(chunks[r])) for r in batch], dim=-1)
         step = AttentionStep(self.backends, metadata)
-        hidden = self.model(self.model.embed(ids), positions, step)["hidden_states"]
+        hidden = self.model(embeds, positions, step)["hidden_states"]
         results = [hidden[:0]] * len(chunks)
         for r, part in zip(batch, hidden.split(query_lens), strict=True):
             results[r] = part
             self.done[r] += counts[r]
         self._spoil_what_windows_passed()
         return results
+
+    def embed(self, request: int, chunk: Tensor) -> Tensor:
+        """``(n, hidden)`` embeddings of a request's next tokens."""
+        return self.model.embed(chunk)
+
+    def positions(self, request: int, count: int) -> Tensor:
+        """``(n,)`` positions of a request's next tokens."""
+        return torch.arange(self.done[request], self.done[request] + count)
 
     def _metadata(
         self, group_id: int, batch: list[int], query_lens: list[int], seq_lens: list[int]

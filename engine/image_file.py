@@ -1,0 +1,45 @@
+"""Opens images, whatever form they come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["load_image_processor", "open_image"]
+
+
+def open_image(image: object) -> Image:
+    """Open a PNG or JPEG file, or take an image of Pillow, as RGB.
+
+    Raises:
+        ValueError: it is neither, or cannot be read as an image.
+    """
+    from PIL import Image as pillow
+
+    if isinstance(image, pillow.Image):
+        return image.convert("RGB")
+    if not isinstance(image, str | Path):
+        raise ValueError(f"image must be a file or an image of Pillow, got {type(image).__name__}")
+    try:
+        with pillow.open(image) as opened:
+            return opened.convert("RGB")
+    # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error
+
+
+def load_image_processor(path: Path) -> Any:
+    """Load the image processor of a checkpoint folder; Pillow does its work.
+
+    Raises:
+        ValueError: it brings none, or Pillow is not installed.
+    """
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"the image processor in {path} cannot be loaded: {error}") from error

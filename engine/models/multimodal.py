@@ -1,0 +1,206 @@
+"""What the engine asks of a decoder whose prompt has images among its tokens.
+
+The vision tower and the decoder meet in the embeddings alone::
+
+    prompt     | a | b | * | * | * | c |        * = placeholder
+    embed      | A | B | . | . | . | C |
+    tower              | r0| r1| r2|            one row per placeholder, in order
+    decoder    | A | B | r0| r1| r2| C |
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from engine.attention.layer import AttentionStep
+from engine.mm_input import MultiModalInput
+from engine.models.base import CausalModel
+
+__all__ = ["ImageTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
+
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+class ImageTower(nn.Module):
+    """A vision tower of transformers and what turns its output into rows for the decoder.
+
+    Attributes:
+        feature_names: the tensors that it takes, by the names of transformers' processors.
+    """
+
+    feature_names: tuple[str, ...]
+
+    @abstractmethod
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Names in the checkpoint, each with the tensor that receives it.
+
+        Args:
+            stored: the names that the checkpoint has.
+        """
+
+    @abstractmethod
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """Rows that one image gives.
+
+        Raises:
+            ValueError: the features are not those of one image that this tower takes.
+        """
+
+    @abstractmethod
+    def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """Encode checked images: ``(length, hidden_size)`` for each."""
+
+    def require_features(self, features: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError`` unless these are the tensors of :attr:`feature_names`."""
+        if features.keys() != set(self.feature_names):
+            raise ValueError(
+                f"{type(self).__name__} takes the features {', '.join(self.feature_names)}; "
+                f"got {', '.join(sorted(features)) or 'none'}"
+            )
+
+
+class MultiModalModel(CausalModel):
+    """A decoder over packed tokens, beside the tower that makes rows of its images.
+
+    Args:
+        decoder: does all that is not the tower's.
+        tower: makes the rows.
+        image_token_id: of the placeholders in the prompt.
+        stored: names of the checkpoint's weights: published folders name them in several ways.
+
+    Attributes:
+        num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
+            ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
+            tokens of a step are text at the places that they have in their sequences.
+    """
+
+    num_position_axes: int = 1
+
+    def __init__(
+        self,
+        decoder: CausalModel,
+        tower: ImageTower,
+        image_token_id: int,
+        stored: Collection[str],
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.tower = tower
+        self.image_token_id = image_token_id
+        self.attention_layers = decoder.attention_layers
+        self.state_layers = decoder.state_layers
+        self.hidden_size = decoder.hidden_size
+        self.vocab_size = decoder.vocab_size
+        self.max_position_embeddings = decoder.max_position_embeddings
+        self._stored = stored
+
+    def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
+
+        Args:
+            prefix: nothing: the names that the checkpoint has tell all prefixes.
+        """
+        yield from self.tower.targets(self._stored)
+        yield from decoder_targets(self.decoder, self._stored)
+
+    def finish_loading(self, *, pack_weights: bool) -> None:
+        """See :meth:`CausalModel.finish_loading`; the tower stays as transformers has it."""
+        self.decoder.finish_loading(pack_weights=pack_weights)
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """Placeholders that one image needs.
+
+        Raises:
+            ValueError: the features are not those of one image that this model takes.
+        """
+        return self.tower.num_rows(features)
+
+    def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """Run the tower.
+
+        Args:
+            inputs: at least one image, of any requests.
+
+        Returns:
+            For each ``(length, hidden_size)`` rows, on the model's device and in its type.
+
+        Raises:
+            ValueError: an input is no image that this model takes, or has not as many
+                placeholders as the tower gives rows.
+        """
+        for item in inputs:
+            num_rows = self.tower.num_rows(item.features)
+            if num_rows != item.length:
+                raise ValueError(
+                    f"the image at position {item.offset} has {item.length} placeholders; "
+                    f"its features give {num_rows} rows"
+                )
+        rows: list[Tensor] = self.tower(inputs)
+        return rows
+
+    def position_ids(
+        self, prompt_ids: Sequence[int], mm_inputs: Sequence[MultiModalInput]
+    ) -> Tensor | None:
+        """Places of a prompt's tokens, where a token's index in its sequence is not its place.
+
+        Args:
+            prompt_ids: the expanded prompt.
+            mm_inputs: its images in the order of their offsets.
+
+        Returns:
+            ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
+            one by one after the largest number in it. None where places are indices.
+        """
+        return None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids ``(n,)``, placeholders among them, to ``(n, hidden_size)``."""
+        return self.decoder.embed(input_ids)
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the decoder; see :meth:`CausalModel.forward` and :attr:`num_position_axes`."""
+        tensors: dict[str, Tensor] = self.decoder(inputs_embeds, positions, step)
+        return tensors
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        return self.decoder.compute_logits(hidden_states)
+
+
+def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """A decoder's places under the names that a checkpoint of decoder and tower has.
+
+    Published folders keep the decoder under ``language_model.model.`` with its head beside it,
+    or under ``model.``; newer exports under ``model.language_model.``, the head outside.
+
+    Args:
+        decoder: names its places as a checkpoint of its own would.
+        stored: the names that the checkpoint has.
+
+    Raises:
+        ValueError: no stored name, or more than one, is that of an embedding of tokens.
+    """
+    prefix = unique_prefix(stored, _EMBEDDING)
+    head = next((name for name in stored if name.endswith(_HEAD)), _HEAD)
+    for name, tensor in decoder.targets(prefix):
+        yield (head if name == _HEAD else name), tensor
+
+
+def unique_prefix(stored: Collection[str], suffix: str) -> str:
+    """What stands before ``suffix`` in the one stored name that ends with it.
+
+    Raises:
+        ValueError: there is no such name, or more than one.
+    """
+    prefixes = [name.removesuffix(suffix) for name in stored if name.endswith(suffix)]
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"of the checkpoint's weights one should be named *{suffix}, found {len(prefixes)}"
+        )
+    return prefixes[0]

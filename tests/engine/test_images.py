@@ -1,0 +1,351 @@
+"""Images in prompts: what is encoded, when, what is held meanwhile, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
+
+from engine import (
+    ChatPrompt,
+    EncoderEngine,
+    EngineConfig,
+    ExplicitEncoderDecoderPrompt,
+    LLMEngine,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from engine.mm_input import MultiModalInput
+from engine.models.multimodal import MultiModalModel
+from engine.scheduler import Scheduler
+from engine.scheduler_output import SchedulerOutput
+from prefix_cache import EncoderCacheStats
+from tests.support.pictures import PLACEHOLDER, picture
+
+BLOCK_SIZE = 4
+ROW_BYTES = 64 * 4
+NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class Eyes:
+    """Counts what the towers are shown, and what the decoders run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.encoded: list[int] = []  # images of each run of the tower
+        self.scheduled: list[int] = []  # tokens of each step
+        encode, schedule = MultiModalModel.encode_multimodal, Scheduler.schedule
+
+        def counting(model: MultiModalModel, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+            self.encoded.append(len(inputs))
+            return encode(model, inputs)
+
+        def noting(scheduler: Scheduler) -> SchedulerOutput:
+            output = schedule(scheduler)
+            self.scheduled.append(output.num_tokens)
+            return output
+
+        monkeypatch.setattr(MultiModalModel, "encode_multimodal", counting)
+        monkeypatch.setattr(Scheduler, "schedule", noting)
+
+
+@pytest.fixture
+def eyes(monkeypatch: pytest.MonkeyPatch) -> Eyes:
+    return Eyes(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_vl")
+
+
+def build(checkpoint: str, **settings: Any) -> LLMEngine:
+    usual = {"block_size": BLOCK_SIZE, "num_blocks": 64, "max_num_seqs": 4, "max_model_len": 200}
+    return LLMEngine(EngineConfig(model=checkpoint, **(usual | settings)))
+
+
+@pytest.fixture
+def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
+    shared_engine.reset_prefix_cache()
+    yield shared_engine
+    shared_engine.check_integrity()
+    assert encoder_stats(shared_engine).held_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: str) -> LLMEngine:
+    return build(checkpoint)
+
+
+def placeholder(engine: LLMEngine) -> int:
+    assert engine.tokenizer is not None
+    return int(engine.tokenizer.convert_tokens_to_ids(PLACEHOLDER["qwen2_5_vl"]))
+
+
+def shows(engine: LLMEngine, *content: int | Image.Image) -> TokensPrompt:
+    """Token ids and pictures in their places."""
+    pictures = [part for part in content if not isinstance(part, int)]
+    ids = tuple(part if isinstance(part, int) else placeholder(engine) for part in content)
+    return TokensPrompt(ids, {"image": pictures})
+
+
+def encoder_stats(engine: LLMEngine) -> EncoderCacheStats:
+    stats = engine.stats().encoder_cache
+    assert stats is not None
+    return stats
+
+
+def hidden_states(engine: LLMEngine, prompt: TokensPrompt) -> Tensor:
+    return engine.generate(prompt, NOTHING)[0].outputs[0].tensors["hidden_states"]
+
+
+def test_an_image_that_straddles_a_block_border(engine: LLMEngine, eyes: Eyes) -> None:
+    """The design document's example::
+
+    [ Im0 Im1 Im2 Im3 ] [ Im4 Im5 foo <empty> ]     first: only block 1 is full and cached
+    [ Im0 Im1 Im2 Im3 ] [ Im4 Im5 bar   baz   ]     second: 4 tokens hit, 4 are prefilled,
+                                                    Im4 and Im5 from the encoder cache
+    """
+    foo, bar, baz = 101, 102, 103
+    second = shows(engine, picture(0), bar, baz)
+    engine.enable_prefix_caching = False
+    expected = hidden_states(engine, second)
+    engine.enable_prefix_caching = True
+    eyes.encoded.clear()
+    eyes.scheduled.clear()
+
+    first_output = engine.generate(shows(engine, picture(0), foo), NOTHING)[0]
+    assert len(first_output.prompt_token_ids) == 7
+    assert first_output.num_cached_tokens == 0
+    assert (eyes.encoded, eyes.scheduled) == ([1], [7])
+    kv = engine.stats().kv
+    assert kv is not None and kv.cached == 1
+    assert (encoder_stats(engine).num_items, encoder_stats(engine).nbytes) == (1, 6 * ROW_BYTES)
+
+    hits = encoder_stats(engine).hits
+    output = engine.generate(second, NOTHING)[0]
+    assert len(output.prompt_token_ids) == 8
+    assert output.num_cached_tokens == 4
+    assert (eyes.encoded, eyes.scheduled) == ([1], [7, 4])
+    assert encoder_stats(engine).hits == hits + 1
+    rows = output.outputs[0].tensors["hidden_states"]
+    assert rows.shape == (8, 64)
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
+
+
+def test_equal_placeholders_of_different_images_never_hit(engine: LLMEngine) -> None:
+    one, other = picture(0), picture(1)
+    engine.generate(shows(engine, one, 7, 8, 9), NOTHING)
+    output = engine.generate(shows(engine, other, 7, 8, 9), NOTHING)[0]
+    assert output.num_cached_tokens == 0
+    again = engine.generate(shows(engine, one, 7, 8, 9), NOTHING)[0]
+    assert again.num_cached_tokens == 8
+    assert output.prompt_token_ids == again.prompt_token_ids
+
+
+def test_an_image_whose_blocks_all_hit_is_not_encoded(engine: LLMEngine, eyes: Eyes) -> None:
+    prompt = shows(engine, picture(0), 7, 8, 9, 10)
+    engine.generate(prompt, NOTHING)
+    assert engine._items is not None
+    engine._items.cache.reset()
+    assert engine.generate(prompt, NOTHING)[0].num_cached_tokens == 8
+    assert eyes.encoded == [1]
+    # In the middle of the image it has to be, as its other rows are needed.
+    assert engine.generate(shows(engine, picture(0), 11), NOTHING)[0].num_cached_tokens == 4
+    assert eyes.encoded == [1, 1]
+
+
+def test_an_image_at_another_place_is_encoded_once(engine: LLMEngine, eyes: Eyes) -> None:
+    both = shows(engine, picture(0), 5, picture(0), 6)
+    engine.generate(both, NOTHING)
+    output = engine.generate(shows(engine, 5, 6, picture(0)), NOTHING)[0]
+    assert output.num_cached_tokens == 0
+    assert eyes.encoded == [1]
+
+
+def test_requests_of_one_step_share_an_image(engine: LLMEngine, eyes: Eyes) -> None:
+    prompts = [shows(engine, start, picture(0), 7) for start in (1, 2, 3)]
+    engine.generate(prompts, NOTHING)
+    assert eyes.encoded == [1]
+    assert encoder_stats(engine).num_items == 1
+
+
+def test_salts_share_no_image(engine: LLMEngine, eyes: Eyes) -> None:
+    for name, salt in [("a", None), ("b", "x"), ("c", "x")]:
+        engine.add_request(name, shows(engine, picture(0), 7), NOTHING, cache_salt=salt)
+        engine.step()
+    assert eyes.encoded == [1, 1]
+
+
+def test_a_chunk_may_end_inside_an_image(checkpoint: str, eyes: Eyes) -> None:
+    engine = build(checkpoint, max_num_batched_tokens=4, max_num_seqs=1)
+    prompt = shows(engine, 5, 6, picture(0), 7, 8, picture(1), 9)
+    expected = hidden_states(build(checkpoint), prompt)
+    eyes.encoded.clear()
+    engine.add_request("one", prompt, NOTHING)
+    held = []
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+        held.append(encoder_stats(engine).held_bytes // ROW_BYTES)
+    # 0 1 [2 3 | 4 5 6 7] | 8 9 [10 11 | 12 13 14 15] | 16
+    assert held == [6, 0, 6, 0, 0]
+    assert eyes.encoded == [1, 1]
+    rows = outputs[0].outputs[0].tensors["hidden_states"]
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
+
+
+def test_the_encoder_budget_cuts_chunks(checkpoint: str, eyes: Eyes) -> None:
+    engine = build(checkpoint, max_num_encoder_tokens=7)
+    pictures = [picture(0), picture(1), picture(2)]
+    prompt = shows(engine, 5, *pictures, 6)
+    expected = hidden_states(build(checkpoint), prompt)
+    eyes.encoded.clear()
+    eyes.scheduled.clear()
+    torch.testing.assert_close(hidden_states(engine, prompt), expected, atol=1e-5, rtol=0)
+    assert eyes.encoded == [1, 1, 1]
+    assert eyes.scheduled == [7, 6, 7]
+
+
+def test_an_image_longer_than_the_budget_is_encoded_alone(checkpoint: str, eyes: Eyes) -> None:
+    engine = build(checkpoint, max_num_encoder_tokens=2)
+    prompts = [shows(engine, 5, picture(0), 7), shows(engine, 6, picture(1), 7)]
+    assert all(output.error is None for output in engine.generate(prompts, GREEDY))
+    assert eyes.encoded == [1, 1]
+
+
+def test_requests_whose_images_do_not_fit_at_once_take_turns(checkpoint: str, eyes: Eyes) -> None:
+    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES, max_num_batched_tokens=8)
+    prompts = [shows(engine, 5, picture(n), 7, picture(n + 1), n) for n in range(3)]
+    roomy = build(checkpoint)
+    expected = [list(output.outputs[0].token_ids) for output in roomy.generate(prompts, GREEDY)]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    engine.check_integrity()
+    assert encoder_stats(engine).nbytes <= 6 * ROW_BYTES
+
+
+def test_an_aborted_request_gives_its_image_back(checkpoint: str) -> None:
+    engine = build(checkpoint, max_num_batched_tokens=4)
+    engine.add_request("one", shows(engine, picture(0), 7), GREEDY)
+    engine.step()
+    assert encoder_stats(engine).held_bytes == 6 * ROW_BYTES
+    engine.abort("one")
+    assert encoder_stats(engine).held_bytes == 0
+    engine.check_integrity()
+
+
+def test_a_tower_that_fails_leaves_nothing_behind(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: MultiModalModel, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        raise RuntimeError("out of memory")
+
+    prompt = shows(engine, picture(0), 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(MultiModalModel, "encode_multimodal", fail)
+        (output,) = engine.generate(prompt, GREEDY)
+    assert output.error is not None and "out of memory" in output.error
+    assert encoder_stats(engine).num_items == 0
+    engine.check_integrity()
+    assert engine.generate(prompt, GREEDY)[0].error is None
+
+
+def test_placeholders_are_expanded_as_transformers_does(seeded: Callable[[str], str]) -> None:
+    folder = seeded("llava")
+    processor = LlavaProcessor(
+        AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        AutoTokenizer.from_pretrained(folder),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    text = "Look: <image> and <image>."
+    images = [picture(0), picture(3)]
+    theirs = processor(text=text, images=images, return_tensors="pt")
+    engine = build(folder)
+    (output,) = engine.generate(TextPrompt(text, multi_modal_data={"image": images}), NOTHING)
+    assert list(output.prompt_token_ids) == theirs["input_ids"][0].tolist()
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    chat = ChatPrompt(({"role": "user", "content": parts},), {"image": images[:1]})
+    (output,) = engine.generate(chat, NOTHING)
+    image_id = engine.tokenizer.convert_tokens_to_ids("<image>")  # type: ignore[union-attr]
+    assert list(output.prompt_token_ids).count(image_id) == 16
+
+
+def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    picture(0).save(file)
+    engine.generate(shows(engine, picture(0), 7, 8, 9), NOTHING)
+    ids = shows(engine, picture(0), 7, 8, 9).prompt_token_ids
+    for form in (file, str(file)):
+        (output,) = engine.generate(TokensPrompt(ids, {"image": [form]}), NOTHING)
+        assert output.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("num_places", "data", "message"),
+    [
+        (1, {}, "1 image placeholders .* but 0 images were given"),
+        (0, {"image": [picture(0)]}, "0 image placeholders .* but 1 images were given"),
+        (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 images were given"),
+        (1, {"image": ["no such file.png"]}, "image 0: image 'no such file.png' cannot be read"),
+        (1, {"image": [object()]}, "image 0: image must be a file or an image of Pillow"),
+        (1, {"image": "picture.png"}, "must be a list of images, got str"),
+        (1, {"image": picture(0)}, "must be a list of images, got Image"),
+        (1, {"video": []}, "has 'video'; what can be shown is 'image'"),
+        (1, {"image": [picture(0, (1, 4000))]}, "image 0 of 1 x 4000 pixels cannot be processed"),
+    ],
+)
+def test_bad_prompts_are_refused_for_that_request_alone(
+    engine: LLMEngine, num_places: int, data: Mapping[str, Any], message: str
+) -> None:
+    good = shows(engine, picture(0), 7)
+    engine.add_request("good", good, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", TokensPrompt((5, *[placeholder(engine)] * num_places), data))
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+    assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
+    assert encoder_stats(engine).num_items == 1
+
+
+def test_a_broken_file_is_refused(engine: LLMEngine, tmp_path: Path) -> None:
+    file = tmp_path / "broken.png"
+    picture(0).save(file)
+    file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"broken\.png' cannot be read"):
+        engine.add_request("bad", TokensPrompt((placeholder(engine),), {"image": [file]}))
+    assert not engine.has_unfinished_requests
+
+
+def test_an_image_of_one_pixel_is_seen(engine: LLMEngine) -> None:
+    (output,) = engine.generate(shows(engine, 5, picture(0, (1, 1)), 7), GREEDY)
+    assert output.error is None and len(output.outputs[0].token_ids) == 6
+
+
+def test_an_image_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
+    engine = build(checkpoint, encoder_cache_bytes=5 * ROW_BYTES)
+    with pytest.raises(ValueError, match="6 rows takes .* room for 5 rows; raise encoder_cache"):
+        engine.generate(shows(engine, picture(0)), GREEDY)
+
+
+def test_models_that_see_no_images_say_so(
+    qwen2_checkpoint: str, bert_checkpoint: str, seeded: Callable[[str], str]
+) -> None:
+    message = "shows 1 images in multi_modal_data, but this model takes none there"
+    prompt = TokensPrompt((5, 6), {"image": [picture(0)]})
+    with pytest.raises(ValueError, match=message):
+        build(qwen2_checkpoint).generate(prompt, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        EncoderEngine(EngineConfig(model=bert_checkpoint)).add_request("one", prompt)
+    encoder_decoder = build(seeded("t5"))
+    for form in (prompt, ExplicitEncoderDecoderPrompt("text", prompt)):
+        with pytest.raises(ValueError, match=message):
+            encoder_decoder.generate(form, GREEDY)
