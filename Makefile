@@ -47,6 +47,8 @@ test: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/stage_output_cache.py
 	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/hybrid_memory.py
+	$(BIN)/python -m benchmarks.encoder_decoder_cpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -147,6 +147,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         },
     )
     swap_space = _swap_space(config, kv_cache_manager)
+    swap_memory = PagedMemory(swap_space.config) if swap_space is not None else None
     row_bytes = model.hidden_size * dtype.itemsize
     item_holds = (
         ItemHolds(EncoderCache(config.encoder_cache_bytes), row_bytes)
@@ -157,7 +158,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         model,
         kv_cache_manager=kv_cache_manager,
         memory=PagedMemory(kv_config, device),
-        swap_memory=PagedMemory(swap_space.config) if swap_space is not None else None,
+        swap_memory=swap_memory,
         backends=[
             get_backend(attention, device, dtype, group.spec.block_size)
             if isinstance(group.spec, AttentionSpec)
@@ -187,7 +188,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     return EngineParts(
         tokenizer=tokenizer,
         limits=limits,
-        memory_plan=plan.with_stage_outputs(kv_cache_manager.stage_outputs.nbytes_by_name),
+        memory_plan=plan.with_caches(
+            kv_cache_manager.stage_outputs.nbytes_by_name,
+            encoder_cache=config.encoder_cache_bytes if item_holds is not None else 0,
+            swap=swap_memory.nbytes if swap_memory is not None else 0,
+        ),
         input_processor=InputProcessor(
             tokenizer,
             limits,

@@ -34,6 +34,8 @@ class MemoryPlan:
             on the host.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
+        encoder_cache_bytes: most that encoder outputs of images may take; 0 in a model without.
+        swap_bytes: host memory for pages of swapped requests.
     """
 
     device: str
@@ -46,6 +48,8 @@ class MemoryPlan:
     stage_output_bytes: Mapping[str, int] = field(default_factory=dict)
     attention: str | None = None
     kv_cache: KVCacheReport | None = None
+    encoder_cache_bytes: int = 0
+    swap_bytes: int = 0
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -57,9 +61,16 @@ class MemoryPlan:
         """Tokens that the pool holds if all layers keep all tokens; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
-    def with_stage_outputs(self, nbytes: Mapping[str, int]) -> MemoryPlan:
-        """The same plan, told what the stage-output cache has reserved."""
-        return replace(self, stage_output_bytes=dict(nbytes))
+    def with_caches(
+        self, stage_outputs: Mapping[str, int], *, encoder_cache: int = 0, swap: int = 0
+    ) -> MemoryPlan:
+        """The same plan, told what the other caches have reserved, or may take."""
+        return replace(
+            self,
+            stage_output_bytes=dict(stage_outputs),
+            encoder_cache_bytes=encoder_cache,
+            swap_bytes=swap,
+        )
 
     def lines(self) -> list[str]:
         """The plan for people, a line per reservation."""
@@ -68,6 +79,16 @@ class MemoryPlan:
             *self._pool_lines(),
             *(self.kv_cache.lines() if self.kv_cache else []),
             *([f"attention      {self.attention}"] if self.attention else []),
+            *(
+                [f"encoder cache  up to {format_bytes(self.encoder_cache_bytes)} on {self.device}"]
+                if self.encoder_cache_bytes
+                else []
+            ),
+            *(
+                [f"swap space     {format_bytes(self.swap_bytes)} host memory"]
+                if self.swap_bytes
+                else []
+            ),
             *(
                 f"stage output   {format_bytes(size)} host memory for {name}"
                 for name, size in self.stage_output_bytes.items()

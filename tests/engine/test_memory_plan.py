@@ -178,3 +178,19 @@ def test_a_window_smaller_than_a_block_is_refused_at_start(
 )
 def test_bytes_for_people(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_an_engine_tells_what_images_and_swapped_requests_may_take(
+    seeded: Callable[[str], str],
+) -> None:
+    """Promise 8: sizes are told."""
+    config = EngineConfig(
+        model=seeded("llava"), num_blocks=9, preemption="swap", encoder_cache_bytes=3 * 2**20
+    )
+    plan = LLMEngine(config).memory_plan
+    assert plan.swap_bytes == 9 * plan.page_bytes
+    lines = "\n".join(plan.lines())
+    assert "encoder cache  up to 3.0 MiB on cpu" in lines
+    assert "swap space" in lines
+    plain = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=9)).memory_plan
+    assert not any(word in line for line in plain.lines() for word in ("encoder cache", "swap"))
