@@ -26,7 +26,7 @@ from engine.request_group import RequestGroup
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import SchedulerOutput
 from engine.stats import EngineStats
-from prefix_cache import ENCODER_HIDDEN_STATES, EncoderBlocks, check_integrity, check_pool_integrity
+from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
@@ -341,14 +341,12 @@ class LLMEngine:
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
         """End a completion: full-length rows by the block table it still holds, then free."""
         tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
-        wanted = self._declared_outputs
-        if request.encoder_blocks is None:  # there is no encoder's output of a lone text
-            wanted -= {ENCODER_HIDDEN_STATES}
-        else:
-            tensors |= self._kv.gather_encoder_outputs(
-                request.request_id, request.encoder_blocks.num_tokens
-            )
-        missing = wanted - tensors.keys()
+        # A lone text has no encoder tokens, and so no rows of them.
+        encoder = request.encoder_blocks
+        tensors |= self._kv.gather_encoder_outputs(
+            request.request_id, encoder.num_tokens if encoder is not None else 0
+        )
+        missing = self._declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
         self._release(request)

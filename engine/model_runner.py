@@ -172,11 +172,20 @@ class ModelRunner:
                 self._model.compute_logits(tensors["hidden_states"][:1])
             self._start_host_copy(tensors)
             self._write_outputs(inputs)
+            self._reserve_encoder_outputs(tensors["hidden_states"].dtype)
         finally:
             self._batch.remove("warm-up 0")
             self._batch.remove("warm-up 1")
             self._memory.clear_null_page()
         return tuple(tensors)
+
+    def _reserve_encoder_outputs(self, dtype: torch.dtype) -> None:
+        """Make the store of the encoder's rows now, by a row in the null block: it is told then."""
+        mirror = self._kv.encoder_outputs
+        if mirror is None or not isinstance(self._model, EncoderDecoderModel):
+            return
+        row = torch.zeros((1, self._model.encoder_hidden_size), dtype=dtype)
+        mirror.write(torch.zeros(1, dtype=torch.int64), {ENCODER_HIDDEN_STATES: row})
 
     def append_token(self, request: Request, token_id: int) -> None:
         """Tell the tables the token that was accepted for a request."""

@@ -51,5 +51,6 @@ def refuse_images(prompt: Prompt) -> None:
     if images:
         raise ValueError(
             f"the prompt shows {len(images)} images in multi_modal_data, but this model takes "
-            "none there"
+            "none there; a model whose encoder reads images takes one as its encoder prompt, "
+            "beside a decoder prompt"
         )

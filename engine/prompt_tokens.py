@@ -92,6 +92,8 @@ def resolve_prompt(
         return check_token_ids(tokenize(prompt, tokenizer), vocab_size), None
     kind = type(prompt).__name__
     if isinstance(prompt, ExplicitEncoderDecoderPrompt | AudioPrompt | ImagePrompt):
+        if isinstance(prompt, ExplicitEncoderDecoderPrompt):
+            kind = f"{type(prompt.encoder_prompt).__name__} for an encoder"
         raise ValueError(
             f"this model is not an encoder-decoder model, so it takes no {kind}; "
             "give it one prompt of text, chat messages, token ids or embeddings"

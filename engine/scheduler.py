@@ -28,6 +28,7 @@ class _Step:
     preempted: list[Request] = field(default_factory=list)
     swapped_out: tuple[PageCopy, ...] = ()
     swapped_in: tuple[PageCopy, ...] = ()
+    restored: list[Request] = field(default_factory=list)
 
     def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
         """Whether a request's encoder may run in this step."""
@@ -53,6 +54,7 @@ class _Step:
             tuple(self.preempted),
             self.swapped_out,
             self.swapped_in,
+            tuple(self.restored),
         )
 
 
@@ -212,14 +214,21 @@ class Scheduler:
             )
             if copies is None:
                 return
-            step.swapped_in += copies
             self._swapped.remove(request)
             self._run(request)
             share = self._take_items(request, self._chunk(request, step.num_tokens), step)
-            # Without room to grow it runs, but not in this step.
-            if share.num_tokens and self._grow(request, share.num_tokens):
+            if share.num_tokens and not self._grow(request, share.num_tokens):
+                # It would go out again at once; its pages are better made anew later.
+                self._release_items(request)
+                self._running.remove(request)
+                self._kv.free(request.request_id)
+                self._queue_anew(request)
+                continue
+            step.swapped_in += copies
+            if share.num_tokens:
                 step.add(request, share)
-            else:
+            else:  # it waits for an image that others have the budget for
+                step.restored.append(request)
                 self._release_items(request)
 
     def _admit_waiting(self, step: _Step) -> None:
@@ -310,10 +319,14 @@ class Scheduler:
         self.add(request)
 
     def undo_swaps(self, output: SchedulerOutput) -> None:
-        """After a step that failed: nobody knows what of the pages has reached the host.
+        """After a step that failed: nobody knows which pages were copied.
 
-        Requests that the step swapped out are recomputed instead.
+        Requests that the step swapped out, or in without running them, are recomputed instead.
         """
+        for request in output.restored:
+            self._running.remove(request)
+            self._kv.free(request.request_id)
+            self._queue_anew(request)
         for request in output.preempted:
             if self._swap is not None and request.status is RequestStatus.SWAPPED:
                 self._swap.free(request.request_id)

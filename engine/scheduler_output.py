@@ -47,12 +47,14 @@ class SchedulerOutput:
         preempted: requests that gave their blocks back to make room.
         swapped_out: pages to copy to the host before anything is written.
         swapped_in: pages to copy from the host after that.
+        restored: requests whose pages come in, but who run in a later step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
     swapped_out: tuple[PageCopy, ...] = ()
     swapped_in: tuple[PageCopy, ...] = ()
+    restored: tuple[Request, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -433,6 +433,13 @@ class KVCacheManager:
         group_id = self.coordinator.encoder_managers[0].group_id
         return self.encoder_outputs.gather(self.block_ids(request_id, group_id), num_encoder_tokens)
 
+    @property
+    def output_nbytes_by_name(self) -> dict[str, int]:
+        """Bytes reserved for output rows, the encoder's included, per mirrored name."""
+        encoder = self.encoder_outputs
+        own = self.stage_outputs.nbytes_by_name
+        return own | (encoder.nbytes_by_name if encoder is not None else {})
+
     def reset_prefix_cache(self) -> None:
         """Forget everything computed so far, what running requests compute included.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def assert_parity(family: Family, case: Case, output: RequestOutput) -> None:
     answer = family.oracle.answer(case, NUM_TOKENS)
     entry = family.oracle.read(case)
     assert output.error is None
-    assert output.outputs[0].tensors.keys() == set(OUTPUTS[: 1 if entry is None else 2])
+    assert output.outputs[0].tensors.keys() == set(OUTPUTS)
     assert output.prompt_token_ids == case.decoder
     assert output.encoder_prompt_token_ids == ((entry and entry.token_ids) or None)
     assert output.encoder_prompt == (case.encoder if isinstance(case.encoder, str) else None)
@@ -84,7 +84,9 @@ def assert_parity(family: Family, case: Case, output: RequestOutput) -> None:
         return
     tensors = completion.tensors
     torch.testing.assert_close(tensors["hidden_states"], answer.hidden_states, atol=1e-4, rtol=0)
-    if entry is not None:
+    if entry is None:
+        assert not len(tensors["encoder_hidden_states"])
+    else:
         rows = family.oracle.reference.encode(entry)
         torch.testing.assert_close(tensors["encoder_hidden_states"], rows, atol=1e-4, rtol=0)
 
@@ -386,9 +388,34 @@ def test_a_decoder_only_model_has_no_use_for_an_encoders_prompt(
     assert finish(engine).keys() == {"good"}
 
 
+def test_what_a_decoder_only_model_refuses_is_called_by_its_name(qwen2_checkpoint: str) -> None:
+    engine = build(qwen2_checkpoint, outputs=["hidden_states"])
+    with pytest.raises(ValueError, match="takes no AudioPrompt for an encoder"):
+        engine.add_request("bad", ExplicitEncoderDecoderPrompt(AudioPrompt("a.wav")), GREEDY)
+
+
 def test_a_decoder_only_model_has_no_encoder_rows(qwen2_checkpoint: str) -> None:
     with pytest.raises(ValueError, match="no per-token output 'encoder_hidden_states'"):
         build(qwen2_checkpoint)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_encoders_rows_are_reserved_and_told_at_the_start(
+    family: Family, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    engine = build(family.folder, dtype=dtype)
+    told = dict(engine.memory_plan.stage_output_bytes)
+    assert told.keys() == set(OUTPUTS)
+    (output,) = engine.generate(family.cases[0].prompt, GREEDY)
+    assert output.error is None
+    assert engine._kv.output_nbytes_by_name == told
+
+
+def test_a_lone_text_has_no_rows_of_an_encoder(seeded: Callable[[str], str]) -> None:
+    (output,) = build(seeded("mllama")).generate("no image", GREEDY)
+    rows = output.outputs[0].tensors["encoder_hidden_states"]
+    assert output.error is None
+    assert rows.shape[0] == 0 and rows.ndim == 2
 
 
 def test_what_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:
