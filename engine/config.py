@@ -22,8 +22,9 @@ class EngineSettings(BaseModel):
             on first use; norms and activations run through them too), and torch where those
             cannot run.
         block_size: tokens per KV block.
-        num_blocks: blocks in the pool, the null block included; None sizes the pool for
-            ``max_num_seqs`` requests of ``max_model_len``, within ``memory_fraction``.
+        num_blocks: blocks in the pool, the null block included, or large pages in models whose
+            layers keep different things; None sizes the pool for ``max_num_seqs`` requests of
+            ``max_model_len``, within ``memory_fraction``.
         memory_fraction: share of the device's free memory that the pool may take when
             ``num_blocks`` is None.
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.

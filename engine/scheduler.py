@@ -66,12 +66,14 @@ class Scheduler:
     1. every running request: one token if it decodes, else the next chunk of its prompt. A
        chunk leaves one token of budget for each running request behind it, so that a long
        prompt never stalls the others' decoding;
-    2. waiting requests, as long as budget, seats and blocks last.
+    2. requests that were swapped out, before anybody new;
+    3. waiting requests, as long as budget, seats and blocks last.
 
     When a running request finds no free block, the last running request in the order is
     preempted: its blocks go back, its tokens stay, and it waits to be recomputed (or to hit its
-    own blocks, if they are still cached). The first request in the order can therefore always
-    finish, because admission refuses what could never fit alone.
+    own blocks, if they are still cached). With swap space its pages move to the host instead, as
+    long as there is room, and it goes on where it was. The first request
+    in the order can therefore always finish, because admission refuses what could never fit alone.
 
     Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which
     the encoder's budget, or its cache, has no room in this step. A chunk of no token at all is left

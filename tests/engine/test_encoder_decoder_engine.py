@@ -125,7 +125,7 @@ def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_a_mixed_batch_equals_transformers(family: Family, block_size: int, budget: int) -> None:
     """Chunked decoder prompts and whole ones, more requests than seats."""
     engine = build(family.folder, block_size=block_size, max_num_batched_tokens=budget)
