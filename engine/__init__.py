@@ -10,6 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
+from engine.generator_config import (
+    GenerationParams,
+    GeneratorConfig,
+    GeneratorSettings,
+    StreamWindow,
+)
 from engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -21,6 +27,7 @@ from engine.prompts import (
     AudioPrompt,
     AudioTask,
     ChatPrompt,
+    CodecPrompt,
     DecoderPrompt,
     EmbedsPrompt,
     EncoderPrompt,
@@ -28,22 +35,28 @@ from engine.prompts import (
     ImagePrompt,
     MultiModalData,
     Prompt,
+    SpeechPrompt,
     TextPrompt,
     TokensPrompt,
+    VideoFeatures,
 )
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.encoder_engine import EncoderEngine
     from engine.encoder_request import EncoderOutput
+    from engine.generator_engine import GeneratorEngine
+    from engine.generator_request import GeneratorOutput
     from engine.llm_engine import LLMEngine
     from engine.memory_plan import MemoryPlan
     from engine.stats import EngineStats
+    from engine.waveform import Waveform
 
 __all__ = [
     "AudioPrompt",
     "AudioTask",
     "ChatPrompt",
+    "CodecPrompt",
     "CompletionOutput",
     "DecoderPrompt",
     "EmbedsPrompt",
@@ -54,6 +67,11 @@ __all__ = [
     "EngineStats",
     "ExplicitEncoderDecoderPrompt",
     "FinishReason",
+    "GenerationParams",
+    "GeneratorConfig",
+    "GeneratorEngine",
+    "GeneratorOutput",
+    "GeneratorSettings",
     "ImagePrompt",
     "LLMEngine",
     "MemoryPlan",
@@ -62,17 +80,24 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SpeechPrompt",
+    "StreamWindow",
     "TextPrompt",
     "TokenLogprobs",
     "TokensPrompt",
+    "VideoFeatures",
+    "Waveform",
 ]
 
 _IMPORTED_ON_USE = {
     "EncoderEngine": "engine.encoder_engine",
     "EncoderOutput": "engine.encoder_request",
     "EngineStats": "engine.stats",
+    "GeneratorEngine": "engine.generator_engine",
+    "GeneratorOutput": "engine.generator_request",
     "LLMEngine": "engine.llm_engine",
     "MemoryPlan": "engine.memory_plan",
+    "Waveform": "engine.waveform",
 }
 
 

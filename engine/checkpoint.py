@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from engine.checkpoint_parts import CheckpointPart, find_part
+from engine.config_log import quiet_config_log
+
 __all__ = ["Checkpoint"]
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Weights in the Hugging Face layout, configs, tokenizers and chat templates; nothing pickled.
-_WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+# Weights in the Hugging Face layout, configs, tokenizers and chat templates. Nothing pickled but
+# a speech model's voices, of which only tensors and numbers are read.
+_WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
 # Buffers that old exports contain and that are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
 _LISTED = 8
@@ -29,51 +34,67 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder.
+    """A model folder, or one of several models in it.
 
     Attributes:
         path: the folder.
-        config: the transformers config.
+        config: the transformers config; of the part, if this is one.
         generation_config: from ``generation_config.json``, or None where there is none.
+        part: which of several models this is. Its weights go by their names in the part, and no
+            others are seen.
     """
 
     path: Path
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
+    part: CheckpointPart | None = None
 
     @classmethod
     def open(
-        cls, model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+        cls,
+        model: str | Path,
+        *,
+        part: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> Checkpoint:
         """Open a folder, or a model of the Hugging Face hub (downloaded to its usual cache).
 
         Args:
             model: folder or hub id (``organisation/name``).
+            part: which model, if it holds several.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.
 
         Raises:
-            ValueError: there is no such folder or hub model, it cannot be fetched, or it has no
-                ``config.json`` that transformers understands.
+            ValueError: there is no such folder or hub model, it cannot be fetched, it has no
+                ``config.json`` that transformers understands, or no such part.
         """
         path = _locate(str(model), revision, trust_remote_code)
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} is no checkpoint: it has no config.json")
         try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            with quiet_config_log():
+                config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+        found = find_part(config, part, path)
         has_generation = (path / "generation_config.json").is_file()
+        if found is not None:
+            config = getattr(config, found.config_name)
+            has_generation = has_generation and found.has_generation_config
         generation_config = GenerationConfig.from_pretrained(path) if has_generation else None
-        return cls(path, config, generation_config)
+        return cls(path, config, generation_config, found)
 
     @property
     def architecture(self) -> str:
-        """The class name that the config states.
+        """The class name that the config states, or that the part has.
 
         Raises:
             ValueError: it states none.
         """
+        if self.part is not None:
+            return self.part.architecture
         architectures = getattr(self.config, "architectures", None)
         if not architectures:
             raise ValueError(f"{self.path / 'config.json'} states no architectures")
@@ -86,6 +107,19 @@ class Checkpoint:
         Raises:
             ValueError: there are no safetensors weights, or the index is malformed.
         """
+        prefix = self._prefix
+        return {
+            name.removeprefix(prefix): file
+            for name, file in self._whole_files.items()
+            if name.startswith(prefix)
+        }
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.part is None else self.part.prefix
+
+    @cached_property
+    def _whole_files(self) -> Mapping[str, str]:
         index = self.path / _INDEX_FILE
         if index.is_file():
             return _read_index(index)
@@ -111,7 +145,30 @@ class Checkpoint:
         for file_name, members in by_file.items():
             with _open_safetensors(self.path / file_name) as file:
                 for name in members:
-                    yield name, file.get_tensor(name)
+                    yield name, file.get_tensor(self._prefix + name)
+
+    def rows_of_whole(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Read single rows of a matrix, which may be another part's, and nothing else of it.
+
+        Args:
+            name: in the whole checkpoint, its part's prefix included.
+            indices: of the rows.
+
+        Returns:
+            ``(len(indices), width)`` on the CPU, in the type it is stored in.
+
+        Raises:
+            ValueError: there is no such matrix, or it has no such row.
+        """
+        if name not in self._whole_files:
+            raise ValueError(f"{self.path} lacks the weights {name}")
+        with _open_safetensors(self.path / self._whole_files[name]) as file:
+            matrix = file.get_slice(name)
+            num_rows = matrix.get_shape()[0]
+            wrong = [index for index in indices if not 0 <= index < num_rows]
+            if wrong:
+                raise ValueError(f"{name} has rows 0 to {num_rows - 1}, asked for {wrong}")
+            return torch.cat([matrix[index : index + 1] for index in indices])
 
     def load_into(
         self, targets: Mapping[str, Tensor], *, ignored: Collection[str] = frozenset()

@@ -84,6 +84,8 @@ class EngineConfig(EngineSettings):
 
     Attributes:
         model: folder or hub id of a Hugging Face checkpoint.
+        part: which model of a checkpoint that holds several, such as ``thinker``.
     """
 
     model: str = Field(min_length=1)
+    part: str | None = None

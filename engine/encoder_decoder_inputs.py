@@ -16,10 +16,12 @@ from engine.image_encoder_inputs import ImageEncoderInputs
 from engine.mllama_prompt import MllamaPromptRule
 from engine.prompts import (
     ChatPrompt,
+    CodecPrompt,
     DecoderPrompt,
     EncoderPrompt,
     ExplicitEncoderDecoderPrompt,
     Prompt,
+    SpeechPrompt,
     TextPrompt,
     TokensPrompt,
 )
@@ -130,6 +132,8 @@ class EncoderDecoderInputProcessor:
             prompt, str | TextPrompt | ChatPrompt | TokensPrompt
         ):
             return None, prompt
+        if isinstance(prompt, SpeechPrompt | CodecPrompt):
+            raise ValueError(f"an encoder-decoder model takes no {type(prompt).__name__}")
         return prompt, None
 
 

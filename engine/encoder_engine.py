@@ -21,7 +21,7 @@ from engine.encoder_request import EncoderOutput, EncoderRequest
 from engine.engine_builder import resolve_device, resolve_dtype
 from engine.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.pooling import Pooling, pool, resolve_pooling
-from engine.prompt_images import refuse_images
+from engine.prompt_items import refuse_items
 from engine.prompt_tokens import resolve_prompt
 from engine.prompts import Prompt
 from engine.stats import EngineStats
@@ -71,7 +71,10 @@ class EncoderEngine:
         pooling: Pooling = "auto",
     ) -> None:
         checkpoint = Checkpoint.open(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+            config.model,
+            part=config.part,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
         # Says what is wrong with the weight files, if anything is, before they are loaded.
         checkpoint.weight_files  # noqa: B018
@@ -124,7 +127,7 @@ class EncoderEngine:
         """
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
-        refuse_images(prompt)
+        refuse_items(prompt)
         token_ids, embeds = resolve_prompt(
             prompt,
             self.tokenizer,

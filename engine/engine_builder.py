@@ -24,9 +24,11 @@ from engine.model_runner import ModelRunner
 from engine.models.base import CausalModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.multimodal import MultiModalModel
+from engine.models.qwen2_5_omni_talker import Qwen2_5OmniTalker
 from engine.models.registry import load_model, max_positions
 from engine.native import load_kernels
 from engine.scheduler import Scheduler
+from engine.speech_prompt import SpeechPromptProcessor
 from engine.tokenizer import eos_token_ids, load_tokenizer
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
@@ -99,7 +101,10 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         ValueError: something does not work out; says what and how to mend it.
     """
     checkpoint = Checkpoint.open(
-        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        config.model,
+        part=config.part,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
     )
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
@@ -117,7 +122,13 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         # One choice for both: who asks for torch gets torch alone.
         ops=NativeLayerOps(load_kernels()) if attention == "native" else LayerOps(),
     )
-    tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=config.trust_remote_code)
+    speech = None
+    if isinstance(model, Qwen2_5OmniTalker):
+        speech = SpeechPromptProcessor.from_checkpoint(checkpoint, dtype)
+    tokenizer = None
+    if speech is None:  # the tokenizer beside a talker is its thinker's
+        trusted = config.trust_remote_code
+        tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=trusted)
     groups = _cache_groups(model, config.block_size)
     max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
     kv_config, plan = plan_memory(
@@ -196,7 +207,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         input_processor=InputProcessor(
             tokenizer,
             limits,
-            eos_token_ids=eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer),
+            eos_token_ids=(
+                eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer)
+                if speech is None
+                else speech.stop_token_ids
+            ),
             seed=config.seed,
             encoder_decoder=(
                 EncoderDecoderInputProcessor.from_checkpoint(checkpoint, tokenizer, model)
@@ -210,6 +225,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
                 if isinstance(model, MultiModalModel)
                 else None
             ),
+            speech=speech,
         ),
         kv_cache_manager=kv_cache_manager,
         scheduler=Scheduler(

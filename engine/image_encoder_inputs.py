@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.encoder_input import EncoderInput
 from engine.encoder_input_maker import EncoderInputMaker, EncoderSide
-from engine.image_file import load_image_processor, open_image
+from engine.image_file import image_features, load_image_processor
 from engine.prompts import EncoderPrompt, ImagePrompt
 
 __all__ = ["ImageEncoderInputs"]
@@ -50,14 +50,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         """
         if not isinstance(prompt, ImagePrompt):
             raise self._refuse(prompt)
-        image = open_image(prompt.image)
-        try:
-            features = self._processor(images=image, return_tensors="pt")
-        except (ValueError, ZeroDivisionError) as error:
-            # A strip of one pixel's width may shrink to none.
-            raise ValueError(
-                f"the image of {image.width} x {image.height} pixels cannot be processed: {error}"
-            ) from error
+        features = image_features(self._processor, prompt.image)
         return self._of_features(
             {name: features[name][0] for name in self._feature_names}, cache_salt
         )

@@ -1,16 +1,16 @@
-"""Opens images, whatever form they come in."""
+"""Opens images, whatever form they come in, and makes tensors of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, BatchFeature
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["load_image_processor", "open_image"]
+__all__ = ["image_features", "load_image_processor", "open_image"]
 
 
 def open_image(image: object) -> Image:
@@ -31,6 +31,23 @@ def open_image(image: object) -> Image:
     # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error
+
+
+def image_features(processor: Any, image: object) -> BatchFeature:
+    """Open an image and run a checkpoint's processor: tensors with a batch dimension.
+
+    Raises:
+        ValueError: it cannot be read, or not be processed.
+    """
+    opened = open_image(image)
+    try:
+        features: BatchFeature = processor(images=opened, return_tensors="pt")
+    # A strip of one pixel's width may shrink to none.
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"the image of {opened.width} x {opened.height} pixels cannot be processed: {error}"
+        ) from error
+    return features
 
 
 def load_image_processor(path: Path) -> Any:

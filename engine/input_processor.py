@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engine.conditions import Conditions
 from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
 from engine.encoder_input import EncoderInput, EncoderView
 from engine.mm_input import MultiModalInput
 from engine.mm_input_processor import MultiModalInputProcessor
-from engine.prompt_images import images_of, refuse_images
+from engine.prompt_items import refuse_items
 from engine.prompt_positions import PromptPositions
 from engine.prompt_tokens import resolve_prompt
 from engine.prompts import Prompt
-from engine.request import Request, embeds_spans, encoder_spans, item_spans
+from engine.request import Request, embeds_spans, encoder_spans, item_spans, position_spans
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import LogitsRule
+from engine.speech_prompt import SpeechPromptProcessor
 from engine.stop_checker import CompletionText
 from prefix_cache import ContentSpan
 
@@ -63,6 +65,7 @@ class _Content:
     logits_rule: LogitsRule | None = None
     mm_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
+    conditions: Conditions | None = None
 
 
 class InputProcessor:
@@ -74,7 +77,9 @@ class InputProcessor:
         eos_token_ids: the checkpoint's end-of-sequence ids.
         seed: of the generator that seeds requests without one.
         encoder_decoder: splits the prompts of an encoder-decoder model; None for other models.
-        multimodal: puts images into the prompts of a model that sees them; None for other models.
+        multimodal: puts what prompts show into the tokens of a model that takes it; None for
+            other models.
+        speech: lays out what a talker reads; None for other models.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class InputProcessor:
         seed: int,
         encoder_decoder: EncoderDecoderInputProcessor | None = None,
         multimodal: MultiModalInputProcessor | None = None,
+        speech: SpeechPromptProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
@@ -93,6 +99,7 @@ class InputProcessor:
         self._seeds = torch.Generator().manual_seed(seed)
         self._encoder_decoder = encoder_decoder
         self._multimodal = multimodal
+        self._speech = speech
         self._arrivals = count()
 
     def process(
@@ -114,7 +121,7 @@ class InputProcessor:
         """
         content = self._resolve(prompt, cache_salt)
         token_ids, params = content.token_ids, self._with_suppressed(params)
-        max_num_tokens = self._max_num_tokens(len(token_ids), params)
+        max_num_tokens = self._max_num_tokens(len(token_ids), params, content.positions)
         seed = params.seed if params.seed is not None else self._draw_seed()
         return [
             Request(
@@ -142,14 +149,32 @@ class InputProcessor:
                 encoder_view=content.encoder_view,
                 mm_inputs=content.mm_inputs,
                 positions=content.positions,
+                conditions=content.conditions,
             )
             for index in range(params.n)
         ]
 
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Voices of a talker; None of other models."""
+        return None if self._speech is None else self._speech.speakers.names
+
+    def extend(self, request: Request, prompt: Prompt) -> None:
+        """Take the next chunk of a request's prompt, which its other completions share.
+
+        Raises:
+            ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
+        """
+        if self._speech is None or request.conditions is None:
+            raise ValueError("this model is no talker: it takes its prompts whole, not in chunks")
+        self._speech.extend(request.conditions, prompt)
+
     def _resolve(self, prompt: Prompt, cache_salt: str | None) -> _Content:
         limits = self._limits
         if self._multimodal is None:
-            refuse_images(prompt)
+            refuse_items(prompt)
+        if self._speech is not None:
+            return self._resolve_speech(self._speech, prompt)
         if self._encoder_decoder is not None:
             inputs = self._encoder_decoder.process(prompt, cache_salt=cache_salt)
             spans = () if inputs.encoder_input is None else encoder_spans(inputs.encoder_input)
@@ -168,7 +193,7 @@ class InputProcessor:
             dtype=limits.dtype,
         )
         if self._multimodal is not None and embeds is None:
-            shown = self._multimodal.process(token_ids, images_of(prompt), cache_salt=cache_salt)
+            shown = self._multimodal.process(token_ids, prompt, cache_salt=cache_salt)
             return _Content(
                 shown.token_ids,
                 item_spans(shown.items),
@@ -178,9 +203,19 @@ class InputProcessor:
         spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
         return _Content(token_ids, spans, embeds=embeds)
 
+    def _resolve_speech(self, speech: SpeechPromptProcessor, prompt: Prompt) -> _Content:
+        inputs, block_size = speech.process(prompt), self._limits.block_size
+        return _Content(
+            inputs.token_ids,
+            () if inputs.positions is None else position_spans(inputs.positions, block_size),
+            positions=inputs.positions,
+            conditions=inputs.conditions,
+        )
+
     def _with_suppressed(self, params: SamplingParams) -> SamplingParams:
-        """Add what an encoder-decoder checkpoint never wants to see generated."""
-        own = () if self._encoder_decoder is None else self._encoder_decoder.suppress_token_ids
+        """Add what an encoder-decoder or speech checkpoint never wants to see generated."""
+        processor = self._encoder_decoder or self._speech
+        own = () if processor is None else processor.suppress_token_ids
         if not own:
             return params
         both = tuple(dict.fromkeys((*params.suppress_token_ids, *own)))
@@ -195,10 +230,19 @@ class InputProcessor:
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
-    def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+    def _max_num_tokens(
+        self, num_prompt_tokens: int, params: SamplingParams, positions: PromptPositions | None
+    ) -> int:
         """How long the sequence may get; also refuses what could never run."""
         limits = self._limits
         wanted = min(params.max_tokens, 1)
+        # Places may run ahead of indices, and there are max_model_len of either.
+        ahead = 0 if positions is None else max(0, positions.shift)
+        if ahead and num_prompt_tokens + ahead + wanted > limits.max_model_len:
+            raise ValueError(
+                f"what the prompt shows reaches place {num_prompt_tokens + ahead - 1} on an axis, "
+                f"but max_model_len is {limits.max_model_len}; shorten it or raise max_model_len"
+            )
         if num_prompt_tokens + wanted > limits.max_model_len:
             room = f", and {wanted} to generate" if wanted else ""
             raise ValueError(
@@ -210,7 +254,7 @@ class InputProcessor:
                 "the checkpoint has no language-model head and cannot generate; "
                 f"use max_tokens=0, got {params.max_tokens}"
             )
-        max_num_tokens = min(num_prompt_tokens + params.max_tokens, limits.max_model_len)
+        max_num_tokens = min(num_prompt_tokens + params.max_tokens, limits.max_model_len - ahead)
         # The last token is never computed, so it needs no slot.
         num_slots = max(num_prompt_tokens, max_num_tokens - 1)
         if num_slots > limits.usable_tokens:

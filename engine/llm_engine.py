@@ -7,6 +7,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from engine.config import EngineConfig
 from engine.engine_builder import build_engine_parts
 from engine.model_runner import SampledToken
@@ -14,10 +16,12 @@ from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.prompts import (
     AudioPrompt,
     ChatPrompt,
+    CodecPrompt,
     EmbedsPrompt,
     ExplicitEncoderDecoderPrompt,
     ImagePrompt,
     Prompt,
+    SpeechPrompt,
     TextPrompt,
     TokensPrompt,
 )
@@ -41,6 +45,8 @@ _SINGLE_PROMPT = (
     AudioPrompt,
     ImagePrompt,
     ExplicitEncoderDecoderPrompt,
+    SpeechPrompt,
+    CodecPrompt,
 )
 
 
@@ -93,7 +99,8 @@ class LLMEngine:
 
         Args:
             request_id: unique among the live ones.
-            prompt: text, chat messages, token ids or embeddings.
+            prompt: text, chat messages, token ids, embeddings, or all or the first chunk of what
+                a talker speaks.
             sampling: how tokens are chosen.
             priority: lower runs earlier.
             cache_salt: blocks are shared only within one salt.
@@ -139,7 +146,10 @@ class LLMEngine:
             )
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the requests that moved, finished or not. Idle, it does nothing.
+        """Run one step; return the requests that moved, finished or not.
+
+        It does nothing while no request is live, or those that are wait for input or are paused,
+        or for what such requests hold.
 
         Raises:
             RuntimeError: requests wait and nobody can run, which admission rules out; it is said
@@ -149,7 +159,7 @@ class LLMEngine:
             return []
         started = time.perf_counter()
         scheduled = self._scheduler.schedule()
-        if not scheduled.scheduled:
+        if not scheduled.scheduled and not self._scheduler.has_idle_requests:
             raise RuntimeError(
                 f"none of {self._scheduler.num_waiting} waiting requests can be scheduled; "
                 f"the pool is {self._kv.stats()}"
@@ -163,7 +173,8 @@ class LLMEngine:
         else:
             self._scheduler.complete(scheduled)
             outputs = self._process(scheduled, sampled)
-        self._stats.num_steps += 1
+        if scheduled.scheduled:
+            self._stats.num_steps += 1
         self._stats.busy_s += time.perf_counter() - started
         return outputs
 
@@ -179,8 +190,79 @@ class LLMEngine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
+        """Whether requests are live, those that wait for input or are paused included."""
         return bool(self._groups)
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Voices that speech prompts choose from; None if the model is no talker."""
+        return self._inputs.speakers
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk of a live request's prompt.
+
+        A request that is not (or no longer) live is ignored: a speech may end before its text.
+
+        Raises:
+            ValueError: the model takes prompts whole, or not this chunk: it is of the wrong form,
+                width or type, or came after the last. The request stays as it was, and waits.
+        """
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._inputs.extend(group.completions[0].request, prompt)
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a request will not get past its newest token before its next chunk comes.
+
+        False for one that is not live.
+        """
+        return any(request.needs_input for request in self._live(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Leave a request out of the steps, with what it holds, until it is resumed.
+
+        Blocks that others need are still taken from it, as from any request. One that is paused
+        already, or not live, is left as it is.
+        """
+        for request in self._live(request_id):
+            self._scheduler.pause(request)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on; one that is not paused, or not live, is left as it is."""
+        for request in self._live(request_id):
+            self._scheduler.resume(request)
+
+    def partial_outputs(
+        self, request_id: str, first_row: int, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Output rows of a live request from one on, as far as they are computed.
+
+        Args:
+            request_id: of a live request; of several completions the first counts.
+            first_row: place in its sequence.
+            names: outputs wanted; None means all.
+
+        Returns:
+            ``name -> (num_computed_tokens - first_row, ...)`` on the CPU. Empty while there are no
+            such rows, also because they are being computed again after a preemption.
+
+        Raises:
+            ValueError: no such request is live.
+        """
+        if request_id not in self._groups:
+            raise ValueError(f"request {request_id!r} is not live")
+        request = self._groups[request_id].completions[0].request
+        num_computed = request.num_computed_tokens
+        if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
+            return {}
+        return self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
+
+    def _live(self, request_id: str) -> list[Request]:
+        """The sequences of a request that still run; none if it is not live."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        return [each.request for each in group.completions if each.finish_reason is None]
 
     def generate(
         self,
@@ -199,11 +281,13 @@ class LLMEngine:
             One finished output per prompt, in order.
 
         Raises:
-            ValueError: a prompt cannot run (nothing has run then), the lengths differ, or other
-                requests are live.
+            ValueError: a prompt cannot run (nothing has run then) or is only a first chunk, the
+                lengths differ, or other requests are live.
         """
         self._check_idle("generate")
         batch = [prompts] if isinstance(prompts, _SINGLE_PROMPT) else list(prompts)
+        for prompt in batch:
+            _check_whole(prompt)
         if sampling is None or isinstance(sampling, SamplingParams):
             params = [sampling] * len(batch)
         else:
@@ -228,9 +312,11 @@ class LLMEngine:
         """Yield the request's state after every step that moved it; leaving early aborts it.
 
         Raises:
-            ValueError: the prompt cannot run, or other requests are live; see :meth:`generate`.
+            ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
+                see :meth:`generate`.
         """
         self._check_idle("stream")
+        _check_whole(prompt)
         request_id = "stream"
         self.add_request(request_id, prompt, sampling)
         try:
@@ -389,6 +475,14 @@ class LLMEngine:
         self._groups.pop(group.request_id, None)
         for completion in group.completions:
             self._group_of.pop(completion.request.request_id, None)
+
+
+def _check_whole(prompt: Prompt) -> None:
+    if isinstance(prompt, SpeechPrompt) and not prompt.is_last:
+        raise ValueError(
+            "the prompt is the first of several chunks (is_last=False): use add_request, "
+            "extend_request and step, so that the others can come"
+        )
 
 
 def _is_computed(request: Request) -> bool:

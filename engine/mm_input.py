@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from prefix_cache import ContentSpan
 
-__all__ = ["MultiModalInput"]
+__all__ = ["Modality", "MultiModalInput"]
+
+Modality: TypeAlias = Literal["image", "audio", "video"]
+"""What a prompt can show beside its text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultiModalInput:
-    """What the vision tower gets for one image, and the placeholders that its rows replace.
+    """What a tower gets for one image or the like, and the placeholders that its rows replace.
 
     ::
 
@@ -31,7 +34,7 @@ class MultiModalInput:
         features: what the tower gets, by transformers' argument names, for this one item.
     """
 
-    modality: Literal["image"]
+    modality: Modality
     offset: int
     length: int
     content_hash: bytes

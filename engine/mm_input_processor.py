@@ -1,26 +1,21 @@
-"""Images of a prompt, through the checkpoint's processor, into the places that they take."""
+"""Images and the like of a prompt, as features, in the places that they take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
-from transformers import BatchFeature
 
 from engine.byte_sizes import format_bytes
 from engine.checkpoint import Checkpoint
 from engine.encoder_input_maker import features_hash
-from engine.image_file import load_image_processor, open_image
-from engine.mm_input import MultiModalInput
+from engine.feature_makers import FeatureMaker, load_feature_makers
+from engine.mm_input import Modality, MultiModalInput
 from engine.models.multimodal import MultiModalModel
+from engine.prompt_items import items_of
 from engine.prompt_positions import PromptPositions
+from engine.prompts import Prompt
 
 __all__ = ["ExpandedPrompt", "MultiModalInputProcessor"]
-
-_IMAGE: Literal["image"] = "image"
-_GRID = "image_grid_thw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +34,25 @@ class ExpandedPrompt:
 
 
 class MultiModalInputProcessor:
-    """Expands placeholders, and makes what the model's tower takes.
+    """Expands placeholders, and makes what the model's towers take.
 
     Args:
-        model: knows its placeholder, and how many rows an image gives.
-        processor: of the checkpoint: images to tensors.
+        model: knows its placeholders, and how many rows an item gives.
+        makers: of features, for every modality that the model takes.
         max_item_tokens: most rows of one item, for which the encoder cache has room.
         row_bytes: of one of them.
     """
 
     def __init__(
-        self, model: MultiModalModel, processor: Any, *, max_item_tokens: int, row_bytes: int
+        self,
+        model: MultiModalModel,
+        makers: Mapping[Modality, FeatureMaker],
+        *,
+        max_item_tokens: int,
+        row_bytes: int,
     ) -> None:
         self._model = model
-        self._processor = processor
+        self._makers = makers
         self._max_item_tokens = max_item_tokens
         self._row_bytes = row_bytes
 
@@ -60,84 +60,71 @@ class MultiModalInputProcessor:
     def from_checkpoint(
         cls, checkpoint: Checkpoint, model: MultiModalModel, *, cache_bytes: int, row_bytes: int
     ) -> MultiModalInputProcessor:
-        """Load the image processor that a checkpoint brings.
-
-        Raises:
-            ValueError: it brings none, or Pillow is not installed.
-        """
+        """Load the processors that a checkpoint brings; one that it lacks is told when needed."""
         return cls(
             model,
-            load_image_processor(checkpoint.path),
+            load_feature_makers(checkpoint.path, model),
             max_item_tokens=cache_bytes // row_bytes,
             row_bytes=row_bytes,
         )
 
     def process(
-        self, token_ids: Sequence[int], images: Sequence[object], *, cache_salt: str | None = None
+        self, token_ids: Sequence[int], prompt: Prompt, *, cache_salt: str | None = None
     ) -> ExpandedPrompt:
-        """Put each image in the place of its placeholder.
+        """Put each item that a prompt shows in the place of its placeholder.
 
         Args:
-            token_ids: of the prompt, with one placeholder for each image.
-            images: files, or images of Pillow.
+            token_ids: of the prompt, with one placeholder for each item.
+            prompt: the same before it was made into ids; shows the items.
             cache_salt: part of the items' hashes: items are shared only within one salt.
 
         Raises:
-            ValueError: there are more images than placeholders or fewer, or an image cannot be
+            ValueError: there are more items than placeholders or fewer, or an item cannot be
                 read, processed, or held in the encoder cache.
         """
-        placeholder = self._model.image_token_id
-        num_places = sum(token_id == placeholder for token_id in token_ids)
-        if num_places != len(images):
-            raise ValueError(
-                f"the prompt has {num_places} image placeholders (token {placeholder}), but "
-                f"{len(images)} images were given; each image needs one placeholder"
-            )
-        features = (self._features(number, image) for number, image in enumerate(images))
+        items = items_of(prompt, tuple(self._makers))
+        for modality, given in items.items():
+            self._check_count(modality, token_ids, len(given))
+        modality_of = {token_id: name for name, token_id in self._model.placeholders.items()}
+        remaining = {modality: iter(enumerate(given)) for modality, given in items.items()}
         expanded: list[int] = []
-        items: list[MultiModalInput] = []
+        inputs: list[MultiModalInput] = []
         for token_id in token_ids:
-            if token_id != placeholder:
+            if token_id not in modality_of:
                 expanded.append(token_id)
                 continue
-            item = self._item(len(expanded), next(features), cache_salt)
-            items.append(item)
-            expanded += [placeholder] * item.length
-        table = self._model.position_ids(expanded, items)
+            modality = modality_of[token_id]
+            number, item = next(remaining[modality])
+            try:
+                entry = self._input(modality, item, len(expanded), cache_salt)
+            except ValueError as error:
+                raise ValueError(f"{modality} {number}: {error}") from error
+            inputs.append(entry)
+            expanded += [token_id] * entry.length
+        table = self._model.position_ids(expanded, inputs)
         return ExpandedPrompt(
-            expanded, tuple(items), None if table is None else PromptPositions.of(table)
+            expanded, tuple(inputs), None if table is None else PromptPositions.of(table)
         )
 
-    def _features(self, number: int, image: object) -> dict[str, Tensor]:
-        try:
-            opened = open_image(image)
-        except ValueError as error:
-            raise ValueError(f"image {number}: {error}") from error
-        try:
-            output = self._processor(images=opened, return_tensors="pt")
-        # A strip of one pixel's width may shrink to none.
-        except (ValueError, ZeroDivisionError) as error:
+    def _check_count(self, modality: Modality, token_ids: Sequence[int], num_items: int) -> None:
+        placeholder = self._model.placeholders[modality]
+        num_places = sum(token_id == placeholder for token_id in token_ids)
+        if num_places != num_items:
             raise ValueError(
-                f"image {number} of {opened.width} x {opened.height} pixels cannot be processed: "
-                f"{error}"
-            ) from error
-        return _unbatched(output, self._model.tower.feature_names)
+                f"the prompt has {num_places} {modality} placeholders (token {placeholder}), but "
+                f"{num_items} {modality} items were given; each needs one placeholder"
+            )
 
-    def _item(
-        self, offset: int, features: Mapping[str, Tensor], cache_salt: str | None
+    def _input(
+        self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> MultiModalInput:
-        length = self._model.num_rows(features)
+        features = self._makers[modality].make(item)
+        length = self._model.num_rows(modality, features)
         if length > self._max_item_tokens:
             needed = format_bytes(length * self._row_bytes)
             raise ValueError(
-                f"an image of {length} rows takes {needed} of the encoder cache, which has room "
+                f"{length} rows take {needed} of the encoder cache, which has room "
                 f"for {self._max_item_tokens} rows; raise encoder_cache_bytes"
             )
         digest = features_hash(features, length, cache_salt)
-        return MultiModalInput(_IMAGE, offset, length, digest, features)
-
-
-def _unbatched(output: BatchFeature, names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors of one image. Where a grid tells images apart, their patches come in one row."""
-    packed = {"pixel_values"} if _GRID in names else set()
-    return {name: output[name] if name in packed else output[name][0] for name in names}
+        return MultiModalInput(modality, offset, length, digest, features)

@@ -104,13 +104,20 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Run the scheduled tokens, write their output rows, sample where a prompt has ended."""
         self._swap_pages(output)
+        for request in output.preempted:
+            self.forget(request)
+        if not output.scheduled:
+            return []
         inputs = self._prepare(output)
         encoded = self._encode(inputs, output.scheduled)
-        step_encoder = (encoded, _follows_encoder(inputs, output.scheduled, self._device))
+        marks = (
+            _follows_encoder(inputs, output.scheduled, self._device),
+            _shows_item(inputs, output.scheduled, self._device),
+        )
         self._encode_items(output.scheduled)
         embeds = self._input_embeds(inputs, output.scheduled)
         positions = self._positions(inputs, output.scheduled)
-        tensors = self._forward(inputs, embeds, positions, *step_encoder)
+        tensors = self._forward(inputs, embeds, positions, encoded, *marks)
         self._start_host_copy(tensors)
         sampled = self._sample(inputs, output.scheduled, tensors["hidden_states"])
         self._write_outputs(inputs)
@@ -196,8 +203,6 @@ class ModelRunner:
         self._batch.remove(request.request_id)
 
     def _prepare(self, output: SchedulerOutput) -> StepInputs:
-        for request in output.preempted:
-            self.forget(request)
         for item in output.scheduled:
             self._sync_tables(item)
         return self._batch.prepare(
@@ -236,8 +241,8 @@ class ModelRunner:
         """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
 
         Token ids and given embeddings meet here: every position is looked up, then the positions
-        that a prompt gave as embeddings, or that show an image, are overwritten. So all kinds
-        share a batch.
+        that a prompt gave as embeddings, or that show an image, are overwritten, and rows that
+        come beside the tokens are added. So all kinds share a batch.
         """
         token_ids = torch.from_numpy(inputs.token_ids).to(self._device, non_blocking=True)
         embeds = self._model.embed(token_ids)
@@ -249,6 +254,8 @@ class ModelRunner:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self._device)
             self._merge_items(chunk, item.request, first)
+            if item.request.conditions is not None:
+                item.request.conditions.apply(chunk, first)
         return embeds
 
     def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
@@ -297,6 +304,7 @@ class ModelRunner:
         positions: Tensor,
         encoded: Tensor | None = None,
         follows_encoder: Tensor | None = None,
+        shows_item: Tensor | None = None,
     ) -> dict[str, Tensor]:
         metadata = build_step_metadata(inputs, self._memory, self._device)
         for backend, group_metadata in zip(self._backends, metadata, strict=True):
@@ -305,7 +313,7 @@ class ModelRunner:
         tensors: dict[str, Tensor] = self._model(
             inputs_embeds,
             positions,
-            AttentionStep(self._backends, metadata, encoded, follows_encoder),
+            AttentionStep(self._backends, metadata, encoded, follows_encoder, shows_item),
         )
         return tensors
 
@@ -352,3 +360,20 @@ def _follows_encoder(
         return None
     first = np.repeat(starts, inputs.seq_lens - inputs.num_computed_tokens)
     return torch.from_numpy(inputs.positions >= first).to(device)
+
+
+def _shows_item(
+    inputs: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
+) -> Tensor | None:
+    """Per token, whether an item's row stands in its place; None if none does."""
+    marks: Tensor | None = None
+    for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
+        first = item.request.num_computed_tokens
+        stop = first + item.num_tokens
+        for shown in item.request.mm_inputs:
+            if shown.overlaps(first, stop):
+                if marks is None:
+                    marks = torch.zeros(len(inputs.token_ids), dtype=torch.bool)
+                begin, end = max(first, shown.offset), min(stop, shown.end)
+                marks[start + begin - first : start + end - first] = True
+    return None if marks is None else marks.to(device)

@@ -13,16 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from engine.prompts import (
     AudioPrompt,
     ChatPrompt,
+    CodecPrompt,
     EmbedsPrompt,
     ExplicitEncoderDecoderPrompt,
     ImagePrompt,
     Prompt,
+    SpeechPrompt,
     TextPrompt,
     TokensPrompt,
 )
 from engine.tokenizer import render_chat
 
-__all__ = ["check_token_ids", "resolve_prompt", "tokenize"]
+__all__ = ["check_rows", "check_token_ids", "resolve_prompt", "tokenize"]
 
 
 def tokenize(
@@ -98,6 +100,9 @@ def resolve_prompt(
             f"this model is not an encoder-decoder model, so it takes no {kind}; "
             "give it one prompt of text, chat messages, token ids or embeddings"
         )
+    if isinstance(prompt, SpeechPrompt | CodecPrompt):
+        reader = "a talker" if isinstance(prompt, SpeechPrompt) else "a vocoder"
+        raise ValueError(f"a {kind} is what {reader} reads, but this model reads text")
     raise ValueError(
         f"a prompt is a str, TextPrompt, ChatPrompt, TokensPrompt or EmbedsPrompt, got {kind}"
     )
@@ -129,19 +134,35 @@ def _check_integers(token_ids: Iterable[SupportsIndex]) -> list[int]:
 
 
 def _check_embeds(embeds: object, width: int, dtype: torch.dtype) -> Tensor:
-    if not isinstance(embeds, Tensor) or embeds.layout is not torch.strided:
-        kind = str(embeds.layout) if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise ValueError(f"prompt_embeds must be a dense tensor, got {kind}")
-    if embeds.ndim != 2 or embeds.shape[1] != width:
-        raise ValueError(
-            f"prompt_embeds must be (num_tokens, {width}) for this model, got {tuple(embeds.shape)}"
-        )
-    if not embeds.is_floating_point():
-        raise ValueError(f"prompt_embeds must be floating point, got {embeds.dtype}")
-    if embeds.shape[0] == 0:
+    rows = check_rows(embeds, "prompt_embeds", width, dtype)
+    if rows.shape[0] == 0:
         raise ValueError("the prompt is empty: at least one embedding row is needed")
+    return rows
+
+
+def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tensor:
+    """Give ``(num_tokens, width)`` rows in a model's type; there may be none.
+
+    Args:
+        rows: what the user gave.
+        name: of it, for messages.
+        width: of a row.
+        dtype: type that they are cast to.
+
+    Raises:
+        ValueError: it is no such tensor, or holds numbers that are not finite.
+    """
+    if not isinstance(rows, Tensor) or rows.layout is not torch.strided:
+        kind = str(rows.layout) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise ValueError(
+            f"{name} must be (num_tokens, {width}) for this model, got {tuple(rows.shape)}"
+        )
+    if not rows.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {rows.dtype}")
     # In the model's type, in which a number may be infinite that was not in its own.
-    embeds = embeds.detach().to(dtype)
-    if not bool(torch.isfinite(embeds).all()):
-        raise ValueError(f"prompt_embeds hold NaN or values that are infinite in {dtype}")
-    return embeds
+    rows = rows.detach().to(dtype)
+    if not bool(torch.isfinite(rows).all()):
+        raise ValueError(f"{name} hold NaN or values that are infinite in {dtype}")
+    return rows

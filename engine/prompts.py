@@ -16,6 +16,7 @@ __all__ = [
     "AudioPrompt",
     "AudioTask",
     "ChatPrompt",
+    "CodecPrompt",
     "DecoderPrompt",
     "EmbedsPrompt",
     "EncoderPrompt",
@@ -23,18 +24,45 @@ __all__ = [
     "ImagePrompt",
     "MultiModalData",
     "Prompt",
+    "SpeechPrompt",
     "TextPrompt",
     "TokensPrompt",
+    "VideoFeatures",
 ]
 
 
-MultiModalData: TypeAlias = "Mapping[str, Sequence[str | Path | Image]]"
-"""What a prompt shows beside its text, by modality.
+MultiModalData: TypeAlias = (
+    "Mapping[str, Sequence[str | Path | Image | Tensor | NDArray[Any] | AudioPrompt | "
+    "VideoFeatures]]"
+)
+"""What a prompt shows beside its text, by modality: as many as it has placeholders, in their order.
 
-Under ``"image"``: PNG or JPEG files, or images of Pillow, as many as the prompt has placeholders
-and in their order. A placeholder is one token of the checkpoint (``<image>``, ``<|image_pad|>``);
-it is replaced by as many as the image has rows.
+- ``"image"``: PNG or JPEG files, or images of Pillow.
+- ``"audio"``: WAV files, mono samples of the rate that the checkpoint's feature extractor wants, or
+  an :class:`AudioPrompt` of either, for samples of another rate.
+- ``"video"``: :class:`VideoFeatures`.
+
+A placeholder is one token of the checkpoint (``<image>``, ``<|AUDIO|>``); it is replaced by as many
+as the item has rows.
 """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoFeatures:
+    """A video as the checkpoint's video processor gives it. Files of videos are not read here.
+
+    The tensors must not be changed until the request has finished.
+
+    Attributes:
+        pixel_values_videos: ``(patches, values of a patch)`` floating point.
+        video_grid_thw: how many grids of patches there are, and their height and width; three
+            numbers, or a tensor of them.
+        second_per_grid: seconds from one grid to the next.
+    """
+
+    pixel_values_videos: Tensor
+    video_grid_thw: Sequence[int] | Tensor
+    second_per_grid: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +98,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Token ids, used as they are, but for the placeholders of images.
+    """Token ids, used as they are, but for the placeholders of images and the like.
 
     Attributes:
-        prompt_token_ids: the ids; one placeholder for each image.
+        prompt_token_ids: the ids; one placeholder for each of them.
         multi_modal_data: see :data:`MultiModalData`.
     """
 
@@ -99,10 +127,11 @@ AudioTask: TypeAlias = Literal["transcribe", "translate"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioPrompt:
-    """Speech for the encoder of an encoder-decoder model.
+    """Speech for the encoder of an encoder-decoder model, or sound that a prompt shows.
 
     The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
-    config. They cannot stand beside an explicit decoder prompt, which says the same in tokens.
+    config. They cannot stand beside an explicit decoder prompt, which says the same in tokens, nor
+    in :data:`MultiModalData`.
 
     Attributes:
         audio: a WAV file, or mono samples ``(num_samples,)``, floating point in -1 to 1.
@@ -154,5 +183,48 @@ class ExplicitEncoderDecoderPrompt:
     decoder_prompt: DecoderPrompt | None = None
 
 
-Prompt: TypeAlias = EncoderPrompt | ExplicitEncoderDecoderPrompt
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeechPrompt:
+    """What a talker speaks: what a thinker read and what it replies, one row per token.
+
+    A row is the sum of the token's embedding (0 for a placeholder) and of its last hidden state.
+    The rows may come in chunks: the first has all the prompt's and as many of the reply's as
+    there are, later ones go on with the reply's::
+
+        thinker   | prompt ................ | reply .................... | last |
+        rows      |<----- prompt_rows ----->|<- reply_rows ->|<- more -->|       the last token has
+                                              first chunk      later              none: it never ran
+
+    Attributes:
+        prompt_rows: ``(num_prompt_tokens, width)`` floating point; no rows in later chunks.
+        reply_rows: ``(n, width)``, the reply's next rows; may be none.
+        positions: ``(axes, num_prompt_tokens)`` int64 places of the prompt's tokens, or None where
+            places are indices.
+        speaker: whose voice; None takes the checkpoint's first choice.
+        is_last: whether the reply ends here.
+    """
+
+    prompt_rows: Tensor
+    reply_rows: Tensor
+    positions: Tensor | None = None
+    speaker: str | None = None
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPrompt:
+    """Codec tokens that a vocoder turns into a waveform, all or the next of them.
+
+    Attributes:
+        codes: without the token that ended them.
+        speaker: whose voice; None takes the checkpoint's first choice.
+        is_last: whether the codes end here.
+    """
+
+    codes: tuple[int, ...]
+    speaker: str | None = None
+    is_last: bool = True
+
+
+Prompt: TypeAlias = EncoderPrompt | ExplicitEncoderDecoderPrompt | SpeechPrompt | CodecPrompt
 """Any form of prompt."""

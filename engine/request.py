@@ -10,6 +10,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from engine.conditions import Conditions
 from engine.encoder_input import EncoderInput, EncoderView
 from engine.mm_input import MultiModalInput
 from engine.outputs import RequestMetrics, TokenLogprobs
@@ -32,6 +33,7 @@ __all__ = [
     "embeds_spans",
     "encoder_spans",
     "item_spans",
+    "position_spans",
 ]
 
 
@@ -97,7 +99,10 @@ class Request:
         encoder_blocks: the encoder's output as cross-attention keeps it.
         mm_inputs: images and the like, in the order of their places in the prompt.
         positions: on several axes, where tokens are placed so; None where places are indices.
-        block_hashes: of the blocks whose tokens are all known; extended on demand.
+        conditions: rows beside the tokens, in models that want them. They may come while the
+            request runs, which it does only as far as they are known.
+        is_paused: whether it rests, with what it holds, until somebody lets it go on.
+        block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
     """
 
     request_id: str
@@ -117,6 +122,8 @@ class Request:
     encoder_blocks: EncoderBlocks | None = None
     mm_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
+    conditions: Conditions | None = None
+    is_paused: bool = False
     block_hashes: list[BlockHash] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -129,6 +136,22 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self.token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Leading tokens that can run: those that need no row which is still to come."""
+        if self.conditions is None:
+            return self.num_tokens
+        return self.conditions.num_known(self.num_tokens)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether it cannot get past its newest token before more rows come."""
+        return self.num_known_tokens < self.num_tokens
+
+    def can_run_from(self, num_computed_tokens: int) -> bool:
+        """Whether it has a token to run, if so many are computed."""
+        return not self.is_paused and num_computed_tokens < self.num_known_tokens
 
     @property
     def output_token_ids(self) -> Sequence[int]:
@@ -169,14 +192,17 @@ class Request:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the blocks that have become full since the last call."""
-        if self.num_tokens // block_size > len(self.block_hashes):
-            extend_block_hashes(
-                self.block_hashes,
-                self.token_ids,
-                block_size,
-                spans=self.spans,
-                salt=self.cache_salt,
-            )
+        num_known, first = self.num_known_tokens, len(self.block_hashes) * block_size
+        if num_known - first < block_size:
+            return
+        rows = () if self.conditions is None else self.conditions.spans(first, num_known)
+        extend_block_hashes(
+            self.block_hashes,
+            self.token_ids if num_known == self.num_tokens else self.token_ids[:num_known],
+            block_size,
+            spans=(*self.spans, *rows),
+            salt=self.cache_salt,
+        )
 
 
 def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
@@ -195,6 +221,20 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
             content_hash=content_hash(block_rows),
         )
         for block_index, block_rows in enumerate(torch.split(rows, block_size))
+    )
+
+
+def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block of a prompt whose places nothing else of its content tells.
+
+    None for blocks whose places are indices: those are the same as of a prompt without a table.
+    """
+    table = positions.table
+    moved = table - torch.arange(table.shape[1])
+    return tuple(
+        ContentSpan("positions", index * block_size, columns.shape[1], content_hash(columns))
+        for index, columns in enumerate(moved.split(block_size, dim=1))
+        if columns.any()
     )
 
 

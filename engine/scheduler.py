@@ -82,6 +82,10 @@ class Scheduler:
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time.
 
+    A request that is idle, because somebody paused it or its next row has not come yet, stays where
+    it is with what it holds, is left out of the steps, and may be preempted like any other. What
+    waits behind it is served meanwhile.
+
     Args:
         kv_cache_manager: owns the blocks.
         block_size: tokens per block.
@@ -125,9 +129,25 @@ class Scheduler:
         """Requests that hold blocks."""
         return len(self._running)
 
+    @property
+    def has_idle_requests(self) -> bool:
+        """Whether a request waits for somebody outside: to resume it, or for its next row."""
+        everybody = (*self._waiting, *self._running, *self._swapped)
+        return any(request.is_paused or request.needs_input for request in everybody)
+
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
         insort(self._waiting, request, key=lambda r: r.queue_key)
+
+    def pause(self, request: Request) -> None:
+        """Leave a request out of the steps until it is resumed."""
+        request.is_paused = True
+        # Nobody is to wait for blocks that it does not compute now.
+        self._kv.pending.drop_request(request.request_id)
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request go on."""
+        request.is_paused = False
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
@@ -136,7 +156,7 @@ class Scheduler:
         # After a preemption nobody is let in, lest the two take turns; unless nobody is left.
         if not step.preempted or not step.scheduled:
             self._swap_in(step)
-            if not self._swapped:
+            if not any(r.can_run_from(r.num_computed_tokens) for r in self._swapped):
                 self._admit_waiting(step)
         return step.output()
 
@@ -154,11 +174,13 @@ class Scheduler:
                 step.add(request, share)
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """How many of a running request's tokens to run."""
+        """How many of a running request's tokens to run; none while it is idle."""
+        if not request.can_run_from(request.num_computed_tokens):
+            return 0
         num_tokens = self._kv.clip_chunk(
             request.request_id,
             request.num_computed_tokens,
-            min(request.num_tokens - request.num_computed_tokens, budget),
+            min(request.num_known_tokens - request.num_computed_tokens, budget),
             request.num_tokens,
         )
         return request.clip_to_view(num_tokens)
@@ -211,6 +233,8 @@ class Scheduler:
         for request in tuple(self._swapped):
             if not step.num_tokens or len(self._running) == self._max_num_seqs:
                 return
+            if not request.can_run_from(request.num_computed_tokens):
+                continue
             copies = self._swap.swap_in(
                 request.request_id, request.block_hashes, headroom=len(self._running)
             )
@@ -240,7 +264,7 @@ class Scheduler:
             if self._kv.enable_prefix_caching:
                 request.extend_hashes(self._block_size)
             prefix = self._find_prefix(request)
-            if prefix.in_flight:
+            if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
                 continue
             if not step.has_room_to_encode(request, prefix):
                 break
@@ -271,7 +295,7 @@ class Scheduler:
             headroom=len(self._running),
         ):
             return False
-        num_tokens = min(request.num_tokens - prefix.num_tokens, step.num_tokens)
+        num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
         if prefix.stops is not None:
             num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
         request.num_computed_tokens = prefix.num_tokens

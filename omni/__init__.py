@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         EmbedsPrompt,
         EngineConfig,
         ExplicitEncoderDecoderPrompt,
+        GeneratorConfig,
         ImagePrompt,
         LLMEngine,
         Prompt,
         SamplingParams,
         TextPrompt,
         TokensPrompt,
+        Waveform,
     )
     from omni.omni import Omni
     from omni.pipeline import Pipeline
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
     from stages import (
         AutoregressiveStage,
         EncoderStage,
+        GeneratorStage,
         Stage,
         StageInputs,
         StageOutput,
         TransformContext,
+        chunkable,
         register_transform,
     )
 
@@ -44,6 +48,8 @@ __all__ = [
     "EncoderStage",
     "EngineConfig",
     "ExplicitEncoderDecoderPrompt",
+    "GeneratorConfig",
+    "GeneratorStage",
     "ImagePrompt",
     "LLMEngine",
     "Omni",
@@ -59,6 +65,8 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "TransformContext",
+    "Waveform",
+    "chunkable",
     "register_transform",
 ]
 
@@ -69,12 +77,14 @@ _HOMES = {
         "EmbedsPrompt",
         "EngineConfig",
         "ExplicitEncoderDecoderPrompt",
+        "GeneratorConfig",
         "ImagePrompt",
         "LLMEngine",
         "Prompt",
         "SamplingParams",
         "TextPrompt",
         "TokensPrompt",
+        "Waveform",
     ),
     "omni.omni": ("Omni",),
     "omni.pipeline": ("Pipeline",),
@@ -83,10 +93,12 @@ _HOMES = {
     "stages": (
         "AutoregressiveStage",
         "EncoderStage",
+        "GeneratorStage",
         "Stage",
         "StageInputs",
         "StageOutput",
         "TransformContext",
+        "chunkable",
         "register_transform",
     ),
 }

@@ -49,7 +49,8 @@ Audio: TypeAlias = Annotated[
     typer.Option(
         "--audio",
         metavar="FILE",
-        help="A WAV file for a speech model; may be given several times.",
+        help="A WAV file that every --prompt shows where its next placeholder is; without a "
+        "--prompt, one for a speech model. May be given several times.",
     ),
 ]
 Language: TypeAlias = Annotated[
@@ -93,6 +94,10 @@ Overrides: TypeAlias = Annotated[
         help="Replace a value: stages.writer.engine.num_blocks=64. May be given several times.",
     ),
 ]
+Speaker: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Whose voice speaks, where a request does not say."),
+]
 Quiet: TypeAlias = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")
 ]
@@ -115,9 +120,10 @@ def run(
             "--output-dir",
             "-o",
             metavar="DIR",
-            help="Write outputs.jsonl and the tensors here instead of printing the texts.",
+            help="Write outputs.jsonl, tensors and sounds here instead of printing the texts.",
         ),
     ] = None,
+    speaker: Speaker = None,
     overrides: Overrides = None,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -127,7 +133,7 @@ def run(
         from omni.prompt_flags import PromptFlags
         from omni.run_command import run_requests
 
-        pipeline = _load(config, overrides)
+        pipeline = _load(config, overrides, speaker)
         flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _requests(pipeline, flags, input_file)
         all_well = run_requests(pipeline, requests, output_dir=output_dir, quiet=quiet)
@@ -193,6 +199,7 @@ def verify(
             "instead of measuring what rounding does.",
         ),
     ] = None,
+    speaker: Speaker = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
@@ -205,7 +212,7 @@ def verify(
         from omni.prompt_flags import PromptFlags
         from omni.verify import verify as verify_requests
 
-        pipeline = _load(config, overrides)
+        pipeline = _load(config, overrides, speaker)
         flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _refuse_bad_lines(_requests(pipeline, flags, input_file))
         with Omni(pipeline) as omni:
@@ -240,7 +247,7 @@ def _plain_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from error
 
 
-def _load(config: str, overrides: list[str] | None) -> PipelineConfig:
+def _load(config: str, overrides: list[str] | None, speaker: str | None = None) -> PipelineConfig:
     from omni.config_file import parse_overrides
     from omni.pipeline_config import PipelineConfig
 
@@ -248,7 +255,10 @@ def _load(config: str, overrides: list[str] | None) -> PipelineConfig:
     # the path, so that a folder of theirs cannot hide a package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    return PipelineConfig.load(config, parse_overrides(overrides or []))
+    replaced = parse_overrides(overrides or [])
+    if speaker is not None:
+        replaced["speaker"] = speaker
+    return PipelineConfig.load(config, replaced)
 
 
 def _requests(

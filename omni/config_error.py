@@ -13,10 +13,10 @@ class PlacedError(ValueError):
     """A mistake found by a check that looks at several places, with the one to name.
 
     Args:
-        place: keys that lead to the wrong value.
+        place: keys and indices that lead to the wrong value.
         message: what is wrong there.
     """
 
-    def __init__(self, place: tuple[str, ...], message: str) -> None:
+    def __init__(self, place: tuple[str | int, ...], message: str) -> None:
         super().__init__(message)
         self.place = place

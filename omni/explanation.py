@@ -10,6 +10,9 @@ from omni.pipeline_config import PipelineConfig, StageConfig
 
 __all__ = ["describe_config", "describe_memory", "draw_graph"]
 
+_WAVE = "~"
+_STREAMED = "  ~~N~~► begins while its source goes on, which hands over N tokens at a time"
+
 
 def draw_graph(config: PipelineConfig) -> str:
     """Draw each stage with what feeds it and what the user gets of it, sources first.
@@ -21,26 +24,33 @@ def draw_graph(config: PipelineConfig) -> str:
 
         writer  autoregressive  seeded:qwen2
         reader  autoregressive  seeded:llama
+
+    Where a stage begins while its source goes on, the arrow is a wave with the chunks' size:
+    ``thinker ~~thinker_to_talker~~4~~► talker``.
     """
     stages = [(name, config.stages[name]) for name in config.topological_order()]
-    sources, transforms, targets = zip(*(_edge(*stage) for stage in stages), strict=True)
-    arrows = [name + "─" * (_width(transforms) - len(name)) for name in transforms]
+    sources, labels, lines, targets = zip(*(_edge(*stage) for stage in stages), strict=True)
+    arrows = [
+        f"{line * 2}{label.ljust(_width(labels), line)}{line * 2}►"
+        for line, label in zip(lines, labels, strict=True)
+    ]
     names = _aligned([name for name, _ in stages])
     kinds = _aligned([stage.kind for _, stage in stages])
-    lines = [
+    rows = [
         config.name + (f": {config.description}" if config.description else ""),
         "",
         *(
-            f"  {source} ──{arrow}──► {target}"
+            f"  {source} {arrow} {target}"
             for source, arrow, target in zip(_aligned(sources), arrows, targets, strict=True)
         ),
+        *(["", _STREAMED] if _WAVE in lines else ()),
         "",
         *(
-            f"  {name}  {kind}  {stage.model}"
+            f"  {name}  {kind}  {stage.model}{f' ({stage.part})' if stage.part else ''}"
             for name, kind, (_, stage) in zip(names, kinds, stages, strict=True)
         ),
     ]
-    return "\n".join(lines)
+    return "\n".join(rows)
 
 
 def describe_config(config: PipelineConfig) -> str:
@@ -72,11 +82,14 @@ def describe_memory(config: PipelineConfig) -> str:
     return "\n".join(lines)
 
 
-def _edge(name: str, stage: StageConfig) -> tuple[str, str, str]:
+def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str]:
+    """What feeds a stage, by which transform, the sign of its arrow, and the stage itself."""
     sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
-    transform = stage.inputs.transform if stage.inputs else ""
+    label, line = stage.inputs.transform if stage.inputs else "", "─"
+    if stage.inputs and stage.inputs.chunk_size is not None:
+        label, line = f"{label}{_WAVE * 2}{stage.inputs.chunk_size}", _WAVE
     final = f" => {', '.join(stage.final_output)}" if stage.final_output else ""
-    return sources, transform, name + final
+    return sources, label, line, name + final
 
 
 def _width(column: Sequence[str]) -> int:

@@ -35,6 +35,8 @@ SEEDED_NAMES = (
     "mllama",
     "llava",
     "qwen2_5_vl",
+    "qwen2_5_omni",
+    "qwen2_5_omni-benchmark",
     "bert",
 )
 """What may follow ``seeded:``; stated apart from what builds them, which is slow to import."""

@@ -13,7 +13,10 @@ from omni.tolerance import Spread, Tolerance
 from omni.verify_report import REFERENCE, Difference, Kind, NearTie, Run
 from stages import StageOutput
 
-__all__ = ["Comparison", "compare_outputs"]
+__all__ = ["WAVEFORM", "Comparison", "compare_outputs"]
+
+WAVEFORM = "waveform"
+"""Name of a stage's sound among the tensors that are compared."""
 
 
 @dataclass(slots=True)
@@ -65,6 +68,8 @@ def compare_outputs(
         compare.finish()
     compare.logprobs(position)
     compare.tensors(rows)
+    if found.near_tie is None:
+        compare.audio()
     return found
 
 
@@ -131,6 +136,21 @@ class _Comparer:
             elif min(len(ours), len(theirs)) >= rows:
                 self._tensor(name, ours[:rows], theirs[:rows])
 
+    def audio(self) -> None:
+        """The whole waveform, as a tensor of that name."""
+        ours, theirs = self.uncached.audio, self.other.audio
+        if ours is not None and theirs is not None:
+            if ours.sampling_rate != theirs.sampling_rate:
+                self._differ(
+                    "tensor",
+                    f"{WAVEFORM} has {theirs.sampling_rate} samples per second, "
+                    f"{self.reference} {ours.sampling_rate}",
+                )
+            self._tensor(WAVEFORM, ours.samples, theirs.samples)
+        elif ours is not theirs:
+            where = self.reference if theirs is None else f"in the {self.run} run"
+            self._differ("tensor", f"a {WAVEFORM} is there only {where}")
+
     def _tensor(self, name: str, ours: Tensor, theirs: Tensor) -> None:
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             self._differ(
@@ -147,10 +167,11 @@ class _Comparer:
         self.found.spread.include(Spread({name: float(shares.max())}))
         if wrong := int((shares > allowed).sum()):
             worst = int(shares.argmax())
-            row = f"row {worst}" if ours.dim() > 1 else f"element {worst}"
+            part = "row" if ours.dim() > 1 else "element"
             self._differ(
                 "tensor",
-                f"tensor {name!r} differs in {wrong} of {len(ours)} rows, most in {row}: "
+                f"tensor {name!r} differs in {wrong} of {len(ours)} {part}s, most in {part} "
+                f"{worst}: "
                 f"by {float(apart[worst]):.3g}, allowed are {allowed * float(scale[worst]):.3g}",
             )
 

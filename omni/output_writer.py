@@ -1,4 +1,4 @@
-"""Writes ``outputs.jsonl`` and the tensors beside it."""
+"""Writes ``outputs.jsonl``, and tensors and sounds beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,8 @@ from typing import Any, Self
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine import TokenLogprobs
+from engine import TokenLogprobs, Waveform
+from engine.wav_writer import write_wav
 from omni.request import OmniOutput
 from stages import StageOutput
 
@@ -30,6 +32,7 @@ class OutputWriter:
 
         directory/outputs.jsonl                                    one line per request, in order
         directory/tensors/<request>/<stage>.<tensor>.safetensors   one tensor per file
+        directory/audio/<request>/<stage>.wav                      one sound per file
 
     A line is written whole and flushed, after the files that it names: however a run ends, every
     line of ``outputs.jsonl`` is complete and true. An ``outputs.jsonl`` of an earlier run is
@@ -37,7 +40,8 @@ class OutputWriter:
 
     Args:
         directory: made if missing.
-        final_output: for each final stage what the user gets of it: ``text``, ``tensors``.
+        final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
+            ``audio``.
 
     Raises:
         OSError: the directory cannot be made or written to.
@@ -54,7 +58,7 @@ class OutputWriter:
     def write(self, position: int, output: OmniOutput) -> None:
         """Take a finished request's output.
 
-        Its tensors are written now, its line when those of all earlier positions are written.
+        Its tensors and sounds are written now, its line when those of all earlier positions are.
 
         Args:
             position: of the request among all, from 0.
@@ -125,6 +129,8 @@ class OutputWriter:
             line["tensors"] = {
                 name: self._save(output, name, tensor) for name, tensor in output.tensors.items()
             }
+        if "audio" in wanted and output.audio is not None:
+            line["audio"] = self._save_audio(output, output.audio)
         line["metrics"] = {
             name: round(value, 6)
             for name, value in asdict(output.metrics).items()
@@ -136,13 +142,26 @@ class OutputWriter:
         """Write one tensor; return its path from the output directory."""
         folder = Path("tensors") / file_name(output.request_id)
         relative = folder / f"{file_name(output.stage)}.{file_name(name)}.safetensors"
-        (self._directory / folder).mkdir(parents=True, exist_ok=True)
-        target = self._directory / relative
-        # Aside and renamed, so that no half-written file ever has the name.
-        aside = target.with_suffix(".partial")
-        save_file({name: tensor.contiguous()}, aside)
-        os.replace(aside, target)
+        with self._whole_file(relative) as aside:
+            save_file({name: tensor.contiguous()}, aside)
         return relative.as_posix()
+
+    def _save_audio(self, output: StageOutput, waveform: Waveform) -> str:
+        """Write one sound; return its path from the output directory."""
+        folder = Path("audio") / file_name(output.request_id)
+        relative = folder / f"{file_name(output.stage)}.wav"
+        with self._whole_file(relative) as aside:
+            write_wav(aside, waveform)
+        return relative.as_posix()
+
+    @contextmanager
+    def _whole_file(self, relative: Path) -> Iterator[Path]:
+        """Lend a path aside and rename it, so that no half-written file ever has the name."""
+        target = self._directory / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_suffix(".partial")
+        yield aside
+        os.replace(aside, target)
 
 
 def file_name(text: str) -> str:

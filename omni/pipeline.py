@@ -12,11 +12,13 @@ from omni.suggestion import suggest
 from stages import (
     AutoregressiveStage,
     EncoderStage,
+    GeneratorStage,
     Stage,
     StageInputs,
     Transform,
     hidden_states_as_prompt_embeds,
     resolve_transform,
+    takes_chunks,
 )
 
 if TYPE_CHECKING:
@@ -34,19 +36,22 @@ class Pipeline:
 
     Args:
         stages: in any order. The pipeline takes them over: :meth:`close` closes them.
+        speaker: whose voice answers requests that name none; None leaves it to the checkpoint.
 
     Attributes:
         stages: by name, in topological order.
         transforms: for every stage with inputs, the function that makes its prompt.
         consumers: for every stage the names of those that it feeds.
+        speaker: as given.
 
     Raises:
         ValueError: no stage, two of the same name, an unknown source, a cycle, a stage that
             leads nowhere, no final output, a transform that cannot be resolved, hidden states
-            that do not fit the next stage, or several completions in a stage that feeds another.
+            that do not fit the next stage, several completions in a stage that feeds another,
+            an edge with a chunk size that cannot be streamed, or an unknown speaker.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], *, speaker: str | None = None) -> None:
         by_name = _by_name(stages)
         sources = {name: _sources(stage, by_name) for name, stage in by_name.items()}
         order = topological_order(sources)
@@ -61,8 +66,11 @@ class Pipeline:
         self.consumers: Mapping[str, tuple[str, ...]] = MappingProxyType(
             {name: tuple(other for other in order if name in sources[other]) for name in order}
         )
+        self.speaker = speaker
         self._check_outputs()
         self._check_hidden_states()
+        self._check_streamed_edges()
+        self.check_speaker(speaker)
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Pipeline:
@@ -77,7 +85,7 @@ class Pipeline:
                 stage = _build_stage(config, name)
                 built.callback(stage.close)
                 stages.append(stage)
-            pipeline = cls(stages)
+            pipeline = cls(stages, speaker=config.speaker)
             built.pop_all()
         return pipeline
 
@@ -90,6 +98,28 @@ class Pipeline:
     def final_stages(self) -> tuple[str, ...]:
         """Names of the stages whose outputs the user gets."""
         return tuple(name for name, stage in self.stages.items() if stage.final_output)
+
+    def check_speaker(self, speaker: str | None) -> None:
+        """Check that every stage that speaks can speak with this voice.
+
+        Raises:
+            ValueError: one cannot, or none speaks at all.
+        """
+        if speaker is None:
+            return
+        speaking = {
+            name: stage.speakers
+            for name, stage in self.stages.items()
+            if stage.speakers is not None
+        }
+        if not speaking:
+            raise ValueError(f"speaker {speaker!r}: none of the stages {list(self.order)} speaks")
+        for name, speakers in speaking.items():
+            if speaker not in speakers:
+                raise ValueError(
+                    f"speaker {speaker!r}: stage {name!r} has no such voice"
+                    f"{suggest(speaker, speakers)}"
+                )
 
     def close(self) -> None:
         """Close every stage, even if one of them fails to."""
@@ -122,6 +152,13 @@ class Pipeline:
             for source, consumers in self.consumers.items():
                 if name in consumers:
                     _check_edge(self.stages[source], self.stages[name])
+
+    def _check_streamed_edges(self) -> None:
+        for name, transform in self.transforms.items():
+            stage = self.stages[name]
+            if stage.inputs is not None and stage.inputs.chunk_size is not None:
+                sources = [self.stages[source] for source in stage.inputs.sources]
+                _check_streamed_edge(sources, stage, stage.inputs, transform)
 
 
 def _by_name(stages: Sequence[Stage]) -> dict[str, Stage]:
@@ -176,13 +213,54 @@ def _check_edge(source: Stage, stage: Stage) -> None:
         )
 
 
+def _check_streamed_edge(
+    sources: Sequence[Stage], stage: Stage, inputs: StageInputs, transform: Transform
+) -> None:
+    """Whether the one source's chunks can go through the transform into ``stage``."""
+    edge = f"stage {stage.name!r}: inputs.chunk_size"
+    for field, least in (("chunk_size", 1), ("max_pending_chunks", 1)):
+        value = getattr(inputs, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"stage {stage.name!r}: inputs.{field} must be an integer of at least {least}, "
+                f"got {value!r}"
+            )
+    if len(sources) != 1:
+        raise ValueError(
+            f"{edge} streams one source, but it takes its input from "
+            f"{', '.join(repr(source.name) for source in sources)}: leave chunk_size out"
+        )
+    if not sources[0].gives_chunks:
+        raise ValueError(
+            f"{edge} streams stage {sources[0].name!r}, which hands on its outputs whole: leave "
+            "chunk_size out"
+        )
+    if not stage.takes_chunks:
+        raise ValueError(f"{edge}: it takes its requests whole, not in chunks: leave it out")
+    if not takes_chunks(transform):
+        name = inputs.transform if isinstance(inputs.transform, str) else transform.__qualname__
+        raise ValueError(
+            f"{edge}: its transform {name!r} works on whole outputs; use one that is marked as "
+            "chunkable, or leave chunk_size out"
+        )
+
+
 def _build_stage(config: PipelineConfig, name: str) -> Stage:
     stage = config.stages[name]
     inputs = None
     if stage.inputs is not None:
-        inputs = StageInputs(stage.inputs.sources, stage.inputs.transform)
+        inputs = StageInputs(
+            stage.inputs.sources,
+            stage.inputs.transform,
+            chunk_size=stage.inputs.chunk_size,
+            max_pending_chunks=stage.inputs.max_pending_chunks,
+        )
     try:
-        engine = config.engine_config(name)
+        if stage.kind == "generator":
+            return GeneratorStage(
+                name, stage.generator_config(), inputs=inputs, final_output=stage.final_output
+            )
+        engine = stage.engine_config()
         if stage.kind == "encoder":
             return EncoderStage(
                 name,

@@ -18,17 +18,19 @@ from pydantic import (
 )
 
 from engine.config import EngineConfig, EngineSettings
+from engine.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
 from engine.sampling_params import SamplingParams
 from omni.config_error import PlacedError
 from omni.config_file import load_config
 from omni.model_reference import locate_model
 from omni.stage_graph import topological_order
 from omni.suggestion import suggest
-from stages import resolve_transform
+from stages import Transform, resolve_transform, takes_chunks
 
 __all__ = [
     "AutoregressiveStageConfig",
     "EncoderStageConfig",
+    "GeneratorStageConfig",
     "InputsConfig",
     "PipelineConfig",
     "StageConfig",
@@ -57,10 +59,16 @@ class InputsConfig(_Strict):
             may stand alone.
         transform: makes the stage's prompt from those outputs: a registered name, or
             ``package.module:function``.
+        chunk_size: tokens of the one source after which the next chunk is handed on, while the
+            source goes on; None waits until it is done.
+        max_pending_chunks: chunks of one request that may wait for this stage before the source
+            pauses the request.
     """
 
     sources: tuple[str, ...] = Field(alias="from", min_length=1)
     transform: str
+    chunk_size: int | None = Field(default=None, ge=1)
+    max_pending_chunks: int = Field(default=2, ge=1)
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -71,9 +79,8 @@ class InputsConfig(_Strict):
 class _StageConfig(_Strict):
     kind: str
     model: str = Field(min_length=1)
-    engine: EngineSettings = EngineSettings()
+    part: str | None = Field(default=None, min_length=1)
     inputs: InputsConfig | None = None
-    outputs: tuple[str, ...] | None = None
 
     @field_validator("model")
     @classmethod
@@ -87,13 +94,23 @@ class _StageConfig(_Strict):
         return _as_tuple(value)
 
 
-class AutoregressiveStageConfig(_StageConfig):
+class _TokenStageConfig(_StageConfig):
+    engine: EngineSettings = EngineSettings()
+    outputs: tuple[str, ...] | None = None
+
+    def engine_config(self) -> EngineConfig:
+        """Join model and engine settings, building a ``seeded:`` model if need be."""
+        return EngineConfig(model=_built(self.model), part=self.part, **self.engine.model_dump())
+
+
+class AutoregressiveStageConfig(_TokenStageConfig):
     """A stage that generates tokens.
 
     Attributes:
         kind: ``autoregressive``.
         model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
             use.
+        part: which model of a checkpoint that holds several, such as ``thinker``.
         engine: how the engine runs the model.
         sampling: how tokens are chosen, unless a request says otherwise.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
@@ -106,13 +123,14 @@ class AutoregressiveStageConfig(_StageConfig):
     final_output: tuple[Literal["text", "tensors"], ...] = ()
 
 
-class EncoderStageConfig(_StageConfig):
+class EncoderStageConfig(_TokenStageConfig):
     """A stage that runs one forward pass over its whole input.
 
     Attributes:
         kind: ``encoder``.
         model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
             use.
+        part: which model of a checkpoint that holds several, such as ``thinker``.
         engine: how the engine runs the model.
         pooling: how the rows become the one row ``pooled``; ``auto`` takes what the checkpoint
             was made for.
@@ -126,7 +144,36 @@ class EncoderStageConfig(_StageConfig):
     final_output: tuple[Literal["tensors"], ...] = ()
 
 
-StageConfig: TypeAlias = AutoregressiveStageConfig | EncoderStageConfig
+class GeneratorStageConfig(_StageConfig):
+    """A stage that makes sound of codec tokens.
+
+    Attributes:
+        kind: ``generator``.
+        model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
+            use.
+        part: which model of a checkpoint that holds several, such as ``code2wav``.
+        engine: how the engine runs the model.
+        generation: how sound is made.
+        inputs: the stages that feed this one.
+        final_output: ``audio`` if the user gets the sound.
+    """
+
+    kind: Literal["generator"]
+    engine: GeneratorSettings = GeneratorSettings()
+    generation: GenerationParams = GenerationParams()
+    final_output: tuple[Literal["audio"], ...] = ()
+
+    def generator_config(self) -> GeneratorConfig:
+        """Join model and settings, building a ``seeded:`` model if need be."""
+        return GeneratorConfig(
+            model=_built(self.model),
+            part=self.part,
+            generation=self.generation,
+            **self.engine.model_dump(),
+        )
+
+
+StageConfig: TypeAlias = AutoregressiveStageConfig | EncoderStageConfig | GeneratorStageConfig
 
 
 class PipelineConfig(_Strict):
@@ -135,11 +182,13 @@ class PipelineConfig(_Strict):
     Attributes:
         name: of the pipeline.
         description: what it is for, in a sentence.
+        speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
         stages: any acyclic graph.
     """
 
     name: Name
     description: str | None = None
+    speaker: str | None = Field(default=None, min_length=1)
     stages: dict[Name, Annotated[StageConfig, Field(discriminator="kind")]] = Field(min_length=1)
 
     @classmethod
@@ -168,13 +217,6 @@ class PipelineConfig(_Strict):
     def topological_order(self) -> list[str]:
         """Name the stages so that each comes after all that feed it; else in the file's order."""
         return topological_order(self._sources())
-
-    def engine_config(self, stage: str) -> EngineConfig:
-        """Join a stage's model and engine settings, building a ``seeded:`` model if need be."""
-        from omni.seeded_checkpoints import resolve_model  # imports transformers: seconds
-
-        config = self.stages[stage]
-        return EngineConfig(model=resolve_model(config.model), **config.engine.model_dump())
 
     def _sources(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -218,10 +260,43 @@ class PipelineConfig(_Strict):
             if stage.inputs is None:
                 continue
             try:
-                resolve_transform(stage.inputs.transform)
+                transform = resolve_transform(stage.inputs.transform)
             except ValueError as error:
                 place = ("stages", name, "inputs", "transform")
                 raise PlacedError(place, str(error)) from error
+            if stage.inputs.chunk_size is not None:
+                self._check_stream(name, stage.kind, stage.inputs, transform)
+
+    def _check_stream(
+        self, name: str, kind: str, inputs: InputsConfig, transform: Transform
+    ) -> None:
+        """Whether a stage can begin while its source goes on, as far as kinds can tell."""
+        source = self.stages[inputs.sources[0]]
+        problem = None
+        if len(inputs.sources) > 1:
+            problem = f"is for one source, got {len(inputs.sources)}"
+        elif kind == "encoder":
+            problem = "is not for an encoder, which reads its whole input at once"
+        elif source.kind != "autoregressive":
+            problem = (
+                f"needs a source that generates tokens; {inputs.sources[0]!r} is of kind "
+                f"{source.kind!r}"
+            )
+        elif not takes_chunks(transform):
+            problem = (
+                f"needs a transform that works chunk by chunk, which {inputs.transform!r} does not"
+            )
+        if problem is not None:
+            raise PlacedError(
+                ("stages", name, "inputs", "chunk_size"),
+                f"{problem}; leave it out to wait until the source is done",
+            )
+
+
+def _built(model: str) -> str:
+    from omni.seeded_checkpoints import resolve_model  # imports transformers: seconds
+
+    return resolve_model(model)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -14,15 +14,16 @@ __all__ = ["PromptFlags"]
 
 @dataclass(frozen=True, slots=True)
 class PromptFlags:
-    """The flags that make up requests: one for each prompt, audio file and encoder prompt.
+    """The flags that make up requests: one for each prompt and encoder prompt.
 
     Attributes:
         prompts: texts.
-        audio: WAV files.
-        language: spoken in each of them; None leaves it to the checkpoint.
+        audio: WAV files, which each of the texts shows in the places of its placeholders. Without
+            a text each of them is a request, for the encoder of a speech model.
+        language: spoken in each of these; None leaves it to the checkpoint.
         encoder_prompts: texts for encoders.
         decoder_prompt: stands beside each of the audio files and encoder prompts.
-        images: files that each of the texts shows, in the places of its placeholders.
+        images: files that each of the texts shows likewise.
     """
 
     prompts: Sequence[str] | None = None
@@ -46,18 +47,21 @@ class PromptFlags:
         """
         if self.images and not self.prompts:
             raise ValueError("--image stands beside --prompt only")
-        if self.language is not None and not self.audio:
+        if self.language is not None and (self.prompts or not self.audio):
             raise ValueError("--language stands beside --audio only")
+        spoken = () if self.prompts else self.audio or ()
         encoder: list[EncoderPrompt] = [
-            AudioPrompt(file, language=self.language) for file in self.audio or ()
+            AudioPrompt(file, language=self.language) for file in spoken
         ]
         encoder += self.encoder_prompts or ()
         if self.decoder_prompt is not None and (self.prompts or not encoder):
             raise ValueError("--decoder-prompt stands beside --audio or --encoder-prompt only")
-        prompts: list[Prompt] = [*(self.prompts or ())]
-        if self.images:
-            shown = {"image": tuple(self.images)}
-            prompts = [TextPrompt(text, multi_modal_data=shown) for text in self.prompts or ()]
+        given = {"image": tuple(self.images or ()), "audio": tuple(self.audio or ())}
+        shown = {modality: files for modality, files in given.items() if files}
+        prompts: list[Prompt] = [
+            TextPrompt(text, multi_modal_data=shown) if shown else text
+            for text in self.prompts or ()
+        ]
         prompts += [ExplicitEncoderDecoderPrompt(each, self.decoder_prompt) for each in encoder]
         return [
             OmniRequest(prompt, request_id=f"prompt-{number}")

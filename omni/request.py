@@ -24,6 +24,8 @@ class OmniRequest:
             mapping changes only the fields that it names.
         priority: lower runs earlier; equal priorities run first come, first served.
         cache_salt: only requests with the same salt share cached blocks.
+        speaker: whose voice answers; None leaves it to the pipeline, which may leave it to the
+            checkpoint.
 
     Raises:
         ValueError: a field is of the wrong type; told here, where it cannot hurt other requests.
@@ -34,11 +36,13 @@ class OmniRequest:
     sampling: Mapping[str, SamplingParams | Mapping[str, Any]] = field(default_factory=dict)
     priority: int = 0
     cache_salt: str | None = None
+    speaker: str | None = None
 
     def __post_init__(self) -> None:
         self._check("request_id", str | None)
         self._check("priority", int)
         self._check("cache_salt", str | None)
+        self._check("speaker", str | None)
         self._check("sampling", Mapping)
         for stage, override in self.sampling.items():
             if not isinstance(stage, str):
@@ -63,7 +67,8 @@ class OmniOutput:
     Attributes:
         request_id: as in the request, or the one made up for it.
         stages: the outputs, so far, of the stages that are final; a stage that has not put
-            anything out is not in it. ``delta`` holds only what is new in this output.
+            anything out is not in it. ``delta`` and ``audio_delta`` hold only what is new in
+            this output.
         finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
     """

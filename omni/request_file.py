@@ -176,6 +176,7 @@ def _request(
         },
         priority=line.priority,
         cache_salt=line.cache_salt,
+        speaker=line.speaker,
     )
 
 
@@ -205,7 +206,7 @@ def _sampling(
 def _prompt(line: RequestLine, folder: Path) -> Prompt:
     encoder = _encoder_prompt(line, folder)
     if encoder is None:
-        return _with_images(_form(line, folder), line, folder)
+        return _with_items(_form(line, folder), line, folder)
     if line.decoder_prompt is None:
         return ExplicitEncoderDecoderPrompt(encoder)
     return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, folder))
@@ -215,27 +216,36 @@ def _encoder_prompt(line: RequestLine, folder: Path) -> EncoderPrompt | None:
     """What the line gives for an encoder by name, if anything."""
     if line.encoder_prompt is not None:
         return _side(line.encoder_prompt, folder)
+    if line.shows_items:
+        return None
     if line.audio is not None:
-        (audio,) = line.audio
-        entry = AudioFile(file=audio) if isinstance(audio, str) else audio
+        (entry,) = _audio_files(line)
         return AudioPrompt(
             _existing("audio", folder / entry.file),
             language=entry.language,
             task=entry.task,
             timestamps=entry.timestamps,
         )
-    if line.images is not None and not line.shows_images:
+    if line.images is not None:
         (image,) = line.images
         return ImagePrompt(_existing("images", folder / image))
     return None
 
 
-def _with_images(form: DecoderPrompt, line: RequestLine, folder: Path) -> DecoderPrompt:
-    """Let a prompt show the line's images, if it has any."""
-    if not line.images or not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
+def _with_items(form: DecoderPrompt, line: RequestLine, folder: Path) -> DecoderPrompt:
+    """Let a prompt show the line's images and sound, if it has any."""
+    if not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
         return form
-    shown = [_existing("images", folder / image) for image in line.images]
-    return replace(form, multi_modal_data={"image": shown})
+    shown = {
+        "image": [_existing("images", folder / image) for image in line.images or ()],
+        "audio": [_existing("audio", folder / entry.file) for entry in _audio_files(line)],
+    }
+    return replace(form, multi_modal_data={key: files for key, files in shown.items() if files})
+
+
+def _audio_files(line: RequestLine) -> list[AudioFile]:
+    entries = line.audio or ()
+    return [AudioFile(file=entry) if isinstance(entry, str) else entry for entry in entries]
 
 
 def _existing(key: str, file: Path) -> Path:

@@ -13,7 +13,8 @@ __all__ = ["AudioFile", "ChatMessage", "ContentPart", "PromptForm", "RequestLine
 
 FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
-FORMS_WITH_IMAGES = ("prompt", "prompt_token_ids")
+ITEM_KEYS = ("audio", "images")
+FORMS_WITH_ITEMS = ("prompt", "prompt_token_ids")
 
 
 class _Strict(BaseModel):
@@ -27,12 +28,12 @@ class ContentPart(_Strict):
     """A part of what is said.
 
     Attributes:
-        type: ``text``, or ``image``: the next of the line's images, which the chat template puts
-            a placeholder for.
+        type: ``text``, or ``image`` or ``audio``: the next of the line's, which the chat template
+            puts a placeholder for.
         text: of a part that is text.
     """
 
-    type: Literal["text", "image"]
+    type: Literal["text", "image", "audio"]
     text: str | None = None
 
     @model_validator(mode="after")
@@ -71,6 +72,11 @@ class AudioFile(_Strict):
     language: str | None = Field(default=None, min_length=1)
     task: AudioTask | None = None
     timestamps: bool | None = None
+
+    @property
+    def wishes(self) -> list[str]:
+        """What is wanted of the speech model, by key."""
+        return self._given("language", "task", "timestamps")
 
 
 def _text_or_messages(value: Any) -> str:
@@ -132,14 +138,15 @@ class RequestLine(_Forms):
         prompt_token_ids: token ids, used as they are.
         prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
         encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
-        audio: one WAV file, for the encoder of a speech model.
-        images: beside a prompt of text, messages or token ids: image files, one for each
-            placeholder in it. Else one image file, for the encoder of a vision model.
+        audio: beside a prompt of text, messages or token ids: WAV files, one for each placeholder
+            in it. Else one WAV file, for the encoder of a speech model.
+        images: likewise: image files, or one for the encoder of a vision model.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same
             forms as ``encoder_prompt``. Absent means the model's default.
         sampling: fields of ``SamplingParams`` by stage name.
         priority: lower runs earlier.
         cache_salt: only requests with the same salt share cached blocks.
+        speaker: whose voice, in a pipeline that speaks.
     """
 
     request_id: str | None = Field(default=None, min_length=1)
@@ -150,19 +157,21 @@ class RequestLine(_Forms):
     sampling: dict[str, dict[str, Any]] = {}
     priority: int = 0
     cache_salt: str | None = None
+    speaker: str | None = Field(default=None, min_length=1)
 
     @property
-    def shows_images(self) -> bool:
-        """Whether the images are part of a decoder's prompt rather than an encoder's input."""
-        return self.images is not None and bool(self._given(*FORMS_WITH_IMAGES))
+    def shows_items(self) -> bool:
+        """Whether sound and images are part of a decoder's prompt, not an encoder's input."""
+        return bool(self._given(*ITEM_KEYS)) and bool(self._given(*FORMS_WITH_ITEMS))
 
     @model_validator(mode="after")
     def _exactly_one_prompt(self) -> RequestLine:
         given = self._given(*FORMS)
         encoder = self._given(*ENCODER_KEYS)
-        if self.shows_images:
-            encoder.remove("images")
-        for key in ("images", "audio"):
+        if self.shows_items:
+            encoder = [key for key in encoder if key not in ITEM_KEYS]
+            self._check_sound()
+        for key in ITEM_KEYS:
             files = getattr(self, key)
             if key not in encoder:
                 continue
@@ -180,6 +189,14 @@ class RequestLine(_Forms):
             )
         _check_one((*FORMS, *ENCODER_KEYS), given + encoder)
         return self
+
+    def _check_sound(self) -> None:
+        for index, entry in enumerate(self.audio or ()):
+            if isinstance(entry, AudioFile) and entry.wishes:
+                raise PlacedError(
+                    ("audio", index, entry.wishes[0]),
+                    "is for a speech model's encoder; beside a prompt, say in it what is wanted",
+                )
 
 
 def _check_one(keys: tuple[str, ...], given: list[str]) -> None:

@@ -132,6 +132,9 @@ def _format_stage(output: StageOutput) -> Iterator[str]:
         yield output.text
     elif output.token_ids:
         yield " ".join(str(token_id) for token_id in output.token_ids)
+    if output.audio is not None:
+        rate = output.audio.sampling_rate
+        yield f"audio: {output.audio.duration_s:.2f} s, {rate} samples per second"
     if output.text is None:
         for name, tensor in output.tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -26,6 +26,7 @@ from omni import (
     seeded_folder,
     seeded_hybrids,
     seeded_multimodal,
+    seeded_omni,
     seeded_tokenizers,
 )
 from omni.seeded_encoder_decoders import (
@@ -38,6 +39,7 @@ from omni.seeded_encoder_decoders import (
 from omni.seeded_folder import quieten, save_checkpoint
 from omni.seeded_hybrids import HYBRID_SETTINGS, initialise_recurrence
 from omni.seeded_multimodal import build_llava, build_qwen2_5_vl
+from omni.seeded_omni import OMNI_BENCHMARK, build_qwen2_5_omni
 from omni.seeded_tokenizers import chat_tokenizer, wordpiece_tokenizer
 
 __all__ = [
@@ -248,6 +250,8 @@ SEEDED_MODELS: dict[str, Callable[[str | Path], Path]] = {
     "mllama": build_mllama,
     "llava": build_llava,
     "qwen2_5_vl": build_qwen2_5_vl,
+    "qwen2_5_omni": build_qwen2_5_omni,
+    "qwen2_5_omni-benchmark": partial(build_qwen2_5_omni, sizes=OMNI_BENCHMARK),
     "bert": build_text_encoder,
 }
 """What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
@@ -303,6 +307,7 @@ def _version() -> str:
         seeded_folder,
         seeded_hybrids,
         seeded_multimodal,
+        seeded_omni,
         seeded_tokenizers,
     )
     sources = [__file__, *(str(module.__file__) for module in modules)]

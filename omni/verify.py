@@ -7,10 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from engine import SamplingParams
 from omni.omni import Omni
 from omni.orchestrator import Orchestrator
-from omni.output_comparison import compare_outputs
+from omni.output_comparison import WAVEFORM, compare_outputs
 from omni.pipeline import Pipeline
 from omni.request import OmniRequest
 from omni.tolerance import Spread, Tolerance
@@ -40,7 +42,7 @@ def verify(
     After a warm-up, the requests run three times: uncached; with caches that start empty (requests
     may hit each other's blocks); and once more with the caches that are warm now. Both cached runs
     are compared with the uncached one, request by request and stage by stage, stages that only feed
-    others included: token ids, finish reasons, errors, and tensors.
+    others included: token ids, finish reasons, errors, tensors and waveforms.
 
     A hit changes batches, and with their shapes how sums round. How far that carries depends on
     the model, so it is measured: a few of the longest requests run uncached once more, with other
@@ -239,7 +241,7 @@ def _report(
     dtypes = {
         (stage, tensor): elements.dtype
         for (_, stage), output in uncached.outputs.items()
-        for tensor, elements in output.tensors.items()
+        for tensor, elements in _tensors(output).items()
     }
 
     def tensors(stage: str) -> Iterator[TensorVerification]:
@@ -272,6 +274,12 @@ def _report(
         near_ties=(*of_regrouped.near_ties, *of_cold.near_ties, *of_warm.near_ties),
         failures=tuple(uncached.errors.items()),
     )
+
+
+def _tensors(output: StageOutput) -> Mapping[str, Tensor]:
+    """Everything of an output that is compared element by element."""
+    sound = {} if output.audio is None else {WAVEFORM: output.audio.samples}
+    return {**output.tensors, **sound}
 
 
 def _sampling_of(pipeline: Pipeline, request: OmniRequest, stage: str) -> SamplingParams | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stages.omni_transforms import talker_to_code2wav, thinker_to_talker
 from stages.stage import (
     FINAL_OUTPUTS,
     Stage,
@@ -19,10 +20,12 @@ from stages.stage import (
     TransformContext,
 )
 from stages.transforms import (
+    chunkable,
     hidden_states_as_prompt_embeds,
     register_transform,
     registered_transforms,
     resolve_transform,
+    takes_chunks,
     text_as_prompt,
     token_ids_as_prompt,
 )
@@ -30,11 +33,13 @@ from stages.transforms import (
 if TYPE_CHECKING:
     from stages.autoregressive import AutoregressiveStage
     from stages.encoder import EncoderStage
+    from stages.generator import GeneratorStage
 
 __all__ = [
     "FINAL_OUTPUTS",
     "AutoregressiveStage",
     "EncoderStage",
+    "GeneratorStage",
     "Stage",
     "StageInputs",
     "StageOutput",
@@ -42,17 +47,22 @@ __all__ = [
     "StageStats",
     "Transform",
     "TransformContext",
+    "chunkable",
     "hidden_states_as_prompt_embeds",
     "register_transform",
     "registered_transforms",
     "resolve_transform",
+    "takes_chunks",
+    "talker_to_code2wav",
     "text_as_prompt",
+    "thinker_to_talker",
     "token_ids_as_prompt",
 ]
 
 _IMPORTED_ON_USE = {
     "AutoregressiveStage": "stages.autoregressive",
     "EncoderStage": "stages.encoder",
+    "GeneratorStage": "stages.generator",
 }
 
 

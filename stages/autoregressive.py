@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from torch import Tensor
+
+from engine import EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
 from stages.engine_stage import EngineStage
 from stages.stage import StageInputs, StageOutput, StageRequest
 from stages.tensor_selection import select_tensors
@@ -28,6 +30,8 @@ class AutoregressiveStage(EngineStage):
     Raises:
         ValueError: the engine cannot be built as asked.
     """
+
+    makes = ("text", "tensors")
 
     def __init__(
         self,
@@ -66,6 +70,45 @@ class AutoregressiveStage(EngineStage):
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the model is a talker, which begins while its text is still written."""
+        return self.engine.speakers is not None
+
+    @property
+    def gives_chunks(self) -> bool:
+        """Tokens, and their tensors, can be handed on one by one."""
+        return True
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Voices of a talker."""
+        return self.engine.speakers
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk; see :class:`~stages.stage.Stage`. One for nobody is ignored."""
+        self.engine.extend_request(request_id, prompt)
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a live request cannot go on before its next chunk comes."""
+        return self.engine.needs_input(request_id)
+
+    def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
+        """Rows of a live request; see :class:`~stages.stage.Stage`.
+
+        No tensors at all where there are no such rows, also because the request was preempted: it
+        has them again later.
+        """
+        return self.engine.partial_outputs(request_id, first_row, self.outputs)
+
+    def pause_request(self, request_id: str) -> None:
+        """Let a live request rest, with all it holds, until it is resumed. Idempotent."""
+        self.engine.pause(request_id)
+
+    def resume_request(self, request_id: str) -> None:
+        """Let a paused request go on; one that is not paused, or not there, is ignored."""
+        self.engine.resume(request_id)
 
     def step(self) -> list[StageOutput]:
         """Run one engine step over all its requests."""

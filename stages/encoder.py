@@ -49,6 +49,8 @@ class EncoderStage(EngineStage):
         ValueError: the engine cannot be built as asked, or the pooling does not fit the model.
     """
 
+    makes = ("tensors",)
+
     def __init__(
         self,
         name: str,
@@ -61,7 +63,10 @@ class EncoderStage(EngineStage):
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         checkpoint = Checkpoint.open(
-            engine.model, revision=engine.revision, trust_remote_code=engine.trust_remote_code
+            engine.model,
+            part=engine.part,
+            revision=engine.revision,
+            trust_remote_code=engine.trust_remote_code,
         )
         causal = checkpoint.architecture in SUPPORTED_ARCHITECTURES
         runner = _CausalRunner if causal else _BidirectionalRunner

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from engine import FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from engine import Waveform
 
 __all__ = [
     "FINAL_OUTPUTS",
@@ -24,7 +26,7 @@ __all__ = [
     "TransformContext",
 ]
 
-FINAL_OUTPUTS = ("text", "tensors")
+FINAL_OUTPUTS = ("text", "tensors", "audio")
 """What a stage can hand to the user."""
 
 
@@ -68,6 +70,8 @@ class StageOutput:
         logprobs: per generated token, when asked for.
         completions: with ``SamplingParams.n > 1``, every completion's (text, token_ids,
             finish_reason); the fields above are the first one's. Empty for ``n == 1``.
+        audio: from a stage that makes sound, the whole of it, when finished; else None.
+        audio_delta: what a stage that makes sound has made since the output before; else None.
         metrics: times.
     """
 
@@ -85,6 +89,8 @@ class StageOutput:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     completions: tuple[tuple[str, tuple[int, ...], FinishReason | None], ...] = ()
+    audio: Waveform | None = None
+    audio_delta: Waveform | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
@@ -93,7 +99,8 @@ class StageStats:
     """Counters of one stage since it was built.
 
     Attributes:
-        num_steps: engine steps run.
+        num_steps: engine steps run. One that found nothing to do, since every request is paused or
+            waits for input, is not counted: the runtime tells by it whether anything moves.
         busy_s: seconds spent in steps.
         prompt_tokens: tokens of all inputs that were scheduled.
         cached_tokens: of these, tokens that the cache saved.
@@ -125,11 +132,20 @@ class TransformContext:
         prompt: the prompt that the user gave the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
             Their tensors are shared with other stages and the user: do not change them in place.
+            On an edge with a ``chunk_size`` there is one source, and ``token_ids`` and ``tensors``
+            hold only what is new since the chunk before.
+        speaker: whose voice the user wants; None leaves it to the checkpoint.
+        first_row: place in the source's sequence of the first row of ``tensors``; 0 unless this
+            is a later chunk.
+        is_last: whether the source is done; False if more chunks follow.
     """
 
     request_id: str
     prompt: Prompt
     sources: tuple[StageOutput, ...]
+    speaker: str | None = None
+    first_row: int = 0
+    is_last: bool = True
 
 
 Transform: TypeAlias = Callable[[TransformContext], Prompt]
@@ -144,10 +160,16 @@ class StageInputs:
     Attributes:
         sources: names of the stages whose outputs are needed.
         transform: a registered name, ``"package.module:function"``, or the function itself.
+        chunk_size: tokens of the source after which the next chunk is handed on, while the source
+            goes on; None waits until it is done.
+        max_pending_chunks: chunks of one request that may wait for this stage before the source
+            pauses the request.
     """
 
     sources: tuple[str, ...]
     transform: str | Transform
+    chunk_size: int | None = None
+    max_pending_chunks: int = 2
 
 
 class Stage(ABC):
@@ -160,12 +182,17 @@ class Stage(ABC):
         name: unique in the pipeline.
         inputs: the stages that feed this one; None makes it a root, which gets the user's prompt.
         outputs: names of the tensors it hands on; None hands on all that it makes.
-        final_output: what the user gets of it: any of ``"text"`` and ``"tensors"``; empty for a
-            stage that only feeds others.
+        final_output: what the user gets of it: any of ``"text"``, ``"tensors"`` and ``"audio"``;
+            empty for a stage that only feeds others.
+
+    Attributes:
+        makes: which of these a kind of stage has to give.
 
     Raises:
-        ValueError: an unknown kind of final output.
+        ValueError: a final output that this kind of stage does not make.
     """
+
+    makes: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
 
     def __init__(
         self,
@@ -175,10 +202,11 @@ class Stage(ABC):
         outputs: Collection[str] | None = None,
         final_output: Collection[str] = (),
     ) -> None:
-        unknown = sorted(set(final_output) - set(FINAL_OUTPUTS))
+        unknown = sorted(set(final_output) - set(self.makes))
         if unknown:
             raise ValueError(
-                f"stage {name!r}: unknown final_output {unknown}; known are {list(FINAL_OUTPUTS)}"
+                f"stage {name!r}: final_output cannot be {unknown}; what the stage makes is "
+                f"{', '.join(self.makes)}"
             )
         self.name = name
         self.inputs = inputs
@@ -231,9 +259,61 @@ class Stage(ABC):
         """Drop a request and free what it holds; an id the stage does not have is ignored."""
 
     @property
+    def takes_chunks(self) -> bool:
+        """Whether requests may come in chunks: a first one, and more by ``extend_request``."""
+        return False
+
+    @property
+    def gives_chunks(self) -> bool:
+        """Whether its outputs can be handed on while a request still runs.
+
+        Its tensors then have one row per token, and it can be paused.
+        """
+        return False
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Voices that requests may choose from; None if it does not speak."""
+        return None
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk of a live request's prompt; ``is_last`` of it says if it ends.
+
+        Raises:
+            ValueError: this stage takes no chunks, or not this one; the request can only be
+                aborted then.
+        """
+        raise ValueError(f"stage {self.name!r} takes its requests whole, not in chunks")
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a live request cannot go on before its next chunk comes."""
+        return False
+
+    def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
+        """Rows of a live request's ``outputs`` from one on, as far as they are computed.
+
+        Args:
+            request_id: of a live request.
+            first_row: place in its sequence.
+
+        Returns:
+            ``name -> (num_computed_tokens - first_row, ...)`` on the CPU; the caller's own. Fewer
+            rows or no names at all while the request does not have them, such as after it gave its
+            blocks back. Not asked of a stage whose ``outputs`` are ``()``.
+        """
+        raise ValueError(f"stage {self.name!r} hands on its outputs whole, not in chunks")
+
+    def pause_request(self, request_id: str) -> None:
+        """Let a live request rest, with all it holds, until it is resumed. Idempotent."""
+        raise ValueError(f"stage {self.name!r} cannot pause a request")
+
+    def resume_request(self, request_id: str) -> None:  # noqa: B027 - without pauses, no work
+        """Let a paused request go on; one that is not paused, or not there, is ignored."""
+
+    @property
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
+        """Whether it has requests: running, waiting, paused, or in need of input."""
 
     @property
     @abstractmethod

@@ -16,10 +16,12 @@ from engine import EmbedsPrompt, TextPrompt, TokensPrompt
 from stages.stage import Transform, TransformContext
 
 __all__ = [
+    "chunkable",
     "hidden_states_as_prompt_embeds",
     "register_transform",
     "registered_transforms",
     "resolve_transform",
+    "takes_chunks",
     "text_as_prompt",
     "token_ids_as_prompt",
 ]
@@ -27,6 +29,26 @@ __all__ = [
 _TransformT = TypeVar("_TransformT", bound=Transform)
 
 _REGISTRY: dict[str, Transform] = {}
+_CHUNKABLE = "_takes_chunks"
+
+
+def chunkable(function: _TransformT) -> _TransformT:
+    """Decorator that marks a transform as fit for edges with a ``chunk_size``.
+
+    Such a transform is called once per chunk. It makes the first chunk's prompt and those that
+    extend it, by ``first_row`` and ``is_last`` of its context, and keeps nothing between calls::
+
+        @chunkable
+        def codes(context: TransformContext) -> CodecPrompt:
+            return CodecPrompt(context.sources[0].token_ids, is_last=context.is_last)
+    """
+    setattr(function, _CHUNKABLE, True)
+    return function
+
+
+def takes_chunks(transform: Transform) -> bool:
+    """Whether a transform was marked as :func:`chunkable`."""
+    return getattr(transform, _CHUNKABLE, False) is True
 
 
 def register_transform(name: str) -> Callable[[_TransformT], _TransformT]:

@@ -4,29 +4,55 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from omni.cli import app
+from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.import_graph import ROOT
 
 
-def snippet(language: str) -> str:
-    """The README's only block of that language."""
-    (found,) = re.findall(
-        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
-    )
-    return str(found)
+def snippets(language: str) -> list[str]:
+    """The README's blocks of that language, in order."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_the_python_pipeline_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, _ = snippets("python")
     script = tmp_path / "first.py"
-    script.write_text(snippet("python"))
+    script.write_text(first)
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.count("torch.Size([") == 2
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_the_python_stream_prints_text_before_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, streaming = snippets("python")
+    script = tmp_path / "streaming.py"
+    script.write_text(streaming)
+    runpy.run_path(str(script), run_name="__main__")
+    text, *sounds = capsys.readouterr().out.split("s of sound: (")
+    assert text.splitlines()[0] and len(sounds) > 1
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_voice_in_voice_out_runs_with_the_command_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_wav(Path("question.wav"), tone(0.5))
+    (block,) = (block for block in snippets("bash") if "omni_speech" in block)
+    command, written = re.findall(r"^omni (.*) # (\S+)$", block.replace("\\\n", " "), re.M)[0]
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    assert Path(written).stat().st_size > 1000
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
@@ -34,7 +60,8 @@ def test_the_yaml_pipeline_runs_with_the_commands_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    Path("first.yaml").write_text(snippet("yaml"))
+    (first,) = snippets("yaml")
+    Path("first.yaml").write_text(first)
     text = (ROOT / "README.md").read_text("utf-8")
     commands = re.findall(r"^omni (.* first\.yaml.*|\w+ first\.yaml)$", text, re.M)
     assert [command.split()[0] for command in commands] == ["run", "explain", "verify"]

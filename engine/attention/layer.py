@@ -28,12 +28,15 @@ class AttentionStep:
         follows_encoder: ``(num_tokens,)`` booleans, False for tokens that come before the place
             of their encoder's input in the prompt (an image's), or have no such input. None: all
             tokens follow it.
+        shows_item: ``(num_tokens,)`` booleans, True for tokens whose embedding is a row of an
+            image or the like. None: no token's is.
     """
 
     backends: Sequence[AttentionBackend | None]
     metadata: Sequence[AttentionMetadata | StateMetadata | None]
     encoder_hidden_states: Tensor | None = None
     follows_encoder: Tensor | None = None
+    shows_item: Tensor | None = None
 
 
 class Attention:

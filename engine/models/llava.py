@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import LlavaConfig, PreTrainedConfig
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from engine.mm_input import MultiModalInput
+from engine.mm_input import Modality, MultiModalInput
 from engine.models.decoder import build_decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.encoder_module import build_empty
 from engine.models.llama import llama_config
 from engine.models.mistral import mistral_config
 from engine.models.model_settings import ModelSettings
-from engine.models.multimodal import ImageTower, MultiModalModel, unique_prefix
+from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.models.qwen2 import qwen2_config
 from engine.models.qwen3 import qwen3_config
 
@@ -35,7 +35,7 @@ _DECODERS: Mapping[str, Callable[[PreTrainedConfig], DecoderConfig]] = {
 _TOWER = "clip_vision_model"
 
 
-class LlavaTower(ImageTower):
+class LlavaTower(ItemTower):
     """One image of a fixed size to one row per patch, after the class's if the config wants that.
 
     Args:
@@ -64,7 +64,7 @@ class LlavaTower(ImageTower):
         self.rows += self.strategy == "full"
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`ImageTower.targets`."""
+        """See :meth:`ItemTower.targets`."""
         # Some exports put the tower in a module of its own, and all in one of theirs.
         root = unique_prefix(stored, "multi_modal_projector.linear_1.weight")
         outer, inner = f"{root}vision_tower.", f"{root}vision_tower.vision_model."
@@ -74,7 +74,7 @@ class LlavaTower(ImageTower):
             yield place.replace(outer, inner, 1) if is_nested else place, tensor
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """See :meth:`ImageTower.num_rows`; ``pixel_values`` is ``(channels, height, width)``."""
+        """See :meth:`ItemTower.num_rows`; ``pixel_values`` is ``(channels, height, width)``."""
         self.require_features(features)
         shape = tuple(features[_PIXELS].shape)
         if shape != self.image_shape:
@@ -82,7 +82,7 @@ class LlavaTower(ImageTower):
         return self.rows
 
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """See :meth:`ImageTower.forward`."""
+        """See :meth:`ItemTower.forward`."""
         pixels = torch.stack([item.features[_PIXELS] for item in inputs])
         output = self.module.get_image_features(
             pixels.to(self.module.device, self.module.dtype),
@@ -112,9 +112,9 @@ def build_llava(
             f"supported are {', '.join(_DECODERS)}"
         )
     decoder = build_decoder(_DECODERS[text.model_type], text, settings, True)
-    return MultiModalModel(
-        decoder, LlavaTower(config, settings), int(config.image_token_index), stored
-    )
+    tower = LlavaTower(config, settings)
+    placeholders: dict[Modality, int] = {"image": int(config.image_token_index)}
+    return MultiModalModel(decoder, {"image": tower}, placeholders, stored)
 
 
 def _without_decoder(config: LlavaConfig) -> LlavaModel:

@@ -1,6 +1,6 @@
-"""What the engine asks of a decoder whose prompt has images among its tokens.
+"""What the engine asks of a decoder whose prompt has images, sound or videos among its tokens.
 
-The vision tower and the decoder meet in the embeddings alone::
+The towers and the decoder meet in the embeddings alone::
 
     prompt     | a | b | * | * | * | c |        * = placeholder
     embed      | A | B | . | . | . | C |
@@ -13,20 +13,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
-from engine.mm_input import MultiModalInput
+from engine.mm_input import Modality, MultiModalInput
 from engine.models.base import CausalModel
 
-__all__ = ["ImageTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
+__all__ = ["ItemTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-class ImageTower(nn.Module):
-    """A vision tower of transformers and what turns its output into rows for the decoder.
+class ItemTower(nn.Module):
+    """A tower of transformers and what turns its output into rows for the decoder.
 
     Attributes:
         feature_names: the tensors that it takes, by the names of transformers' processors.
@@ -44,15 +45,22 @@ class ImageTower(nn.Module):
 
     @abstractmethod
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """Rows that one image gives.
+        """Rows that one item gives.
 
         Raises:
-            ValueError: the features are not those of one image that this tower takes.
+            ValueError: the features are not those of one item that this tower takes.
         """
 
     @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Encode checked images: ``(length, hidden_size)`` for each."""
+        """Encode checked items: ``(length, hidden_size)`` for each."""
+
+    def places(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.
+
+        For a model that places tokens on three axes; by default one row after the other.
+        """
+        return torch.arange(self.num_rows(features)).expand(3, -1)
 
     def require_features(self, features: Mapping[str, Tensor]) -> None:
         """Raise ``ValueError`` unless these are the tensors of :attr:`feature_names`."""
@@ -64,12 +72,12 @@ class ImageTower(nn.Module):
 
 
 class MultiModalModel(CausalModel):
-    """A decoder over packed tokens, beside the tower that makes rows of its images.
+    """A decoder over packed tokens, beside the towers that make rows of what its prompts show.
 
     Args:
-        decoder: does all that is not the tower's.
-        tower: makes the rows.
-        image_token_id: of the placeholders in the prompt.
+        decoder: does all that is not the towers'.
+        towers: makes the rows, by what they are rows of. Towers may share their weights.
+        placeholders: ids of the tokens that stand for them in the prompt.
         stored: names of the checkpoint's weights: published folders name them in several ways.
 
     Attributes:
@@ -83,14 +91,15 @@ class MultiModalModel(CausalModel):
     def __init__(
         self,
         decoder: CausalModel,
-        tower: ImageTower,
-        image_token_id: int,
+        towers: Mapping[Modality, ItemTower],
+        placeholders: Mapping[Modality, int],
         stored: Collection[str],
     ) -> None:
         super().__init__()
         self.decoder = decoder
-        self.tower = tower
-        self.image_token_id = image_token_id
+        self.towers = dict(towers)
+        self.tower_modules = nn.ModuleList(towers.values())
+        self.placeholders = dict(placeholders)
         self.attention_layers = decoder.attention_layers
         self.state_layers = decoder.state_layers
         self.hidden_size = decoder.hidden_size
@@ -104,43 +113,48 @@ class MultiModalModel(CausalModel):
         Args:
             prefix: nothing: the names that the checkpoint has tell all prefixes.
         """
-        yield from self.tower.targets(self._stored)
+        for tower in self.towers.values():
+            yield from tower.targets(self._stored)
         yield from decoder_targets(self.decoder, self._stored)
 
     def finish_loading(self, *, pack_weights: bool) -> None:
-        """See :meth:`CausalModel.finish_loading`; the tower stays as transformers has it."""
+        """See :meth:`CausalModel.finish_loading`; the towers stay as transformers has them."""
         self.decoder.finish_loading(pack_weights=pack_weights)
 
-    def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """Placeholders that one image needs.
+    def num_rows(self, modality: Modality, features: Mapping[str, Tensor]) -> int:
+        """Placeholders that one item needs.
 
         Raises:
-            ValueError: the features are not those of one image that this model takes.
+            ValueError: the features are not those of one item that this model takes.
         """
-        return self.tower.num_rows(features)
+        return self.towers[modality].num_rows(features)
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Run the tower.
+        """Run the towers, each once at most.
 
         Args:
-            inputs: at least one image, of any requests.
+            inputs: at least one item, of any requests.
 
         Returns:
             For each ``(length, hidden_size)`` rows, on the model's device and in its type.
 
         Raises:
-            ValueError: an input is no image that this model takes, or has not as many
+            ValueError: an input is nothing that this model takes, or has not as many
                 placeholders as the tower gives rows.
         """
         for item in inputs:
-            num_rows = self.tower.num_rows(item.features)
+            num_rows = self.num_rows(item.modality, item.features)
             if num_rows != item.length:
                 raise ValueError(
-                    f"the image at position {item.offset} has {item.length} placeholders; "
-                    f"its features give {num_rows} rows"
+                    f"the {item.modality} at position {item.offset} has {item.length} "
+                    f"placeholders; its features give {num_rows} rows"
                 )
-        rows: list[Tensor] = self.tower(inputs)
-        return rows
+        rows: dict[int, Tensor] = {}
+        for modality, tower in self.towers.items():
+            mine = [index for index, item in enumerate(inputs) if item.modality == modality]
+            if mine:
+                rows |= zip(mine, tower([inputs[index] for index in mine]), strict=True)
+        return [rows[index] for index in range(len(inputs))]
 
     def position_ids(
         self, prompt_ids: Sequence[int], mm_inputs: Sequence[MultiModalInput]
@@ -149,7 +163,7 @@ class MultiModalModel(CausalModel):
 
         Args:
             prompt_ids: the expanded prompt.
-            mm_inputs: its images in the order of their offsets.
+            mm_inputs: its items in the order of their offsets.
 
         Returns:
             ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow

@@ -26,6 +26,8 @@ from engine.models.mllama import build_mllama
 from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
 from engine.models.qwen2 import qwen2_config
+from engine.models.qwen2_5_omni_talker import build_qwen2_5_omni_talker
+from engine.models.qwen2_5_omni_thinker import build_qwen2_5_omni_thinker
 from engine.models.qwen2_5_vl import build_qwen2_5_vl
 from engine.models.qwen3 import qwen3_config
 from engine.models.seq2seq_config import Seq2SeqConfig
@@ -49,6 +51,7 @@ _BUILDERS: dict[tuple[str, ...], Builder] = {
     ("Gemma3ForCausalLM", "Gemma3TextModel"): partial(build_decoder, gemma3_config),
     ("JambaForCausalLM", "JambaModel"): build_jamba,
     ("BambaForCausalLM", "BambaModel"): build_bamba,
+    ("Qwen2_5OmniTalkerForConditionalGeneration",): build_qwen2_5_omni_talker,
 }
 _BUILDER_OF = {name: builder for names, builder in _BUILDERS.items() for name in names}
 
@@ -71,11 +74,12 @@ _SEQ2SEQ_CONFIGS: dict[str, Callable[[PreTrainedConfig], Seq2SeqConfig]] = {
 }
 
 MultiModalBuilder = Callable[[PreTrainedConfig, ModelSettings, Collection[str]], MultiModalModel]
-"""The same of a decoder with a vision tower; it always has a head."""
+"""The same of a decoder with towers for images and the like; it always has a head."""
 
 _MULTIMODAL: dict[str, MultiModalBuilder] = {
     "LlavaForConditionalGeneration": build_llava,
     "Qwen2_5_VLForConditionalGeneration": build_qwen2_5_vl,
+    "Qwen2_5OmniThinkerForConditionalGeneration": build_qwen2_5_omni_thinker,
 }
 
 SUPPORTED_ARCHITECTURES = (*_BUILDER_OF, *_ENCODER_DECODERS, *_MULTIMODAL)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from engine import EngineConfig, LLMEngine
+from engine import EngineConfig, LLMEngine, TokensPrompt
 from omni.seeded_checkpoints import build_causal_lm
 from prefix_cache import HostOnlySpec
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
@@ -126,7 +126,7 @@ def test_a_conversation_hits_what_its_last_turn_left(family: Family) -> None:
     history = Ask(0, 40, 0, 9, False, False, 0, None)
     first = family.engine.generate(history.prompt, history.params)[0]
     ids = (*first.prompt_token_ids, *first.outputs[0].token_ids, 33, 34, 35)
-    second = family.engine.generate(type(history.prompt)(ids), history.params)[0]
+    second = family.engine.generate(TokensPrompt(ids), history.params)[0]
     # The first turn computed all of its tokens but the last.
     computed = len(first.prompt_token_ids) + 8
     assert second.num_cached_tokens == computed // BLOCK_SIZE * BLOCK_SIZE

@@ -292,15 +292,19 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
 @pytest.mark.parametrize(
     ("num_places", "data", "message"),
     [
-        (1, {}, "1 image placeholders .* but 0 images were given"),
-        (0, {"image": [picture(0)]}, "0 image placeholders .* but 1 images were given"),
-        (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 images were given"),
+        (1, {}, "1 image placeholders .* but 0 image items were given"),
+        (0, {"image": [picture(0)]}, "0 image placeholders .* but 1 image items were given"),
+        (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 image items were given"),
         (1, {"image": ["no such file.png"]}, "image 0: image 'no such file.png' cannot be read"),
         (1, {"image": [object()]}, "image 0: image must be a file or an image of Pillow"),
-        (1, {"image": "picture.png"}, "must be a list of images, got str"),
-        (1, {"image": picture(0)}, "must be a list of images, got Image"),
+        (1, {"image": "picture.png"}, "must be a list of items, each image one, got str"),
+        (1, {"image": picture(0)}, "must be a list of items, each image one, got Image"),
         (1, {"video": []}, "has 'video'; what can be shown is 'image'"),
-        (1, {"image": [picture(0, (1, 4000))]}, "image 0 of 1 x 4000 pixels cannot be processed"),
+        (
+            1,
+            {"image": [picture(0, (1, 4000))]},
+            "image 0: the image of 1 x 4000 pixels cannot be processed",
+        ),
     ],
 )
 def test_bad_prompts_are_refused_for_that_request_alone(
@@ -332,14 +336,16 @@ def test_an_image_of_one_pixel_is_seen(engine: LLMEngine) -> None:
 
 def test_an_image_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
     engine = build(checkpoint, encoder_cache_bytes=5 * ROW_BYTES)
-    with pytest.raises(ValueError, match="6 rows takes .* room for 5 rows; raise encoder_cache"):
+    with pytest.raises(
+        ValueError, match="image 0: 6 rows take .* room for 5 rows; raise encoder_cache"
+    ):
         engine.generate(shows(engine, picture(0)), GREEDY)
 
 
 def test_models_that_see_no_images_say_so(
     qwen2_checkpoint: str, bert_checkpoint: str, seeded: Callable[[str], str]
 ) -> None:
-    message = "shows 1 images in multi_modal_data, but this model takes none there"
+    message = "shows 1 image items in multi_modal_data, but this model takes none there"
     prompt = TokensPrompt((5, 6), {"image": [picture(0)]})
     with pytest.raises(ValueError, match=message):
         build(qwen2_checkpoint).generate(prompt, GREEDY)

@@ -59,7 +59,7 @@ def load(folder: Path, **options: Any) -> MultiModalModel:
 def image(model: MultiModalModel, seed: int, *, wide: bool = False) -> Features:
     """Noise; for Qwen2.5-VL in 4 x 4 rows, which are several windows, or in 2 x 3."""
     generator = torch.Generator().manual_seed(seed)
-    if "image_grid_thw" not in model.tower.feature_names:
+    if "image_grid_thw" not in model.towers["image"].feature_names:
         return {"pixel_values": torch.randn(3, 56, 56, generator=generator)}
     height, width = (4, 6) if wide else (8, 8)
     return {
@@ -177,7 +177,7 @@ def test_places_equal_transformers(family: Family):
         ids = torch.tensor([prompt.token_ids])
         grids = torch.stack([entry.features["image_grid_thw"] for entry in prompt.images])
         expected, delta = family.theirs.model.model.get_rope_index(
-            ids, (ids == family.model.image_token_id).long(), image_grid_thw=grids
+            ids, (ids == family.model.placeholders["image"]).long(), image_grid_thw=grids
         )
         places = family.model.position_ids(prompt.token_ids, prompt.images)
         assert places is not None
@@ -238,9 +238,9 @@ def test_every_published_naming_of_weights_loads(
 def test_towers_keep_the_frequencies_of_their_own_type(tmp_path: Path):
     folder = build_qwen2_5_vl(tmp_path)
     wide, narrow = (load(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    buffers = dict(wide.tower.named_buffers())
+    buffers = dict(wide.towers["image"].named_buffers())
     assert buffers
-    for key, buffer in narrow.tower.named_buffers():
+    for key, buffer in narrow.towers["image"].named_buffers():
         assert torch.equal(buffer, buffers[key])
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     (rows,) = narrow.encode_multimodal(join([image(narrow, 1)], narrow).images)
@@ -273,7 +273,7 @@ def test_processors_of_the_checkpoint_give_what_the_tower_takes(family: Family):
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     processor = AutoImageProcessor.from_pretrained(family.folder, backend="pil")
     batch = processor(images=Image.fromarray(noise), return_tensors="pt")
-    features = {name: batch[name] for name in family.model.tower.feature_names}
+    features = {name: batch[name] for name in family.model.towers["image"].feature_names}
     if not family.theirs.is_qwen:
         features = {name: tensor[0] for name, tensor in features.items()}
         tokenizer = AutoTokenizer.from_pretrained(family.folder)
@@ -282,8 +282,10 @@ def test_processors_of_the_checkpoint_give_what_the_tower_takes(family: Family):
         ids = LlavaProcessor(processor, tokenizer, **settings)(
             images=Image.fromarray(noise), text="<image> what?"
         )["input_ids"][0]
-        assert ids.count(family.model.image_token_id) == family.model.num_rows(features)
-    length = family.model.num_rows(features)
+        assert ids.count(family.model.placeholders["image"]) == family.model.num_rows(
+            "image", features
+        )
+    length = family.model.num_rows("image", features)
     assert 1 < length <= 17
     (rows,) = family.model.encode_multimodal([MultiModalInput("image", 0, length, b"", features)])
     assert rows.shape == (length, family.model.hidden_size)
@@ -295,7 +297,7 @@ def test_chat_template_places_the_image(family: Family):
     for content, count in ((parts, 1), ("What is it?", 0)):
         message = {"role": "user", "content": content}
         prompt: Any = tokenizer.apply_chat_template([message], tokenize=False)
-        assert tokenizer.encode(prompt).count(family.model.image_token_id) == count
+        assert tokenizer.encode(prompt).count(family.model.placeholders["image"]) == count
         assert prompt.endswith("What is it?<|eos|>\n")
 
 
@@ -316,12 +318,12 @@ def test_features_of_something_else_are_refused(
 ):
     model = load(BUILDERS[name](tmp_path))
     with pytest.raises(ValueError, match=message):
-        model.num_rows(image(model, 1) | change)
+        model.num_rows("image", image(model, 1) | change)
 
 
 def test_placeholders_that_do_not_match_the_image_are_refused(family: Family):
     features = image(family.model, 1)
-    wrong = MultiModalInput("image", 3, family.model.num_rows(features) + 1, b"", features)
+    wrong = MultiModalInput("image", 3, family.model.num_rows("image", features) + 1, b"", features)
     with pytest.raises(ValueError, match=r"at position 3 has 1\d placeholders; .* give 1\d rows"):
         family.model.encode_multimodal([wrong])
 

@@ -44,6 +44,17 @@ def test_every_edge_of_a_graph_is_drawn_sources_first() -> None:
     ]
 
 
+def test_an_edge_that_is_streamed_is_a_wave_with_its_chunk_size() -> None:
+    _, graph, legend, kinds = draw_graph(PipelineConfig.load("omni_speech")).split("\n\n")
+    prompt, thinker, talker = graph.splitlines()
+    assert "~" not in prompt
+    assert "~~thinker_to_talker~~4~" in thinker and thinker.endswith("► talker")
+    assert "~~talker_to_code2wav~~8~" in talker and talker.endswith("► code2wav => audio")
+    assert len({line.index("►") for line in graph.splitlines()}) == 1, "arrows end in one column"
+    assert "N tokens at a time" in legend
+    assert "seeded:qwen2_5_omni (code2wav)" in kinds
+
+
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
     stages = {

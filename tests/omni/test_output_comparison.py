@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import FinishReason, SamplingParams, TokenLogprobs
+from engine import FinishReason, SamplingParams, TokenLogprobs, Waveform
 from omni.output_comparison import Comparison, compare_outputs
 from omni.tolerance import Spread, Tolerance
 from stages import StageOutput
@@ -131,6 +131,36 @@ def test_one_dimensional_and_empty_tensors_are_compared() -> None:
     assert "element 2" in compare(tensors(ours), tensors(theirs)).differences[0].message
     empty = torch.zeros(0, 4)
     assert compare(tensors(empty), tensors(empty)).differences == []
+
+
+def test_waveforms_may_differ_by_rounding_only() -> None:
+    ours = output(audio=Waveform(torch.zeros(4), 24_000))
+    for louder, equal in ((1e-6, True), (1e-3, False)):
+        found = compare(ours, output(audio=Waveform(torch.full((4,), louder), 24_000)))
+        assert (found.differences == []) == equal
+        assert found.spread.tensors["waveform"] == pytest.approx(louder)
+    assert "'waveform' differs in 4 of 4 elements" in found.differences[0].message
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (None, "waveform is there only without caching"),
+        (
+            Waveform(torch.zeros(3), 24_000),
+            "'waveform' is (3,) torch.float32, without caching (4,)",
+        ),
+        (Waveform(torch.zeros(4), 16_000), "waveform has 16000 samples per second"),
+    ],
+)
+def test_a_waveform_of_another_length_or_rate_is_named(
+    theirs: Waveform | None, message: str
+) -> None:
+    (difference,) = compare(
+        output(audio=Waveform(torch.zeros(4), 24_000)), output(audio=theirs)
+    ).differences
+    assert difference.kind == "tensor"
+    assert message in difference.message
 
 
 def test_atol_replaces_the_tolerance() -> None:

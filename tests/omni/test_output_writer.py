@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from engine import FinishReason, RequestMetrics, TokenLogprobs
+from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform
+from engine.wav_file import read_wav
 from omni.output_writer import OutputWriter, file_name
 from omni.request import OmniOutput
 from stages import StageOutput
@@ -94,6 +96,36 @@ def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) ->
         assert torch.equal(loaded[name], tensors[name])
         assert loaded[name].dtype == tensors[name].dtype
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) -> None:
+    samples = torch.linspace(-1.0, 1.0, 101)
+    stage = StageOutput("r/1", "Voice", True, audio=Waveform(samples, 24_000))
+    with OutputWriter(tmp_path, {"Voice": ("audio",)}) as writer:
+        writer.write(0, OmniOutput("r/1", {"Voice": stage}, finished=True))
+    (line,) = lines(tmp_path)
+    file = line["stages"]["Voice"]["audio"]
+    assert file == f"audio/{file_name('r/1')}/{file_name('Voice')}.wav"
+    heard, rate = read_wav(tmp_path / file, longest_s=1.0)
+    assert rate == 24_000
+    torch.testing.assert_close(torch.from_numpy(heard), samples, atol=2**-14, rtol=0)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_no_sound_is_a_file_without_samples(tmp_path: Path) -> None:
+    stage = StageOutput("r", "voice", True, audio=Waveform(torch.zeros(0), 24_000))
+    with OutputWriter(tmp_path, {"voice": ("audio",)}) as writer:
+        writer.write(0, OmniOutput("r", {"voice": stage}, finished=True))
+    with wave.open(str(tmp_path / "audio/r/voice.wav")) as file:
+        assert (file.getnframes(), file.getframerate()) == (0, 24_000)
+
+
+def test_a_sound_that_is_not_wanted_is_not_written(tmp_path: Path) -> None:
+    stage = StageOutput("r", "writer", True, text="x", audio=Waveform(torch.zeros(3), 24_000))
+    with OutputWriter(tmp_path, FINAL) as writer:
+        writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))
+    assert "audio" not in lines(tmp_path)[0]["stages"]["writer"]
+    assert not (tmp_path / "audio").exists()
 
 
 def test_stages_that_are_not_final_do_not_appear(tmp_path: Path) -> None:

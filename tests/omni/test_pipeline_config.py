@@ -86,7 +86,7 @@ def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
     config = PipelineConfig.load(
         write(tmp_path, TWO_STAGES), {"stages.writer.model": "./checkpoint"}
     )
-    engine = config.engine_config("writer")
+    engine = config.stages["writer"].engine_config()
     assert engine == EngineConfig(model=str(checkpoint), block_size=4)
 
 

@@ -43,6 +43,14 @@ def test_audio_brings_its_language() -> None:
     assert (audio.audio, audio.language) == (Path("a.wav"), "fr")
 
 
+def test_every_prompt_shows_all_sound() -> None:
+    sound, images = (Path("a.wav"), Path("b.wav")), (Path("a.png"),)
+    requests = PromptFlags(prompts=["x", "y"], audio=sound, images=images).requests()
+    assert [request.prompt for request in requests] == [
+        TextPrompt(text, multi_modal_data={"image": images, "audio": sound}) for text in ("x", "y")
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -55,6 +63,10 @@ def test_audio_brings_its_language() -> None:
         ({"images": [Path("a.png")]}, "--image stands beside --prompt"),
         ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
         ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
+        (
+            {"prompts": ["a"], "audio": [Path("a.wav")], "language": "en"},
+            "--language stands beside --audio only",
+        ),
     ],
 )
 def test_a_flag_with_nothing_to_stand_beside_is_an_error(

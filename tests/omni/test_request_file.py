@@ -152,6 +152,23 @@ def test_images_beside_a_prompt_are_part_of_it(tmp_path: Path, form: dict[str, A
     assert prompt.multi_modal_data == {"image": files}
 
 
+def test_sound_and_images_beside_a_prompt_are_part_of_it(tmp_path: Path) -> None:
+    sounds = [tmp_path / "a.wav", tmp_path / "b.wav"]
+    image = tmp_path / "a.png"
+    for file in (*sounds, image):
+        file.touch()
+    parts = [{"type": "audio"}, {"type": "image"}, {"type": "audio"}]
+    line = {
+        "prompt": [{"role": "user", "content": parts}],
+        "audio": ["a.wav", {"file": "b.wav"}],
+        "images": ["a.png"],
+    }
+    prompt = read_one(tmp_path, line).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.multi_modal_data == {"image": [image], "audio": sounds}
+    assert list(prompt.messages[0]["content"]) == parts
+
+
 def test_parts_of_a_message_reach_the_chat_template(tmp_path: Path) -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
     prompt = read_one(tmp_path, {"prompt": [{"role": "user", "content": parts}]}).prompt
@@ -168,11 +185,13 @@ def test_all_other_keys_reach_the_request(tmp_path: Path) -> None:
             "sampling": {"writer": {"max_tokens": 3, "temperature": 1}},
             "priority": -2,
             "cache_salt": "s",
+            "speaker": "Ethan",
         },
     )
     assert request.request_id == "r"
     assert request.priority == -2
     assert request.cache_salt == "s"
+    assert request.speaker == "Ethan"
     assert request.sampling == {
         "writer": SamplingParams(temperature=1.0, max_tokens=3, stop=("end",))
     }, "fields that the line does not name are the stage's own"
@@ -255,11 +274,15 @@ MISTAKES = {
     ),
     "a part of an unknown type": (
         {"prompt": [{"role": "user", "content": [{"type": "smell"}]}]},
-        "prompt[0].content[0].type: should be 'text' or 'image', got 'smell'",
+        "prompt[0].content[0].type: should be 'text', 'image' or 'audio', got 'smell'",
     ),
-    "audio beside a prompt": (
-        {"audio": ["a.wav"], "prompt_token_ids": [1]},
-        "audio: not supported yet beside prompt_token_ids",
+    "audio beside embeddings": (
+        {"audio": ["a.wav"], "prompt_embeds": "x.safetensors"},
+        "audio: not supported yet beside prompt_embeds",
+    ),
+    "a wish of a speech model beside a prompt": (
+        {"audio": ["a.wav", {"file": "b.wav", "task": "translate"}], "prompt": "x"},
+        "audio[1].task: is for a speech model's encoder; beside a prompt, say in it",
     ),
     "two files of audio": (
         {"audio": ["a.wav", "b.wav"]},

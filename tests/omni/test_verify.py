@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt, Waveform
 from omni import (
     AutoregressiveStage,
     EncoderStage,
@@ -312,6 +312,33 @@ class RoundingStage(FakeStage):
             replace(each, tensors={name: rows + shift for name, rows in each.tensors.items()})
             for each in super().step()
         ]
+
+
+class SpeakingStage(FakeStage):
+    """Its last output is a sound, as loud as ``level``."""
+
+    level = 0.1
+
+    def step(self) -> list[StageOutput]:
+        sound = Waveform(torch.full((5,), self.level), 24_000)
+        return [
+            replace(each, audio=sound if each.finished else None, tensors={})
+            for each in super().step()
+        ]
+
+
+@pytest.mark.parametrize(("level", "equal"), [(0.1, True), (0.2, False)])
+def test_waveforms_are_compared(level: float, equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    voice = SpeakingStage("voice", ("a",))
+    plant(monkeypatch, partial(setattr, voice, "level", level))
+    with Omni(Pipeline([FakeStage("a"), voice])) as omni:
+        report = verify(omni, TWO)
+    assert report.equal == equal
+    assert {(each.stage, each.run) for each in report.differences} <= {("voice", "warm")}
+    (sound,) = report.stages[1].tensors
+    assert sound.name == "waveform"
+    assert sound.max_difference == pytest.approx(level - 0.1)
+    assert any("  waveform: largest difference" in line for line in report.lines())
 
 
 TWO = [OmniRequest("x", "short"), OmniRequest("xyz", "long")]

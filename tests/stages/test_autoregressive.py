@@ -146,5 +146,5 @@ def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
 
 
 def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
-    with pytest.raises(ValueError, match=r"unknown final_output \['audio'\]; known are"):
+    with pytest.raises(ValueError, match=r"final_output cannot be \['audio'\]; .*makes is text"):
         AutoregressiveStage("s", config, final_output=("audio",))

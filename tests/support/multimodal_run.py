@@ -40,9 +40,9 @@ def join(pieces: Sequence[list[int] | Features], model: MultiModalModel) -> Imag
         if isinstance(piece, list):
             ids += piece
             continue
-        length = model.num_rows(piece)
+        length = model.num_rows("image", piece)
         images.append(MultiModalInput("image", len(ids), length, b"", piece))
-        ids += [model.image_token_id] * length
+        ids += [model.placeholders["image"]] * length
     return ImagePrompt(ids, tuple(images))
 
 

@@ -99,15 +99,21 @@ class Alone:
         checkpoint: the model.
         output_names: of the tensors that are wanted; None takes all that the model emits.
         atol: what rounding does to them when a request runs in another batch.
+        part: of the model, if the checkpoint holds several.
     """
 
     def __init__(
-        self, checkpoint: str, output_names: Collection[str] | None = None, atol: float = 1e-5
+        self,
+        checkpoint: str,
+        output_names: Collection[str] | None = None,
+        atol: float = 1e-5,
+        part: str | None = None,
     ) -> None:
         self.atol = atol
         engine = LLMEngine(
             EngineConfig(
                 model=checkpoint,
+                part=part,
                 block_size=BLOCK_SIZE,
                 max_model_len=128,
                 num_blocks=256,

@@ -1,0 +1,421 @@
+"""A voice pipeline against transformers on the same weights, in one process, in turns.
+
+    python -m benchmarks.omni_pipeline_cpu [--rounds 3] [--requests 8]
+
+The model is a seeded Qwen2.5-Omni of about 100 M parameters in fp32
+(``seeded:qwen2_5_omni-benchmark``). Every request has the same system prompt and a recording of its
+own; greedy, lengths fixed. Sides:
+
+* ``transformers``: its ``generate`` for this model, one request after another;
+* ``cache off``: this pipeline without prefix caching, all requests at once;
+* ``cache on``: this pipeline, its caches emptied before every run: the prompt is shared within it;
+* ``streaming``: as ``cache on``, with chunks between the stages;
+* ``thinker alone``: the first stage as a pipeline of its own, its caches emptied before every run.
+
+Told are the seconds of the two autoregressive stages, of the vocoder, and of the whole; and from
+the start of the run to the first text and the first sound of each request. Every round runs every
+side once, so that a drift of the machine meets all of them. Tokens and waveforms are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2_5OmniForConditionalGeneration
+from transformers.utils import logging as transformers_logging
+
+from engine import ChatPrompt, EngineConfig, SamplingParams
+from engine.generator_config import GenerationParams, GeneratorConfig
+from omni import Omni, Pipeline
+from omni.seeded_checkpoints import resolve_model
+from stages import AutoregressiveStage, GeneratorStage, StageInputs
+
+SYSTEM = (
+    "You are a helpful assistant. The user asks a question, and the assistant answers it with "
+    "care. First collect the tools, then read the instructions, and finally check that nothing is "
+    "missing. Memory is a kind of cache: it gives back what was stored, as long as nothing else "
+    "took its place. The library has three floors: history and maps below, music in the middle, "
+    "and poetry at the top. Scientists measure the distance between two points, write the numbers "
+    "down, and measure again. In the morning the train leaves at seven; in the evening it returns."
+)
+NEVER = [10**6]
+"""Stop tokens that no model has: lengths are fixed on both sides."""
+
+
+@dataclass
+class Run:
+    """Seconds and answers of one side in one round.
+
+    Attributes:
+        autoregressive_s: in the thinker and the talker.
+        vocoder_s: in code2wav.
+        whole_s: of all requests, on the clock.
+        first_text_s: per request, from the start.
+        first_audio_s: likewise.
+        text: per request, the thinker's tokens.
+        codes: per request, the talker's.
+        audio: per request, the samples.
+    """
+
+    autoregressive_s: float = 0.0
+    vocoder_s: float = 0.0
+    whole_s: float = 0.0
+    first_text_s: list[float] = field(default_factory=list)
+    first_audio_s: list[float] = field(default_factory=list)
+    text: list[tuple[int, ...]] = field(default_factory=list)
+    codes: list[tuple[int, ...]] = field(default_factory=list)
+    audio: list[Tensor] = field(default_factory=list)
+
+
+Recording = NDArray[np.float32]
+Side = Callable[[Sequence[Recording]], Run]
+
+
+def make_recordings(count: int, seconds: float) -> list[Recording]:
+    """Tones that glide, each its own way, with a little noise."""
+    times = np.arange(int(seconds * 16_000)) / 16_000
+    random = np.random.default_rng(0)
+    return [
+        (0.3 * np.sin(2 * np.pi * (220 + 40 * index + 60 * times) * times)).astype(np.float32)
+        + (0.01 * random.standard_normal(len(times))).astype(np.float32)
+        for index in range(count)
+    ]
+
+
+def messages() -> list[dict[str, Any]]:
+    question = [{"type": "audio"}, {"type": "text", "text": "What is this?"}]
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
+def give_mask_back(
+    talker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Undo that ``generate`` of transformers 5.23 drops a mask of ones.
+
+    Its talker takes the mask as the sign to add the embeddings of the codec's pad and bos, and
+    would generate other tokens for a request alone than for the same one in a padded batch.
+    """
+    if kwargs.get("attention_mask") is None:
+        cache, embeds = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
+        num_new = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
+        num_past = 0 if cache is None else cache.get_seq_length()
+        kwargs["attention_mask"] = torch.ones(1, num_past + num_new, dtype=torch.int64)
+    return args, kwargs
+
+
+class TransformersSide:
+    """Transformers' own ``generate``, its three parts timed from outside."""
+
+    def __init__(self, folder: str, args: argparse.Namespace, suppressed: Sequence[int]) -> None:
+        self._model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._extractor = AutoFeatureExtractor.from_pretrained(folder)
+        self._args, self._suppressed = args, list(suppressed)
+        self._model.talker.register_forward_pre_hook(give_mask_back, with_kwargs=True)
+
+    @torch.inference_mode()
+    def __call__(self, recordings: Sequence[Recording]) -> Run:
+        """Answer them all."""
+        run = Run()
+        started = time.perf_counter()
+        for recording in recordings:
+            inputs = self._inputs(recording)
+            with self._timed(run):
+                ids, samples = self._model.generate(
+                    **inputs,
+                    thinker_max_new_tokens=self._args.text,
+                    thinker_do_sample=False,
+                    thinker_suppress_tokens=self._suppressed,
+                    thinker_eos_token_id=NEVER,
+                    talker_max_new_tokens=self._args.codes,
+                    talker_do_sample=False,
+                    talker_repetition_penalty=1.05,
+                    talker_eos_token_id=NEVER,
+                    token2wav_num_steps=self._args.steps,
+                )
+            run.text.append(tuple(ids[0, inputs["input_ids"].shape[1] :].tolist()))
+            run.audio.append(samples)
+            run.first_audio_s.append(time.perf_counter() - started)
+        run.whole_s = time.perf_counter() - started
+        return run
+
+    def _inputs(self, recording: Recording) -> dict[str, Tensor]:
+        features = self._extractor(
+            recording,
+            sampling_rate=16_000,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        frames = int(features["attention_mask"].sum())
+        chat = self._tokenizer.apply_chat_template(
+            messages(), tokenize=False, add_generation_prompt=True
+        )
+        text = str(chat).replace("<|AUDIO|>", "<|AUDIO|>" * (((frames - 1) // 2 + 1 - 2) // 2 + 1))
+        inputs = dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+        inputs.pop("token_type_ids", None)
+        return inputs | {
+            "input_features": features["input_features"],
+            "feature_attention_mask": features["attention_mask"],
+        }
+
+    @contextmanager
+    def _timed(self, run: Run) -> Iterator[None]:
+        thinker, talker = self._model.thinker, self._model.talker
+        vocoder = self._model.token2wav
+
+        def timed(call: Callable[..., Any], field_name: str) -> Callable[..., Any]:
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                started = time.perf_counter()
+                result = call(*args, **kwargs)
+                spent = time.perf_counter() - started
+                setattr(run, field_name, getattr(run, field_name) + spent)
+                return result
+
+            return inner
+
+        def vocode(codes: Tensor, **kwargs: Any) -> Any:
+            run.codes.append(tuple(codes[0].tolist()))
+            torch.manual_seed(0)
+            return plain_vocode(codes, **kwargs)
+
+        plain_vocode = vocoder.forward
+        thinker.generate = timed(thinker.generate, "autoregressive_s")
+        talker.generate = timed(talker.generate, "autoregressive_s")
+        vocoder.forward = timed(vocode, "vocoder_s")
+        try:
+            yield
+        finally:
+            del thinker.generate, talker.generate, vocoder.forward
+
+
+def build_pipeline(
+    folder: str,
+    args: argparse.Namespace,
+    suppressed: Sequence[int],
+    *,
+    caching: bool = True,
+    streaming: bool = False,
+    alone: bool = False,
+) -> Omni:
+    def engine(part: str, max_model_len: int) -> EngineConfig:
+        return EngineConfig(
+            model=folder,
+            part=part,
+            dtype="float32",
+            device="cpu",
+            max_num_seqs=args.requests,
+            max_model_len=max_model_len,
+            num_blocks=args.requests * (max_model_len // 16 + 1) + 1,
+            enable_prefix_caching=caching,
+        )
+
+    fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    thinker = AutoregressiveStage(
+        "thinker",
+        engine("thinker", 512),
+        sampling=SamplingParams(
+            max_tokens=args.text, suppress_token_ids=tuple(suppressed), **fixed
+        ),
+        outputs=() if alone else ("hidden_states", "token_embeds", "position_ids"),
+    )
+    if alone:
+        return Omni(Pipeline([thinker]))
+    talker = AutoregressiveStage(
+        "talker",
+        engine("talker", 512 + args.codes),
+        sampling=SamplingParams(max_tokens=args.codes, repetition_penalty=1.05, **fixed),
+        outputs=(),
+        inputs=StageInputs(
+            ("thinker",), "thinker_to_talker", chunk_size=args.text_chunk if streaming else None
+        ),
+        final_output=("text",),
+    )
+    code2wav = GeneratorStage(
+        "code2wav",
+        GeneratorConfig(
+            model=folder,
+            part="code2wav",
+            device="cpu",
+            max_batch_size=args.requests,
+            generation=GenerationParams(num_steps=args.steps),
+        ),
+        inputs=StageInputs(
+            ("talker",), "talker_to_code2wav", chunk_size=args.code_chunk if streaming else None
+        ),
+        final_output=("audio",),
+    )
+    return Omni(Pipeline([thinker, talker, code2wav]))
+
+
+def pipeline_side(omni: Omni) -> Side:
+    def run_all(recordings: Sequence[Recording]) -> Run:
+        with omni.paused() as pipeline:
+            for stage in pipeline.stages.values():
+                stage.reset_prefix_cache()
+        before = omni.stats()
+        run, started = Run(), time.perf_counter()
+        prompts = [
+            ChatPrompt(tuple(messages()), multi_modal_data={"audio": [recording]})
+            for recording in recordings
+        ]
+        first_text: dict[str, float] = {}
+        first_audio: dict[str, float] = {}
+
+        def note(output: Any) -> None:
+            now = time.perf_counter() - started
+            thinker, vocoder = output.stages.get("thinker"), output.stages.get("code2wav")
+            if thinker is not None and thinker.token_ids:
+                first_text.setdefault(output.request_id, now)
+            if vocoder is not None and vocoder.audio_delta is not None:
+                first_audio.setdefault(output.request_id, now)
+
+        outputs = omni.generate(prompts, on_progress=note)
+        run.whole_s = time.perf_counter() - started
+        spent = {name: after.since(before[name]).busy_s for name, after in omni.stats().items()}
+        run.vocoder_s = spent.pop("code2wav", 0.0)
+        run.autoregressive_s = sum(spent.values())
+        run.first_text_s = [first_text[output.request_id] for output in outputs]
+        run.first_audio_s = [first_audio.get(output.request_id, 0.0) for output in outputs]
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+            run.text.append(output.stages["thinker"].token_ids)
+            if "code2wav" in output.stages:
+                run.codes.append(output.stages["talker"].token_ids)
+                audio = output.stages["code2wav"].audio
+                run.audio.append(torch.empty(0) if audio is None else audio.samples)
+        return run
+
+    return run_all
+
+
+def median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+    return statistics.median(value(run) for run in runs)
+
+
+def report(console: Console, title: str, runs: Mapping[str, Sequence[Run]]) -> None:
+    table = Table(title=title)
+    for column in ("side", "two AR stages s", "vocoder s", "whole s", "AR", "whole"):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    table.add_column("first text s", justify="right")
+    table.add_column("first sound s", justify="right")
+    base = runs["transformers"]
+    for name, each in runs.items():
+        spent = {
+            key: median(each, value)
+            for key, value in {
+                "ar": lambda run: run.autoregressive_s,
+                "vocoder": lambda run: run.vocoder_s,
+                "whole": lambda run: run.whole_s,
+                "text": lambda run: statistics.fmean(run.first_text_s or [0.0]),
+                "audio": lambda run: statistics.fmean(run.first_audio_s or [0.0]),
+            }.items()
+        }
+        table.add_row(
+            name,
+            f"{spent['ar']:.2f}",
+            f"{spent['vocoder']:.2f}",
+            f"{spent['whole']:.2f}",
+            f"{spent['ar'] / median(base, lambda run: run.autoregressive_s):.2f}",
+            f"{spent['whole'] / median(base, lambda run: run.whole_s):.2f}",
+            f"{spent['text']:.3f}" if spent["text"] else "-",
+            f"{spent['audio']:.3f}" if spent["audio"] else "-",
+        )
+    console.print(table)
+    share = median(base, lambda run: run.vocoder_s / run.whole_s)
+    console.print(f"the vocoder's share of transformers' time: {share:.2f}")
+
+    def first(name: str, value: Callable[[Run], list[float]]) -> float:
+        return median(runs[name], lambda run: statistics.fmean(value(run)))
+
+    audio = first("streaming", lambda r: r.first_audio_s) / first(
+        "cache on", lambda r: r.first_audio_s
+    )
+    alone = first("thinker alone", lambda r: r.first_text_s)
+    console.print(f"first sound, streaming / not: {audio:.2f} (goal 0.40)")
+    for name in ("cache on", "streaming"):
+        ratio = first(name, lambda r: r.first_text_s) / alone
+        console.print(f"first text, {name} / thinker alone: {ratio:.2f} (goal 1.20)")
+
+
+def compare(console: Console, runs: Mapping[str, Sequence[Run]]) -> None:
+    """How many requests' tokens equal transformers', and how far waveforms are from its."""
+    base = runs["transformers"][0]
+    for name, each in runs.items():
+        run = each[0]
+        text = sum(a == b for a, b in zip(run.text, base.text, strict=True))
+        line = f"{name}: text equal in {text} of {len(base.text)}"
+        if run.codes:
+            codes = sum(a == b for a, b in zip(run.codes, base.codes, strict=True))
+            pairs = zip(run.audio, base.audio, strict=True)
+            apart = max(
+                float((a - b).abs().max()) if a.shape == b.shape else float("nan") for a, b in pairs
+            )
+            line += f", codec tokens in {codes}; samples apart by {apart:.1e} at most"
+        console.print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a recording")
+    parser.add_argument("--text", type=int, default=32, help="tokens of text")
+    parser.add_argument("--codes", type=int, default=192, help="codec tokens, 50 a second")
+    parser.add_argument("--steps", type=int, default=10, help="of the vocoder's flow")
+    parser.add_argument("--text-chunk", type=int, default=4)
+    parser.add_argument("--code-chunk", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    folder = resolve_model("seeded:qwen2_5_omni-benchmark")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Random weights do write placeholders, which transformers' talker cannot take.
+    suppressed = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
+    pipelines = {
+        "cache off": build_pipeline(folder, args, suppressed, caching=False),
+        "cache on": build_pipeline(folder, args, suppressed),
+        "streaming": build_pipeline(folder, args, suppressed, streaming=True),
+        "thinker alone": build_pipeline(folder, args, suppressed, alone=True),
+    }
+    sides: dict[str, Side] = {"transformers": TransformersSide(folder, args, suppressed)}
+    sides |= {name: pipeline_side(omni) for name, omni in pipelines.items()}
+    recordings = make_recordings(args.requests, args.seconds)
+    console = Console(width=120)
+    for side in sides.values():  # threads, kernels and allocators warm up
+        side(recordings[:2])
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
+    for _ in range(args.rounds):
+        for name, side in sides.items():
+            runs[name].append(side(recordings))
+    title = (
+        f"{args.requests} requests: {args.seconds:g} s of sound in, {args.text} tokens of text and "
+        f"{args.codes} codec tokens out, {args.threads} threads"
+    )
+    report(console, title, runs)
+    compare(console, runs)
+    for omni in pipelines.values():
+        omni.close()
+
+
+if __name__ == "__main__":
+    main()

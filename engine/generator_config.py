@@ -1,0 +1,92 @@
+"""What a user may set about an engine that turns codec tokens into sound."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["GenerationParams", "GeneratorConfig", "GeneratorSettings", "StreamWindow"]
+
+
+class StreamWindow(BaseModel):
+    """How speech that comes in chunks is cut, in blocks of the model.
+
+    A block is what the model's attention works on at a time: 12 codes, or 0.24 s, in the published
+    Qwen2.5-Omni. A window is computed whole and its middle is kept::
+
+        codes    ─────────────────────────────────────────────►
+        window 1 │  chunk  │ right │
+        window 2 │  left   │  chunk  │ right │
+        window 3       │   left  │  chunk  │ right │
+
+    Sound comes out as soon as the codes of a chunk, those at its right and one more are there.
+    Small chunks come early and cost ``(left + chunk + right) / chunk`` of the whole's work.
+
+    Attributes:
+        chunk_blocks: what a window gives.
+        left_blocks: what it sees before that; by default as far as the published model was
+            trained to look back.
+        right_blocks: what it sees after that; likewise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chunk_blocks: int = Field(default=2, ge=1)
+    left_blocks: int = Field(default=2, ge=0)
+    right_blocks: int = Field(default=1, ge=0)
+
+
+class GenerationParams(BaseModel):
+    """How sound is made; the ``generation:`` block in YAML. Defaults are transformers' own.
+
+    Attributes:
+        num_steps: points in time of the flow, both ends included; each but the last costs four
+            passes of the model.
+        guidance_scale: how far to go beyond what the voice and the codes suggest; 0 makes the
+            passes half as dear.
+        sway_coefficient: bends the points towards the start (below 0) or the end; None leaves
+            them even. Beyond the bounds time would run backwards.
+        seed: of the noise that the flow starts from. Every request starts from the same, so equal
+            codes give equal sound.
+        window: how speech that comes in chunks is cut.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    num_steps: int = Field(default=10, ge=2)
+    guidance_scale: float = Field(default=0.5, ge=0.0)
+    # t + s * (cos(pi t / 2) - 1 + t) grows on 0 to 1 for -1 <= s <= 2 / (pi - 2) = 1.7519...
+    sway_coefficient: float | None = Field(default=-1.0, ge=-1.0, le=1.75)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    window: StreamWindow = StreamWindow()
+
+
+class GeneratorSettings(BaseModel):
+    """How a generator runs its model; the ``engine:`` block in YAML.
+
+    The model computes in float32 wherever it runs: in half precision its flow drifts.
+
+    Attributes:
+        revision: branch, tag or commit of a hub id.
+        device: ``auto`` takes CUDA when there is one.
+        max_batch_size: requests of equal length, or windows of them, that run in one pass.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    revision: str | None = None
+    device: str = "auto"
+    max_batch_size: int = Field(default=8, ge=1)
+
+
+class GeneratorConfig(GeneratorSettings):
+    """A generator's model and settings.
+
+    Attributes:
+        model: folder or hub id of a Hugging Face checkpoint.
+        part: which model of a checkpoint that holds several, such as ``code2wav``.
+        generation: how sound is made.
+    """
+
+    model: str = Field(min_length=1)
+    part: str | None = None
+    generation: GenerationParams = GenerationParams()

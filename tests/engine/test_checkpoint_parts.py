@@ -1,0 +1,150 @@
+"""Several models in one checkpoint: each is opened, and read, by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import EngineConfig, LLMEngine
+from engine import checkpoint as checkpoint_module
+from engine.checkpoint import Checkpoint
+from engine.generator_config import GeneratorConfig
+from engine.generator_engine import GeneratorEngine
+
+PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}
+EMBEDDING = "thinker.model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+class _CountingFile:
+    """A safetensors file that notes what is read of it."""
+
+    def __init__(self, file: Any, read: Counter[str], rows: Counter[str]) -> None:
+        self._file, self._read, self._rows = file, read, rows
+
+    def __enter__(self) -> _CountingFile:
+        self._opened = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self._opened.keys()
+
+    def get_tensor(self, name: str) -> Any:
+        self._read[name] += 1
+        return self._opened.get_tensor(name)
+
+    def get_slice(self, name: str) -> Any:
+        rows, matrix = self._rows, self._opened.get_slice(name)
+
+        class Slice:
+            def get_shape(self) -> Any:
+                return matrix.get_shape()
+
+            def __getitem__(self, key: slice) -> Any:
+                rows[name] += key.stop - key.start
+                return matrix[key]
+
+        return Slice()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """How often each tensor was read whole, and how many single rows of each."""
+    whole: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    plain = checkpoint_module._open_safetensors
+    monkeypatch.setattr(
+        checkpoint_module,
+        "_open_safetensors",
+        lambda path: _CountingFile(plain(path), whole, rows),
+    )
+    yield whole, rows
+
+
+def test_the_parts_share_out_all_weights(folder: str):
+    stored = load_file(Path(folder) / "model.safetensors")
+    named = [
+        prefix + name
+        for part, prefix in PREFIXES.items()
+        for name in Checkpoint.open(folder, part=part).weight_files
+    ]
+    assert sorted(named) == sorted(stored)
+
+
+def test_a_parts_weights_go_by_their_names_in_it(folder: str):
+    stored = load_file(Path(folder) / "model.safetensors")
+    for name, tensor in Checkpoint.open(folder, part="talker").weights():
+        assert torch.equal(tensor, stored[f"talker.{name}"])
+
+
+def test_a_part_has_its_own_config(folder: str):
+    talker = Checkpoint.open(folder, part="talker")
+    assert talker.config.model_type == "qwen2_5_omni_talker"
+    assert talker.architecture == "Qwen2_5OmniTalkerForConditionalGeneration"
+    # The file's stop tokens are the thinker's.
+    assert talker.generation_config is None
+    assert Checkpoint.open(folder, part="thinker").generation_config is not None
+
+
+@pytest.mark.parametrize("part", ["thinker", "talker"])
+def test_an_engine_reads_its_own_part_once_and_no_other(
+    folder: str, part: str, reads: tuple[Counter[str], Counter[str]]
+):
+    whole, rows = reads
+    LLMEngine(EngineConfig(model=folder, part=part, device="cpu", num_blocks=8, max_model_len=64))
+    stored = load_file(Path(folder) / "model.safetensors")
+    assert whole == Counter(name for name in stored if name.startswith(PREFIXES[part]))
+    # A talker speaks of the text's begin (one per voice), end and padding in the thinker's terms.
+    assert rows == (Counter({EMBEDDING: 4}) if part == "talker" else Counter())
+
+
+def test_the_vocoder_reads_its_own_part_once_and_no_other(
+    folder: str, reads: tuple[Counter[str], Counter[str]]
+):
+    whole, rows = reads
+    GeneratorEngine(GeneratorConfig(model=folder, part="code2wav", device="cpu"))
+    stored = load_file(Path(folder) / "model.safetensors")
+    assert whole == Counter(name for name in stored if name.startswith("token2wav."))
+    assert not rows
+
+
+def test_single_rows_of_another_part_can_be_read(folder: str):
+    stored = load_file(Path(folder) / "model.safetensors")[EMBEDDING]
+    rows = Checkpoint.open(folder, part="talker").rows_of_whole(EMBEDDING, [5, 2])
+    assert torch.equal(rows, stored[[5, 2]])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (None, "holds several models; say by part which: thinker, talker, code2wav"),
+        ("talkr", "no part 'talkr'.*did you mean 'talker'"),
+    ],
+)
+def test_what_is_asked_for_must_be_there(folder: str, part: str | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        Checkpoint.open(folder, part=part)
+
+
+def test_one_model_has_no_parts(qwen2_checkpoint: str):
+    with pytest.raises(ValueError, match="one model without parts"):
+        Checkpoint.open(qwen2_checkpoint, part="thinker")
+
+
+@pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
+def test_rows_that_are_not_there_are_refused(folder: str, name: str, index: int):
+    with pytest.raises(ValueError, match=r"lacks the weights|has rows 0 to 767"):
+        Checkpoint.open(folder, part="talker").rows_of_whole(name, [index])

@@ -1,0 +1,371 @@
+"""Utterances become sound, whole or in windows, whoever else runs and however the codes came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from engine import (
+    CodecPrompt,
+    GenerationParams,
+    GeneratorConfig,
+    GeneratorEngine,
+    GeneratorOutput,
+    StreamWindow,
+    TokensPrompt,
+)
+from engine.models.code2wav import flow_times
+from prefix_cache import IntegrityError
+from tests.support.vocoder_reference import VocoderReference, random_codes
+
+ATOL = 1e-6
+BLOCK = 4
+SAMPLES_PER_CODE = 480
+PARAMS = GenerationParams(num_steps=2)
+# Codes that the first window can take: a chunk of two blocks and one at its right.
+FIRST_WINDOW = 3 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def folder(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: str) -> VocoderReference:
+    return VocoderReference(folder)
+
+
+def open_engine(folder: str, params: GenerationParams = PARAMS, **options: Any) -> GeneratorEngine:
+    return GeneratorEngine(
+        GeneratorConfig(model=folder, part="code2wav", device="cpu", generation=params, **options)
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_engine(folder: str) -> GeneratorEngine:
+    return open_engine(folder)
+
+
+@pytest.fixture
+def engine(shared_engine: GeneratorEngine) -> GeneratorEngine:
+    shared_engine.close()
+    return shared_engine
+
+
+def drain(engine: GeneratorEngine) -> dict[str, list[GeneratorOutput]]:
+    """Step until nothing moves; every output by request."""
+    outputs: dict[str, list[GeneratorOutput]] = {}
+    while stepped := engine.step():
+        engine.check_integrity()
+        for output in stepped:
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def whole(engine: GeneratorEngine, codes: Sequence[int], **options: Any) -> Tensor:
+    engine.add_request("whole", CodecPrompt(tuple(codes), **options))
+    (output,) = drain(engine)["whole"]
+    assert output.finished and output.error is None and output.num_codes == len(codes)
+    assert torch.equal(output.waveform.samples, output.delta.samples)
+    return output.waveform.samples
+
+
+def streamed(
+    engine: GeneratorEngine, codes: Sequence[int], cuts: Sequence[int], *, eager: bool = True
+) -> Tensor:
+    """Hand codes in, cut at ``cuts``; ``eager`` runs what can run between the chunks."""
+    bounds = [0, *sorted(cuts), len(codes)]
+    outputs: list[GeneratorOutput] = []
+    for place, (start, stop) in enumerate(pairwise(bounds)):
+        # Never whole: what ends the codes is a chunk of its own.
+        prompt = CodecPrompt(tuple(codes[start:stop]), is_last=False)
+        if place == 0:
+            engine.add_request("s", prompt)
+        else:
+            engine.extend_request("s", prompt)
+        if eager:
+            outputs += drain(engine).get("s", [])
+            assert engine.needs_input("s")
+    engine.extend_request("s", CodecPrompt((), is_last=True))
+    assert not engine.needs_input("s")
+    outputs += drain(engine)["s"]
+    assert not engine.has_unfinished_requests
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    joined = torch.cat([output.delta.samples for output in outputs])
+    assert torch.equal(outputs[-1].waveform.samples, joined)
+    return joined
+
+
+def test_whole_utterances_are_those_of_transformers_and_run_together_where_lengths_allow(
+    engine: GeneratorEngine, reference: VocoderReference
+) -> None:
+    before = engine.stats().num_steps
+    utterances = {
+        f"r{i}": (random_codes(length, i), name)
+        for i, (length, name) in enumerate(
+            [(14, "Chelsie"), (9, "Ethan"), (14, "Ethan"), (14, None), (9, "Chelsie")]
+        )
+    }
+    for request_id, (codes, speaker) in utterances.items():
+        engine.add_request(request_id, CodecPrompt(codes, speaker))
+    outputs = drain(engine)
+    assert engine.stats().num_steps - before == 2
+    for request_id, (codes, speaker) in utterances.items():
+        waveform = outputs[request_id][-1].waveform
+        assert waveform.sampling_rate == 24_000
+        expected = reference.waveform(codes, PARAMS, speaker or "Chelsie")
+        torch.testing.assert_close(waveform.samples, expected, atol=ATOL, rtol=0)
+    assert not engine.has_unfinished_requests
+
+
+def test_equal_utterances_in_a_row_are_equal_to_the_bit(engine: GeneratorEngine) -> None:
+    first = whole(engine, random_codes(17))
+    assert all(torch.equal(whole(engine, random_codes(17)), first) for _ in range(8))
+
+
+@settings(max_examples=15)
+@given(data=st.data(), length=st.integers(0, 45), eager=st.booleans())
+def test_streamed_sound_does_not_depend_on_how_the_codes_came(
+    shared_engine: GeneratorEngine, data: st.DataObject, length: int, eager: bool
+) -> None:
+    shared_engine.close()
+    codes = random_codes(length)
+    cuts = data.draw(st.lists(st.integers(0, length), max_size=8))
+    expected = streamed(shared_engine, codes, [])
+    assert expected.shape == (length * SAMPLES_PER_CODE,)
+    assert torch.equal(streamed(shared_engine, codes, cuts, eager=eager), expected)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, FIRST_WINDOW - 1, FIRST_WINDOW])
+def test_streamed_sound_that_fits_the_first_window_is_the_whole(
+    engine: GeneratorEngine, length: int
+) -> None:
+    codes = random_codes(length)
+    assert torch.equal(streamed(engine, codes, range(length)), whole(engine, codes))
+
+
+def test_streamed_sound_is_near_the_whole_and_nearer_with_a_wider_window(folder: str) -> None:
+    codes = random_codes(61)
+    errors = []
+    for left, right in ((0, 0), (1, 1), (2, 1), (4, 2), (8, 8)):
+        window = StreamWindow(chunk_blocks=1, left_blocks=left, right_blocks=right)
+        engine = open_engine(folder, PARAMS.model_copy(update={"window": window}))
+        expected = whole(engine, codes)
+        difference = streamed(engine, codes, [20, 40]) - expected
+        errors.append(float(difference.norm() / expected.norm()))
+    assert errors == sorted(errors, reverse=True)
+    # Without a margin wrong by half; with the default's, by a percent; with a wide one, rounding.
+    assert errors[0] > 0.1
+    assert errors[2] < 0.01
+    assert errors[4] < 1e-5
+
+
+def test_streams_that_run_together_do_not_mix(engine: GeneratorEngine) -> None:
+    utterances = {f"r{i}": random_codes(length, i) for i, length in enumerate((40, 31, 5, 40))}
+    expected = {}
+    for request_id, codes in utterances.items():
+        expected[request_id] = streamed(engine, codes, [])
+    pieces: dict[str, list[Tensor]] = {request_id: [] for request_id in utterances}
+    for request_id in utterances:
+        engine.add_request(request_id, CodecPrompt((), is_last=False))
+    engine.add_request("whole", CodecPrompt(random_codes(20)))
+    for start in range(0, 48, 8):
+        for request_id, codes in utterances.items():
+            engine.extend_request(
+                request_id, CodecPrompt(codes[start : start + 8], is_last=start == 40)
+            )
+        for request_id, outputs in drain(engine).items():
+            pieces.setdefault(request_id, []).extend(o.delta.samples for o in outputs)
+    assert not engine.has_unfinished_requests
+    for request_id, samples in expected.items():
+        torch.testing.assert_close(torch.cat(pieces[request_id]), samples, atol=ATOL, rtol=0)
+
+
+def test_equal_windows_of_several_streams_run_in_one_pass(engine: GeneratorEngine) -> None:
+    for index in range(3):
+        engine.add_request(f"r{index}", CodecPrompt(random_codes(13, index), is_last=False))
+    assert {output.request_id for output in engine.step()} == {"r0", "r1", "r2"}
+    assert engine.step() == []
+
+
+def test_input_is_needed_exactly_when_nothing_can_run(engine: GeneratorEngine) -> None:
+    codes = random_codes(FIRST_WINDOW + 1)
+    engine.add_request("s", CodecPrompt(codes[:-1], is_last=False))
+    # A code beyond the window tells that it is not the last.
+    assert engine.needs_input("s") and engine.step() == []
+    engine.extend_request("s", CodecPrompt(codes[-1:], is_last=False))
+    assert not engine.needs_input("s")
+    (output,) = engine.step()
+    assert not output.finished and output.waveform is None
+    assert output.delta.samples.shape == (2 * BLOCK * SAMPLES_PER_CODE,)
+    assert engine.needs_input("s") and engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_no_codes_give_an_empty_waveform(engine: GeneratorEngine, chunks: int) -> None:
+    engine.add_request("s", CodecPrompt((), is_last=chunks == 0))
+    for chunk in range(chunks):
+        engine.extend_request("s", CodecPrompt((), is_last=chunk == chunks - 1))
+    (output,) = drain(engine)["s"]
+    assert output.finished and output.error is None
+    assert output.waveform.samples.shape == (0,)
+    assert output.waveform.samples.dtype == torch.float32
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "code beyond the codec": (CodecPrompt((1, 264)), "code 1 is 264, but .* codes 0 to 263"),
+    "negative code": (CodecPrompt((-1,)), "code 0 is -1"),
+    "no integers": (CodecPrompt((1.5,)), "codes must be integers"),
+    "no sequence": (CodecPrompt(7), "codes must be integers"),
+    "too many": (CodecPrompt((1,) * 16_385), "16385 codes; this vocoder takes 16384"),
+    "unknown speaker": (CodecPrompt((1,), "Ethen"), "did you mean 'Ethan'"),
+    "speaker without a name": (CodecPrompt((1,), 3), "chosen by name, got int"),
+    "another prompt": (TokensPrompt((1,)), "reads a CodecPrompt, got TokensPrompt"),
+    "text": ("hello", "reads a CodecPrompt, got str"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_alone(engine: GeneratorEngine, case: str) -> None:
+    prompt, message = BAD_PROMPTS[case]
+    engine.add_request("good", CodecPrompt(random_codes(5)))
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt)
+    assert set(drain(engine)) == {"good"}
+    assert not engine.has_unfinished_requests
+
+
+def test_a_bad_chunk_leaves_the_stream_as_it_was(engine: GeneratorEngine) -> None:
+    codes = random_codes(10)
+    expected = whole(engine, codes)
+    engine.add_request("s", CodecPrompt(codes[:5], "Chelsie", is_last=False))
+    for chunk, message in (
+        (CodecPrompt((300,)), "code 5 is 300"),
+        (CodecPrompt((1,), "Ethan"), "speaks as 'Chelsie'.* cannot go on as 'Ethan'"),
+        (CodecPrompt((1,) * 16_380), "16385 codes"),
+        (TokensPrompt((1,)), "reads a CodecPrompt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.extend_request("s", chunk)
+    engine.extend_request("s", CodecPrompt(codes[5:], "Chelsie"))
+    with pytest.raises(ValueError, match="its last chunk came"):
+        engine.extend_request("s", CodecPrompt((1,)))
+    (output,) = drain(engine)["s"]
+    assert torch.equal(output.waveform.samples, expected)
+
+
+def test_a_request_that_is_not_live_is_ignored_and_one_that_is_keeps_its_name(
+    engine: GeneratorEngine,
+) -> None:
+    engine.abort("gone")
+    engine.extend_request("gone", CodecPrompt((1,)))
+    assert not engine.needs_input("gone") and not engine.has_unfinished_requests
+    engine.add_request("here", CodecPrompt((1,), is_last=False))
+    with pytest.raises(ValueError, match="already in use"):
+        engine.add_request("here", CodecPrompt((1,)))
+
+
+def test_a_request_that_fails_in_a_batch_fails_alone(
+    engine: GeneratorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = whole(engine, random_codes(6))
+    forward = engine._model.forward
+
+    def fragile(codes: Tensor, *rest: Any) -> Tensor:
+        if (codes == 255).any():
+            raise RuntimeError("a device gave up")
+        return forward(codes, *rest)
+
+    monkeypatch.setattr(engine._model, "forward", fragile)
+    engine.add_request("bad", CodecPrompt((255,) * 6))
+    engine.add_request("good", CodecPrompt(random_codes(6)))
+    outputs = drain(engine)
+    (failed,) = outputs["bad"]
+    assert failed.finished and failed.waveform is None and failed.delta is None
+    assert failed.error == "the vocoder failed: RuntimeError: a device gave up"
+    assert torch.equal(outputs["good"][-1].waveform.samples, expected)
+    assert not engine.has_unfinished_requests
+
+
+def test_the_first_of_the_highest_priority_runs_first(folder: str) -> None:
+    engine = open_engine(folder, max_batch_size=1)
+    for request_id, priority in (("late", 1), ("first", 0), ("second", 0)):
+        engine.add_request(request_id, CodecPrompt((1, 2)), priority=priority)
+    assert list(drain(engine)) == ["first", "second", "late"]
+
+
+def test_an_aborted_request_is_gone_and_its_neighbours_finish(engine: GeneratorEngine) -> None:
+    codes = random_codes(20)
+    expected = streamed(engine, codes, [])
+    for request_id in ("kept", "dropped"):
+        engine.add_request(request_id, CodecPrompt(codes[:15], is_last=False))
+    assert len(engine.step()) == 2
+    engine.abort("dropped")
+    engine.extend_request("kept", CodecPrompt(codes[15:]))
+    outputs = drain(engine)
+    assert set(outputs) == {"kept"}
+    torch.testing.assert_close(outputs["kept"][-1].waveform.samples, expected, atol=ATOL, rtol=0)
+
+
+def test_lost_sound_is_found(engine: GeneratorEngine) -> None:
+    engine.add_request("s", CodecPrompt(random_codes(20), is_last=False))
+    engine.step()
+    engine.check_integrity()
+    engine._requests["s"].pieces.pop()
+    with pytest.raises(IntegrityError, match=r"0 samples != 8 of 20 codes \* 480"):
+        engine.check_integrity()
+
+
+def test_codes_that_became_sound_are_counted(engine: GeneratorEngine) -> None:
+    before = engine.stats().prompt_tokens
+    streamed(engine, random_codes(30), [7])
+    whole(engine, random_codes(9))
+    assert engine.stats().prompt_tokens - before == 39
+
+
+def test_a_window_wider_than_the_model_is_refused(folder: str) -> None:
+    params = GenerationParams(window=StreamWindow(chunk_blocks=5_000))
+    with pytest.raises(ValueError, match="window of 20012 codes is wider than the 16384 codes"):
+        open_engine(folder, params)
+
+
+def test_a_part_must_be_named_and_must_be_a_vocoder(folder: str) -> None:
+    with pytest.raises(ValueError, match="several models.*code2wav"):
+        GeneratorEngine(GeneratorConfig(model=folder))
+    with pytest.raises(ValueError, match="is a Qwen2_5OmniTalker"):
+        GeneratorEngine(GeneratorConfig(model=folder, part="talker"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_steps": 1},
+        {"guidance_scale": -0.1},
+        {"guidance_scale": float("nan")},
+        {"sway_coefficient": -1.1},
+        {"sway_coefficient": 1.8},
+        {"seed": -1},
+        {"window": {"chunk_blocks": 0}},
+        {"steps": 4},
+    ],
+)
+def test_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GenerationParams(**wrong)
+
+
+@pytest.mark.parametrize("sway", [None, -1.0, 0.0, 1.75])
+def test_time_never_runs_backwards_within_the_bounds_of_the_sway(sway: float | None) -> None:
+    params = GenerationParams(sway_coefficient=sway, num_steps=200)
+    times = flow_times(params, torch.device("cpu"))
+    assert times[0] == 0 and abs(times[-1] - 1) < 1e-6
+    assert (times.diff() >= 0).all()

@@ -1,0 +1,299 @@
+"""What is shown badly: an error for that request alone, and nothing left that others could hit."""
+
+from __future__ import annotations
+
+import shutil
+import wave
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine.mm_input import Modality
+from tests.support.pictures import picture
+from tests.support.thinker_asks import TowerRuns, shows
+from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
+
+RATE = 16_000
+ROW_BYTES = 64 * 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def build(checkpoint: str, **changed: Any) -> LLMEngine:
+    usual = {"block_size": 4, "num_blocks": 96, "max_num_seqs": 4, "max_model_len": 200}
+    return LLMEngine(EngineConfig(model=checkpoint, part="thinker", **(usual | changed)))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+@pytest.fixture(scope="module")
+def shared_engine(checkpoint: str) -> LLMEngine:
+    return build(checkpoint)
+
+
+@pytest.fixture
+def engine(shared_engine: LLMEngine) -> Iterator[LLMEngine]:
+    shared_engine.reset_prefix_cache()
+    yield shared_engine
+    shared_engine.check_integrity()
+    assert not shared_engine.has_unfinished_requests
+
+
+def write_wav(path: Path, samples: NDArray[np.float32], rate: int = RATE) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
+    return path
+
+
+def broken(path: Path, kind: str) -> Path:
+    """A file that begins as it should."""
+    if kind == "png":
+        picture(0).save(path, format="PNG")
+    else:
+        write_wav(path, tone(0.25))
+    path.write_bytes(path.read_bytes()[:30])
+    return path
+
+
+def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
+    """The request fails beside a good one, which does not notice, and leaves no trace."""
+    good = shows(engine, 5, ("image", picture(0)), ("audio", tone(0.25)), 6)
+    (expected,) = engine.generate(good, GREEDY)
+    engine.reset_prefix_cache()
+    engine.add_request("good", good, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", prompt, GREEDY)
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs = engine.step()
+    assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
+    assert outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
+    encoder = engine.stats().encoder_cache
+    assert encoder is not None and (encoder.num_items, encoder.held_bytes) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_placeholder_without_an_item_is_refused(engine: LLMEngine, kind: Modality) -> None:
+    lonely = replace(shows(engine, 5, (kind, None)), multi_modal_data={})
+    refuse(engine, lonely, f"1 {kind} placeholders .* but 0 {kind} items were given")
+
+
+@pytest.mark.parametrize(
+    ("kind", "item"), [("image", picture(0)), ("audio", tone(0.25)), ("video", clip(0))]
+)
+def test_an_item_without_a_placeholder_is_refused(
+    engine: LLMEngine, kind: Modality, item: Any
+) -> None:
+    message = f"0 {kind} placeholders .* but 1 {kind} items were given"
+    refuse(engine, TokensPrompt((5, 6), {kind: [item]}), message)
+
+
+def test_a_placeholder_of_another_kind_is_no_place(engine: LLMEngine) -> None:
+    sound = replace(shows(engine, 5, ("image", None)), multi_modal_data={"audio": [tone(0.25)]})
+    refuse(engine, sound, "image placeholders .* 0 image items were given")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"smell": []}, "has 'smell'; what can be shown is 'image', 'audio', 'video'"),
+        ({"audio": tone(0.25)}, r"multi_modal_data\['audio'\] must be a list .* got ndarray"),
+        ({"audio": torch.zeros(9)}, r"multi_modal_data\['audio'\] must be a list .* got Tensor"),
+        ({"video": clip(0)}, r"multi_modal_data\['video'\] must be a list .* got VideoFeatures"),
+    ],
+)
+def test_what_is_no_list_of_items_is_refused(
+    engine: LLMEngine, data: dict[str, Any], message: str
+) -> None:
+    refuse(engine, TokensPrompt((5, 6), data), message)
+
+
+def pixels(**changed: Any) -> Any:
+    return replace(clip(0), **changed)
+
+
+WRONG: dict[str, tuple[Modality, Any, str]] = {
+    "a strip": ("image", picture(0, (1, 4000)), "image 0: the image of 1 x 4000 pixels cannot"),
+    "a number": ("image", 3, "image 0: image must be a file or an image of Pillow, got int"),
+    "nothing to hear": ("audio", np.zeros(0, np.float32), "audio 0: the audio is empty"),
+    "two frames": ("audio", tone(0.02), "audio 0: the audio is too short: it has 2 frames"),
+    "too long": ("audio", tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),
+    "stereo": ("audio", np.zeros((2, 99), np.float32), "audio 0: .* must be mono"),
+    "integers": ("audio", np.zeros(99, np.int16), "audio 0: .* floating-point .* got int16"),
+    "no number": ("audio", np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
+    "no rate": ("audio", AudioPrompt(tone(0.25), 0), "audio 0: sampling_rate must be at least 1"),
+    "a language": ("audio", AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),
+    "no file of sound": ("audio", "no.wav", "audio 0: audio 'no.wav' cannot be read"),
+    "a file of video": ("video", "a.mp4", "video 0: a video must be VideoFeatures, .* got str"),
+    "bytes": (
+        "video",
+        pixels(pixel_values_videos=torch.zeros(48, 1176, dtype=torch.uint8)),
+        "must be a floating-point tensor, got torch.uint8",
+    ),
+    "no pixel": (
+        "video",
+        pixels(pixel_values_videos=torch.full((48, 1176), torch.inf)),
+        "video 0: pixel_values_videos holds NaN or infinite",
+    ),
+    "too few patches": (
+        "video",
+        pixels(video_grid_thw=(3, 4, 6)),
+        r"video 0: .* of 3 x 4 x 6 patches must be \(72, 1176\), got \(48, 1176\)",
+    ),
+    "half a square": ("video", pixels(video_grid_thw=(4, 3, 4)), "two multiples of 2, got"),
+    "no grid": ("video", pixels(video_grid_thw=(0, 4, 6)), "must be at least 1 and two multiples"),
+    "half a grid": ("video", pixels(video_grid_thw=(4, 6)), "must have three numbers"),
+    "a grid of fractions": (
+        "video",
+        pixels(video_grid_thw=torch.ones(3)),
+        "must be integers, got torch.float32",
+    ),
+    "no time": ("video", pixels(second_per_grid=0.0), "second_per_grid must be more than 0"),
+    "a slow video": ("video", pixels(second_per_grid=9.0), "reaches place 227 .* is 200"),
+    "an age": ("video", pixels(second_per_grid=1e30), "1e.30 s, which cannot be placed"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_such_item_is_refused(engine: LLMEngine, name: str) -> None:
+    kind, item, message = WRONG[name]
+    refuse(engine, shows(engine, 5, (kind, item), 6), message)
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("image", "png"), ("audio", "wav")])
+def test_a_broken_file_is_refused(
+    engine: LLMEngine, kind: Modality, suffix: str, tmp_path: Path
+) -> None:
+    file = broken(tmp_path / f"broken.{suffix}", suffix)
+    whole: dict[Modality, Any] = {"image": picture(0), "audio": tone(0.25)}
+    # The second of two: what was read before it goes too.
+    prompt = shows(engine, 5, (kind, whole[kind]), 6, (kind, file))
+    refuse(engine, prompt, rf"{kind} 1: .*broken\.{suffix}' (cannot be read|is not a WAV)")
+
+
+def test_a_pixel_is_seen_and_silence_is_heard(
+    engine: LLMEngine, reference: ThinkerReference
+) -> None:
+    silence = np.zeros(RATE // 2, np.float32)
+    greedy = GREEDY.model_copy(update={"suppress_token_ids": reference.suppressed})
+    for item in (picture(0, (1, 1)), silence):
+        talk = Talk([item, "What is it?"])
+        (output,) = engine.generate(talk.prompt, greedy)
+        assert list(output.outputs[0].token_ids) == reference.answer(talk, 6).token_ids
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: str) -> ThinkerReference:
+    return ThinkerReference(checkpoint)
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100])
+def test_sound_of_another_rate_is_resampled(engine: LLMEngine, rate: int, tmp_path: Path) -> None:
+    from scipy.signal import resample_poly
+
+    common = np.gcd(rate, RATE)
+    samples = np.round(tone(0.25, rate=rate) * 32767).astype(np.float32) / 32768
+    expected = resample_poly(samples, RATE // common, rate // common).astype(np.float32)
+    engine.generate(shows(engine, ("audio", expected), 25, 26, 27), GREEDY)
+    file = write_wav(tmp_path / "other.wav", tone(0.25, rate=rate), rate)
+    for item in (AudioPrompt(samples, sampling_rate=rate), file, AudioPrompt(str(file), rate)):
+        (output,) = engine.generate(shows(engine, ("audio", item), 25, 26, 27), GREEDY)
+        assert output.num_cached_tokens == 8
+
+
+def test_samples_files_and_tensors_are_the_same(engine: LLMEngine, tmp_path: Path) -> None:
+    file = write_wav(tmp_path / "a.wav", tone(0.25))
+    samples = np.round(tone(0.25) * 32767).astype(np.float32) / 32768
+    engine.generate(shows(engine, ("audio", samples), 25, 26, 27), GREEDY)
+    forms = (file, str(file), torch.from_numpy(samples), samples.astype(np.float64))
+    for item in (*forms, AudioPrompt(file)):
+        (output,) = engine.generate(shows(engine, ("audio", item), 25, 26, 27), GREEDY)
+        assert output.num_cached_tokens == 8
+
+
+def test_an_item_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
+    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES)
+    refuse_alone = shows(engine, 5, ("audio", tone(0.3)), 6)
+    with pytest.raises(ValueError, match="audio 0: 7 rows take .* room for 6 rows; raise encoder"):
+        engine.generate(refuse_alone, GREEDY)
+    (output,) = engine.generate(shows(engine, 5, ("audio", tone(0.25)), 6), GREEDY)
+    assert output.error is None
+
+
+def test_items_beyond_every_budget_take_turns(
+    checkpoint: str, shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents: list[list[Any]] = [
+        [5, ("audio", tone(0.25)), ("image", picture(n)), ("video", clip(n, grids=1)), 7, n + 20]
+        for n in range(3)
+    ]
+    shared_engine.reset_prefix_cache()
+    prompts = [shows(shared_engine, *content) for content in contents]
+    expected = [output.outputs[0].token_ids for output in shared_engine.generate(prompts, GREEDY)]
+    towers = TowerRuns(monkeypatch)
+    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES, max_num_encoder_tokens=2)
+    outputs = engine.generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert set(towers.heard) == set(towers.seen) == {1}
+    engine.check_integrity()
+
+
+def test_a_tower_that_fails_leaves_nothing_behind(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.models.qwen2_5_omni_audio import AudioTower
+
+    def fail(tower: AudioTower, inputs: object) -> None:
+        raise RuntimeError("out of memory")
+
+    prompt = shows(engine, ("image", picture(0)), ("audio", tone(0.25)), 25)
+    (expected,) = engine.generate(prompt, GREEDY)
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(AudioTower, "forward", fail)
+        (output,) = engine.generate(prompt, GREEDY)
+    assert output.error is not None and "out of memory" in output.error
+    stats = engine.stats()
+    assert stats.encoder_cache is not None and stats.encoder_cache.num_items == 0
+    assert stats.kv is not None and stats.kv.cached == 0
+    (output,) = engine.generate(prompt, GREEDY)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_checkpoint_without_processors_still_runs_text(checkpoint: str, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(checkpoint, folder)
+    (folder / "preprocessor_config.json").unlink()
+    engine = build(str(folder))
+    for kind, item, name in (
+        ("image", picture(0), "image processor"),
+        ("audio", tone(0.25), "feature extractor"),
+    ):
+        with pytest.raises(ValueError, match=f"{kind} 0: the {name} in .* cannot be loaded"):
+            engine.generate(shows(engine, 5, (kind, item)), GREEDY)  # type: ignore[arg-type]
+    (output,) = engine.generate(TokensPrompt((5, 6, 7)), GREEDY)
+    assert output.error is None
+    (output,) = engine.generate(shows(engine, 5, ("video", clip(0)), 6), GREEDY)
+    assert output.error is None
+
+
+def test_models_that_hear_nothing_say_so(seeded: Callable[[str], str]) -> None:
+    sound = TokensPrompt((5, 6), {"audio": [tone(0.25)]})
+    text = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, max_model_len=32))
+    with pytest.raises(ValueError, match="shows 1 audio items in multi_modal_data, but this model"):
+        text.generate(sound, GREEDY)
+    images = LLMEngine(EngineConfig(model=seeded("qwen2_5_vl"), num_blocks=16, max_model_len=32))
+    with pytest.raises(ValueError, match="has 'audio'; what can be shown is 'image'"):
+        images.generate(sound, GREEDY)

@@ -1,0 +1,163 @@
+"""``omni`` on a pipeline that hears, sees and speaks: text and sound out, by voice, in files."""
+
+from __future__ import annotations
+
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from omni.cli import app
+from omni.pipeline_config import PipelineConfig
+from tests.support.encoder_decoder_requests import tone, write_wav
+
+SHORT = ["--set", "stages.thinker.sampling.max_tokens=12"]
+SMALL = ("device=cpu", "dtype=float32", "max_model_len=512", "num_blocks=64")
+HEARS_AND_SEES = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>What?"
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints(checkpoint_cache: Path) -> None:
+    """The seeded checkpoint is built once for all tests, and nothing outside is touched."""
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> list[str]:
+    """Flags that show a sound and an image."""
+    write_wav(tmp_path / "a.wav", tone(0.5))
+    Image.new("RGB", (60, 40), "teal").save(tmp_path / "a.png")
+    return ["--audio", str(tmp_path / "a.wav"), "--image", str(tmp_path / "a.png")]
+
+
+def omni(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def stages(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "outputs.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["stages"] for line in lines]
+
+
+def samples(file: Path) -> NDArray[np.int32]:
+    with wave.open(str(file)) as sound:
+        assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (24_000, 1, 2)
+        return np.frombuffer(sound.readframes(sound.getnframes()), "<i2").astype(np.int32)
+
+
+def same(left: NDArray[np.int32], right: NDArray[np.int32]) -> bool:
+    """Whether two sounds are one, but for the rounding of their last bit."""
+    return left.shape == right.shape and bool((abs(left - right) <= 1).all())
+
+
+def test_text_and_sound_come_out_of_voice_and_image(tmp_path: Path, shown: list[str]) -> None:
+    heard = {}
+    for speaker in ("Chelsie", "Ethan"):
+        out = tmp_path / speaker
+        result = omni("run", "omni_speech", "-p", HEARS_AND_SEES, *shown, *SHORT, "-o", out, "-q",
+                      "--speaker", speaker)  # fmt: skip
+        assert result.exit_code == 0, result.stderr
+        (line,) = stages(out)
+        assert line["thinker"]["text"] and line["thinker"]["num_prompt_tokens"] > 15
+        assert set(line) == {"thinker", "code2wav"}, "of the talker nothing is final"
+        assert line["code2wav"]["audio"] == "audio/prompt-1/code2wav.wav"
+        heard[speaker] = line["thinker"]["text"], samples(out / line["code2wav"]["audio"])
+        num_codes = line["code2wav"]["num_prompt_tokens"]
+        assert len(heard[speaker][1]) == 480 * num_codes > 0, "a code is 20 ms"
+    (text, chelsie), (same_text, ethan) = heard.values()
+    assert text == same_text
+    assert not same(chelsie, ethan)
+
+
+def test_a_line_may_name_its_own_speaker_and_a_wrong_one_fails_alone(tmp_path: Path) -> None:
+    lines = [{"prompt": "Say it."} | voice for voice in (
+        {}, {"speaker": "Chelsie"}, {"speaker": "Ethan"}, {"speaker": "Ehan"})]  # fmt: skip
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = omni("run", "omni_speech", "-i", requests, *SHORT, "-o", tmp_path, "-q",
+                  "--speaker", "Ethan")  # fmt: skip
+    assert result.exit_code == 1
+    assert "did you mean 'Ethan'?" in result.stderr
+    *spoken, failed = stages(tmp_path)
+    assert failed == {}
+    default, chelsie, ethan = (samples(tmp_path / each["code2wav"]["audio"]) for each in spoken)
+    assert same(default, ethan), "where a line does not say, the flag does"
+    assert not same(chelsie, ethan)
+
+
+@pytest.mark.parametrize("chunk_size", ["1", "5", "null"])
+def test_streaming_changes_neither_text_nor_codes(tmp_path: Path, chunk_size: str) -> None:
+    told = []
+    for size in (chunk_size, "4"):
+        edges = [f"stages.{name}.inputs.chunk_size={size}" for name in ("talker", "code2wav")]
+        talker = "stages.talker.final_output=tensors"
+        flags = [flag for each in (*edges, talker) for flag in ("--set", each)]
+        result = omni("run", "omni_speech", "-p", "Say it.", *SHORT, *flags, "-o", tmp_path, "-q")
+        assert result.exit_code == 0, result.stderr
+        (line,) = stages(tmp_path)
+        told.append([line[name]["token_ids"] for name in ("thinker", "talker")])
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "speaks"),
+    [("qwen2_5_omni", "seeded:qwen2_5_omni", True), ("qwen2_5_vl", "seeded:qwen2_5_vl", False)],
+)
+def test_configs_of_published_checkpoints_run_on_small_ones_of_their_layout(
+    name: str, model: str, speaks: bool, tmp_path: Path, shown: list[str]
+) -> None:
+    changes = ["stages.code2wav.generation.num_steps=3"] if speaks else []
+    for stage, config in PipelineConfig.load(name).stages.items():
+        changes.append(f"stages.{stage}.model={model}")
+        if config.kind == "autoregressive":
+            changes.append(f"stages.{stage}.sampling.max_tokens=8")
+            changes += [f"stages.{stage}.engine.{each}" for each in SMALL]
+    flags = [flag for change in changes for flag in ("--set", change)]
+    shown = shown if speaks else shown[2:]
+    prompt = HEARS_AND_SEES if speaks else "<|vision_start|><|image_pad|><|vision_end|>What?"
+    result = omni("run", name, "-p", prompt, *shown, *flags, "-o", tmp_path, "-q")
+    assert result.exit_code == 0, result.stderr
+    (line,) = stages(tmp_path)
+    assert next(iter(line.values()))["text"]
+    assert ("audio" in line.get("code2wav", {})) == speaks
+
+
+def test_without_files_the_length_of_the_sound_is_told() -> None:
+    result = omni("run", "omni_speech", "-p", "Say it.", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert "--- code2wav\naudio: " in result.stdout
+    assert "s, 24000 samples per second" in result.stdout
+
+
+def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) -> None:
+    result = omni("verify", "omni_speech", "-p", HEARS_AND_SEES, "-p", HEARS_AND_SEES + " Why?",
+                  *shown, *SHORT)  # fmt: skip
+    assert result.exit_code == 0, result.stdout
+    assert "cached equals uncached: 2 of 2" in result.stdout
+    assert "  waveform: largest difference" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["omni_speech", "--speaker", "Ehan"], "did you mean 'Ethan'?"),
+        (["two_step", "--speaker", "Ethan"], "none of the stages"),
+        (["omni_speech", "--set", "stages.talker.part=talkr"], "'talker'"),
+        (["omni_speech", "--set", "stages.thinker.part=null"], "thinker"),
+    ],
+)
+def test_what_no_stage_has_is_told_before_anything_runs(
+    arguments: list[str], expected: str
+) -> None:
+    result = omni("run", *arguments, "-p", "x")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr

@@ -1,0 +1,154 @@
+"""A voice pipeline with its caches on says what it says with them off, whatever else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni import Omni, OmniOutput
+from omni.orchestrator import Orchestrator
+from omni.pipeline import Pipeline
+from stages import StageOutput
+from tests.support.greedy_reference import NEAR_TIE
+from tests.support.omni_stages import Conversation, Turn, build_pipeline, conversations
+
+BLOCK_SIZE = 8
+ATOL = 1e-6
+Answer = Callable[[Conversation], OmniOutput]
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A cached pipeline on small pools, and the uncached answer of each conversation alone."""
+
+    pipeline: Pipeline
+    answer: Answer
+
+
+@pytest.fixture(scope="module", params=["whole", "streaming"])
+def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
+    folder, streaming = seeded("qwen2_5_omni"), request.param == "streaming"
+    uncached = build_pipeline(
+        folder, streaming=streaming, caching=False, block_size=BLOCK_SIZE, max_num_seqs=2
+    )
+    orchestrator = Orchestrator(uncached)
+
+    @cache
+    def answer(conversation: Conversation) -> OmniOutput:
+        orchestrator.add_request(conversation.request("alone"))
+        while True:
+            for output in orchestrator.step():
+                if output.finished:
+                    return output
+
+    # The longest conversation takes about 20 blocks: pools in which few fit at once.
+    pipeline = build_pipeline(
+        folder,
+        streaming=streaming,
+        block_size=BLOCK_SIZE,
+        num_blocks=48,
+        max_model_len=320,
+        max_num_seqs=4,
+        max_num_batched_tokens=40,
+    )
+    return Rig(pipeline, answer)
+
+
+def parted_by_a_tie(ours: StageOutput, theirs: StageOutput) -> bool:
+    """Whether tokens differ; a near tie of the logits is the one excuse, and has to be shown."""
+    if ours.token_ids == theirs.token_ids:
+        return False
+    assert theirs.logprobs is not None
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
+    first = next(i for i, (a, b) in pairs if a != b)
+    (_, best), (_, second) = theirs.logprobs[first].top[:2]
+    assert best - second < NEAR_TIE
+    return True
+
+
+def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
+    assert ours.error is None and theirs.error is None
+    for stage in ("thinker", "talker"):
+        if parted_by_a_tie(ours.stages[stage], theirs.stages[stage]):
+            return
+        assert ours.stages[stage].finish_reason == theirs.stages[stage].finish_reason
+    said, expected = ours.stages["code2wav"].audio, theirs.stages["code2wav"].audio
+    assert said is not None and expected is not None
+    torch.testing.assert_close(said.samples, expected.samples, atol=ATOL, rtol=0)
+
+
+def scripts() -> st.SearchStrategy[list[tuple[str, Conversation | int]]]:
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), conversations()),
+            st.tuples(st.just("step"), st.integers(1, 8)),
+            st.tuples(st.just("abort"), st.integers(0, 12)),
+        ),
+        min_size=3,
+        max_size=12,
+    )
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts())
+def test_cached_equals_uncached(rig: Rig, script: list[tuple[str, Conversation | int]]):
+    orchestrator = Orchestrator(rig.pipeline)
+    live: dict[str, Conversation] = {}
+
+    def step() -> None:
+        for output in orchestrator.step():
+            if output.finished:
+                assert_same(output, rig.answer(live.pop(output.request_id)))
+        for stage in rig.pipeline.stages.values():
+            stage.check_integrity()
+
+    for number, (event, argument) in enumerate(script):
+        if isinstance(argument, Conversation):
+            orchestrator.add_request(argument.request(f"r{number}"))
+            live[f"r{number}"] = argument
+        elif event == "step":
+            for _ in range(argument):
+                step()
+        elif f"r{argument}" in live:
+            orchestrator.abort(f"r{argument}")
+            del live[f"r{argument}"]
+    while live:
+        step()
+    assert not orchestrator.has_unfinished_requests
+    assert not any(stage.has_unfinished_requests for stage in rig.pipeline.stages.values())
+
+
+def test_the_small_pools_do_hit_and_evict(rig: Rig):
+    """The property above would hold for a pipeline that never hit."""
+    with Omni(rig.pipeline) as omni:
+        before = omni.stats()
+        for system in (0, 1, 0):
+            asked = [
+                Conversation((Turn(0, picture=n % 3, sound=n % 2), Turn(n % 2)), system)
+                for n in range(4)
+            ]
+            omni.generate([each.request(f"r{i}") for i, each in enumerate(asked)])
+        for name in ("thinker", "talker"):
+            spent = omni.stats()[name].since(before[name])
+            assert 0 < spent.cached_tokens < spent.prompt_tokens
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nine_identical_requests_in_a_row_give_identical_waveforms(
+    seeded: Callable[[str], str], streaming: bool
+):
+    asked = Conversation((Turn(0, picture=0, sound=0),), speaker=1)
+    with Omni(build_pipeline(seeded("qwen2_5_omni"), streaming=streaming)) as omni:
+        waveforms = []
+        for number in range(9):
+            (output,) = omni.generate(asked.request(f"r{number}"))
+            audio = output.stages["code2wav"].audio
+            assert audio is not None and len(audio.samples)
+            waveforms.append(audio.samples)
+    assert all(torch.equal(each, waveforms[0]) for each in waveforms)

@@ -1,0 +1,129 @@
+"""The YAML schema of pipelines that speak: parts, generators, streams; mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import EngineConfig
+from engine.generator_config import GenerationParams, GeneratorConfig
+from omni.config_error import ConfigError
+from omni.pipeline_config import PipelineConfig
+
+SPEECH = """\
+name: speech
+stages:
+  thinker: {kind: autoregressive, model: seeded:qwen2, final_output: text}
+  talker:
+    kind: autoregressive
+    model: seeded:qwen2
+    part: talker
+    inputs: {from: thinker, transform: thinker_to_talker, chunk_size: 4}
+  code2wav:
+    kind: generator
+    model: seeded:qwen2
+    generation: {num_steps: 3}
+    inputs: {from: talker, transform: talker_to_code2wav, chunk_size: 8, max_pending_chunks: 3}
+    final_output: audio
+"""
+
+
+def load(folder: Path, overrides: dict[str, Any]) -> PipelineConfig:
+    path = folder / "mine.yaml"
+    path.write_text(SPEECH, encoding="utf-8")
+    return PipelineConfig.load(path, overrides)
+
+
+def test_a_generators_settings_parts_and_streams_reach_their_stages(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    models = {f"stages.{name}.model": "./checkpoint" for name in ("talker", "code2wav")}
+    config = load(tmp_path, models | {"speaker": "Ethan", "stages.code2wav.part": "code2wav"})
+    thinker, talker, code2wav = config.stages.values()
+    assert config.speaker == "Ethan"
+    assert thinker.inputs is None
+    assert (talker.inputs.chunk_size, talker.inputs.max_pending_chunks) == (4, 2)
+    assert (code2wav.inputs.chunk_size, code2wav.inputs.max_pending_chunks) == (8, 3)
+    assert talker.engine_config() == EngineConfig(model=str(checkpoint), part="talker")
+    assert code2wav.generator_config() == GeneratorConfig(
+        model=str(checkpoint), part="code2wav", generation=GenerationParams(num_steps=3)
+    )
+    assert code2wav.final_output == ("audio",)
+
+
+STREAMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "several sources": (
+        {"stages.code2wav.inputs.from": ["talker", "thinker"]},
+        "stages.code2wav.inputs.chunk_size: is for one source, got 2",
+        "leave it out",
+    ),
+    "a transform for whole outputs": (
+        {"stages.talker.inputs.transform": "text_as_prompt"},
+        "stages.talker.inputs.chunk_size: needs a transform that works chunk by chunk",
+        "'text_as_prompt'",
+    ),
+    "an encoder that would take chunks": (
+        {
+            "stages.talker.kind": "encoder",
+            "stages.code2wav.inputs.from": "thinker",
+            "stages.talker.final_output": "tensors",
+        },
+        "stages.talker.inputs.chunk_size: is not for an encoder",
+        "leave it out",
+    ),
+    "an encoder that would give chunks": (
+        {"stages.thinker.kind": "encoder", "stages.thinker.final_output": "tensors"},
+        "stages.talker.inputs.chunk_size: needs a source that generates tokens",
+        "'thinker' is of kind 'encoder'",
+    ),
+    "no tokens to a chunk": (
+        {"stages.talker.inputs.chunk_size": 0},
+        "stages.talker.inputs.chunk_size: should be greater than or equal to 1, got 0",
+        "",
+    ),
+    "unknown inputs key": (
+        {"stages.talker.inputs.chunksize": 4},
+        "stages.talker.inputs.chunksize: unknown key",
+        "'chunk_size'",
+    ),
+    "unknown generation key": (
+        {"stages.code2wav.generation.steps": 4},
+        "stages.code2wav.generation.steps: unknown key",
+        "'num_steps'",
+    ),
+    "unknown window key": (
+        {"stages.code2wav.generation.window.left": 4},
+        "stages.code2wav.generation.window.left: unknown key",
+        "'left_blocks'",
+    ),
+    "an engine setting that a generator does not have": (
+        {"stages.code2wav.engine.num_blocks": 4},
+        "stages.code2wav.engine.num_blocks: unknown key",
+        "known are",
+    ),
+    "text of a generator": (
+        {"stages.code2wav.final_output": "text"},
+        "stages.code2wav.final_output: should be 'audio', got 'text'",
+        "",
+    ),
+    "sampling of a generator": (
+        {"stages.code2wav.sampling.seed": 1},
+        "stages.code2wav.sampling: unknown key",
+        "",
+    ),
+    "a speaker without a name": ({"speaker": ""}, "speaker: ", "at least 1 character"),
+}
+
+
+@pytest.mark.parametrize("mistake", STREAMS)
+def test_a_mistake_in_a_pipeline_that_speaks_is_named_too(mistake: str, tmp_path: Path) -> None:
+    overrides, place, fix = STREAMS[mistake]
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, overrides)
+    message = str(caught.value)
+    assert place in message
+    assert fix in message
+    assert "\n" not in message, "one mistake, one line"

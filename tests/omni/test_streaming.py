@@ -1,0 +1,229 @@
+"""Chunks change when things happen, not what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import CodecPrompt, Prompt, SpeechPrompt
+from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
+from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
+from tests.support.speech_pipeline import (
+    PROMPTS,
+    drain,
+    run,
+    speech_stages,
+    start,
+    told,
+    until,
+    whole,
+)
+
+
+@pytest.mark.parametrize("chunks", [(1, 1), (1, None), (None, 1), (2, 3), (7, 5), (1000, 1000)])
+def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> None:
+    streamed, expected = run(speech_stages(chunks)), whole()
+    assert {id_: told(output) for id_, output in streamed.items()} == {
+        id_: told(output) for id_, output in expected.items()
+    }
+    assert all(output.error is None for output in streamed.values())
+
+
+def test_a_chunks_prompts_joined_are_the_whole_prompt() -> None:
+    streamed, unstreamed = speech_stages((2, 3)), speech_stages((None, None))
+    run(streamed), run(unstreamed)
+    for request_id in PROMPTS:
+        speech = [as_speech(prompt) for prompt in streamed[1].received[request_id]]
+        (expected,) = map(as_speech, unstreamed[1].received[request_id])
+        assert len(speech) > 1 or request_id == "y"
+        assert [prompt.is_last for prompt in speech] == [False] * (len(speech) - 1) + [True]
+        for part in ("prompt_rows", "reply_rows"):
+            parts: list[Tensor] = [getattr(prompt, part) for prompt in speech]
+            assert torch.equal(torch.cat(parts), getattr(expected, part))
+        assert speech[0].positions is not None and expected.positions is not None
+        assert torch.equal(speech[0].positions, expected.positions)
+        codes = [as_codec(prompt) for prompt in streamed[2].received[request_id]]
+        (all_codes,) = map(as_codec, unstreamed[2].received[request_id])
+        assert sum((prompt.codes for prompt in codes), ()) == all_codes.codes
+        assert [prompt.is_last for prompt in codes] == [False] * (len(codes) - 1) + [True]
+
+
+def as_speech(prompt: Prompt) -> SpeechPrompt:
+    assert isinstance(prompt, SpeechPrompt)
+    return prompt
+
+
+def as_codec(prompt: Prompt) -> CodecPrompt:
+    assert isinstance(prompt, CodecPrompt)
+    return prompt
+
+
+def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
+    streamed = run(speech_stages((1, 1), thinker={"hide_rows": 2}))
+    assert {id_: told(output) for id_, output in streamed.items()} == {
+        id_: told(output) for id_, output in whole().items()
+    }
+
+
+def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
+    """Rows lag by one; here the row says which token it was made of."""
+    seen: list[tuple[int, tuple[int, ...], list[float], bool]] = []
+
+    @chunkable
+    def spy(context: TransformContext) -> Prompt:
+        (source,) = context.sources
+        rows = source.tensors["hidden_states"][:, 0].tolist()
+        seen.append((context.first_row, source.token_ids, rows, context.is_last))
+        return thinker_to_talker(context)
+
+    stages = speech_stages((2, None), talker={"transform": spy}, thinker={"hide_rows": 3})
+    run(stages, {"x": "abcdef"})
+    tokens = [token for _, new, _, _ in seen for token in new]
+    sequence = [*b"abcdef", *tokens]
+    row = token = 0
+    for first_row, new, rows, is_last in seen:
+        token += len(new)
+        assert first_row == row
+        assert rows == sequence[row : 6 + token - 1]
+        row += len(rows)
+        assert is_last is (token == len(tokens))
+    assert [len(new) for _, new, _, _ in seen] == [2, 2, 3]
+
+
+def test_first_sound_comes_while_the_thinker_still_thinks() -> None:
+    outputs = drain(start(speech_stages((1, 1)), {"x": "a rather long prompt"}))["x"]
+    first = next(output for output in outputs if "code2wav" in output.stages)
+    assert not first.stages["thinker"].finished
+
+
+def test_sound_and_text_are_told_once_and_add_up() -> None:
+    outputs = drain(start(speech_stages((2, 3), thinker={"steps_per_token": 3})))
+    for of_request in outputs.values():
+        text = "".join(output.stages["thinker"].delta for output in of_request)
+        heard = [
+            delta.samples
+            for output in of_request
+            if "code2wav" in output.stages
+            and (delta := output.stages["code2wav"].audio_delta) is not None
+        ]
+        assert len(heard) > 1
+        assert (text, torch.cat(heard).tolist()) == told(of_request[-1])
+        assert all(
+            output.stages["code2wav"].audio is None
+            for output in of_request[:-1]
+            if "code2wav" in output.stages and not output.stages["code2wav"].finished
+        )
+        assert list(of_request[-1].stages) == ["thinker", "code2wav"]
+
+
+def test_sound_is_only_for_those_who_want_it() -> None:
+    stages = speech_stages((2, 3), code2wav={"final_output": ("text",)})
+    last = run(stages)["x"].stages["code2wav"]
+    assert (last.audio, last.audio_delta) == (None, None)
+
+
+def test_a_slow_stage_holds_up_the_one_before_within_the_bound() -> None:
+    cut: dict[str, int] = {}
+
+    @chunkable
+    def count(context: TransformContext) -> Prompt:
+        cut[context.request_id] = cut.get(context.request_id, 0) + 1
+        return talker_to_code2wav(context)
+
+    stages = speech_stages(
+        (1, 2), code2wav={"steps_per_token": 7, "max_pending": 3, "transform": count}
+    )
+    longest = 0
+
+    def look() -> None:
+        nonlocal longest
+        for request_id in cut:
+            taken = len(stages[2].received.get(request_id, ()))
+            longest = max(longest, cut[request_id] - taken)
+
+    last = drain(start(stages), look)
+    assert longest == 3
+    assert stages[1].pauses > 0
+    assert {id_: told(outputs[-1]) for id_, outputs in last.items()} == {
+        id_: told(output) for id_, output in whole().items()
+    }
+
+
+def test_a_drained_queue_resumes_the_source_at_once() -> None:
+    stages = speech_stages((1, 1), code2wav={"steps_per_token": 5, "max_pending": 2})
+    orchestrator = start(stages, {"x": PROMPTS["x"]})
+    talker, vocoder = stages[1:]
+    until(orchestrator, lambda: "x" in talker.live and talker.live["x"].paused)
+    taken, made = len(vocoder.received["x"]), len(talker.live["x"].tokens)
+    until(orchestrator, lambda: len(vocoder.received["x"]) > taken)
+    assert len(talker.live["x"].tokens) == made + 1, "in the very turn"
+
+
+def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
+    """x sits in the talker and waits for the thinker, where y, which is paused, sits."""
+    prompts = {"x": PROMPTS["z"], "y": PROMPTS["x"]}
+    stages = speech_stages((2, 3), thinker={"seats": 2}, talker={"seats": 1, "max_pending": 1})
+    thinker, talker = stages[:2]
+    orchestrator = start(stages, prompts)
+    until(orchestrator, lambda: thinker.live["y"].paused)
+    # As if x had been preempted in the thinker, and there were no room to take it back.
+    thinker.live = {request_id: thinker.live[request_id] for request_id in "yx"}
+    thinker.seats = 1
+    until(orchestrator, lambda: talker.needs_input("x"))
+    assert thinker.live["y"].paused and "y" in talker.live
+    last = {id_: outputs[-1] for id_, outputs in drain(orchestrator).items()}
+    assert {id_: told(output) for id_, output in last.items()} == {
+        id_: told(output) for id_, output in whole(prompts).items()
+    }
+
+
+def test_a_pause_is_kept_while_any_stage_has_work() -> None:
+    """Turns without an output are no standstill: here the vocoder takes nine to a token."""
+    stages = speech_stages((1, 1), code2wav={"steps_per_token": 9, "max_pending": 1})
+    orchestrator = start(stages, {"x": PROMPTS["x"]})
+    talker, vocoder = stages[1:]
+    until(orchestrator, lambda: "x" in talker.live and talker.live["x"].paused)
+    taken = len(vocoder.received["x"])
+    while len(vocoder.received["x"]) == taken:
+        assert talker.live["x"].paused
+        orchestrator.step()
+    assert vocoder.live["x"].work % 9 == 0
+
+
+def test_a_stage_may_feed_several_streamed_or_not() -> None:
+    def stages(*chunks: int | None) -> list[FakeSpeechStage]:
+        return [
+            Thinker("thinker"),
+            *(
+                Talker(
+                    f"talker{index}",
+                    "thinker",
+                    "thinker_to_talker",
+                    chunk_size=chunk,
+                    steps_per_token=1 + index,
+                    max_pending=1,
+                    tail=3,
+                )
+                for index, chunk in enumerate(chunks)
+            ),
+        ]
+
+    streamed, expected = run(stages(1, None, 3)), run(stages(None, None, None))
+    for request_id in PROMPTS:
+        assert {name: out.text for name, out in streamed[request_id].stages.items()} == {
+            name: out.text for name, out in expected[request_id].stages.items()
+        }
+
+
+def test_the_observer_sees_every_stage_once_and_whole() -> None:
+    seen: list[StageOutput] = []
+    orchestrator = start(speech_stages((1, 1)), on_stage_output=seen.append)
+    drain(orchestrator)
+    assert sorted((output.request_id, output.stage) for output in seen) == sorted(
+        (request_id, stage) for request_id in PROMPTS for stage in ("thinker", "talker", "code2wav")
+    )
+    for output in seen:
+        if output.stage == "thinker":
+            rows = output.num_prompt_tokens + len(output.token_ids) - 1
+            assert {len(tensor) for tensor in output.tensors.values()} == {rows}

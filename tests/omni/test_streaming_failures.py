@@ -1,0 +1,182 @@
+"""Whatever goes wrong in a streamed pipeline, every request ends once and no stage keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import FinishReason, Prompt
+from omni.orchestrator import Orchestrator
+from omni.pipeline import Pipeline
+from omni.request import OmniOutput, OmniRequest
+from stages import TransformContext, chunkable, thinker_to_talker
+from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
+
+FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "message"),
+    [
+        *((where, FAIL, "told to fail") for where in ("thinker", "talker", "code2wav")),
+        *((where, EXPLODE, "its step failed: Ari") for where in ("thinker", "talker", "code2wav")),
+        *((where, {"refuse": {"x": 0}}, "refused") for where in ("talker", "code2wav")),
+        *((where, {"refuse": {"x": 2}}, "refused") for where in ("talker", "code2wav")),
+    ],
+)
+def test_a_request_that_dies_in_one_stage_is_freed_in_all(
+    where: str, what: dict[str, Any], message: str
+) -> None:
+    stages = speech_stages((1, 1), **{where: what})
+    beside: dict[str, str] = {} if "explode" in what else {"y": PROMPTS["y"], "z": PROMPTS["z"]}
+    last = run(stages, {"x": PROMPTS["x"], **beside})
+    assert f"stage {where!r}: {message}" in str(last["x"].error)
+    assert last["x"].stages["code2wav"].finish_reason is FinishReason.ERROR
+    for request_id in beside:
+        assert told(last[request_id]) == told(whole()[request_id])
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+def test_an_abort_frees_all_stages_and_leaves_the_others(turns: int) -> None:
+    stages = speech_stages((1, 2), code2wav={"steps_per_token": 3, "max_pending": 1})
+    orchestrator = start(stages)
+    for _ in range(turns):
+        orchestrator.step()
+    output = orchestrator.abort("z")
+    assert output is not None and output.error == "aborted"
+    assert all("z" not in stage.live for stage in stages)
+    last = {id_: outputs[-1] for id_, outputs in drain(orchestrator).items()}
+    for request_id in ("x", "y"):
+        assert request_id not in last or told(last[request_id]) == told(whole()[request_id])
+    for stage in stages:
+        stage.check_integrity()
+
+
+def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
+    """The talker stops by its length; later chunks are dropped, the text is complete."""
+    limited = {"limit": 3, "steps_per_token": 4, "max_pending": 1}
+    stages = speech_stages((1, 1), talker=limited)
+    last = run(stages, {"x": PROMPTS["z"]})["x"]
+    expected = run(speech_stages((None, None), talker=limited), {"x": PROMPTS["z"]})["x"]
+    assert last.error is None
+    assert told(last) == told(expected)
+    assert stages[0].pauses > 0
+    assert len(stages[1].received["x"]) < len(PROMPTS["z"])
+
+
+def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
+    @chunkable
+    def refusing(context: TransformContext) -> Prompt:
+        if context.request_id == "x" and context.first_row:
+            raise ValueError("not this one")
+        return thinker_to_talker(context)
+
+    last = run(speech_stages((1, 1), talker={"transform": refusing}))
+    assert last["x"].error == "stage 'talker': not this one"
+    assert told(last["z"]) == told(whole()["z"])
+
+
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [("partial_tensors", 0), ("pause_request", 0), ("needs_input", 1), ("extend_request", 1)],
+)
+def test_a_stage_whose_streaming_fails_ends_the_request_alone(
+    method: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = speech_stages((1, 1), talker={"steps_per_token": 4, "max_pending": 1})
+    own = getattr(stages[stage], method)
+
+    def broken(request_id: str, *rest: Any) -> Any:
+        # Asked of a stage by itself, too; the runtime asks while all stages rest.
+        if request_id == "x" and not stages[1].is_working:
+            raise KeyError("gone")
+        return own(request_id, *rest)
+
+    monkeypatch.setattr(stages[stage], method, broken)
+    last = run(stages)
+    assert last["x"].error == f"stage {stages[stage].name!r}: KeyError: 'gone'"
+    assert told(last["z"]) == told(whole()["z"])
+
+
+def test_a_stage_that_cannot_resume_is_not_used_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = speech_stages((1, 1), talker={"steps_per_token": 4, "max_pending": 1})
+
+    def broken(request_id: str) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(stages[0], "resume_request", broken)
+    last = run(stages)
+    for request_id in ("x", "z"):
+        error = str(last[request_id].error)
+        assert "stage 'thinker': it cannot be used any more" in error
+        assert "KeyError: 'gone'" in error
+
+
+@given(st.data())
+def test_whatever_happens_every_request_ends_once_and_no_stage_keeps_anything(
+    data: st.DataObject,
+) -> None:
+    ids = [f"r{index}" for index in range(data.draw(st.integers(1, 5), label="requests"))]
+    prompts = {request_id: data.draw(st.text("abc", min_size=1, max_size=9)) for request_id in ids}
+    mishap = st.dictionaries(st.sampled_from(ids), st.integers(0, 6), max_size=1)
+    common = {
+        "seats": st.integers(1, 3),
+        "rotate": st.none() | st.integers(1, 5),
+        "steps_per_token": st.integers(1, 3),
+        "tail": st.integers(0, 4),
+        "limit": st.sampled_from([2, 5, 1000]),
+        "max_pending": st.integers(1, 3),
+    }
+    calm = data.draw(st.booleans(), label="nothing fails")
+    changes: dict[str, dict[str, Any]] = {
+        name: {
+            **data.draw(st.fixed_dictionaries(common), label=name),
+            **(
+                {}
+                if calm
+                else data.draw(
+                    st.fixed_dictionaries({"fail": mishap, "explode": mishap, "refuse": mishap})
+                )
+            ),
+        }
+        for name in ("thinker", "talker", "code2wav")
+    }
+    changes["thinker"]["tail"] += 1
+    chunk = st.none() | st.integers(1, 5)
+    chunks = (data.draw(chunk), data.draw(chunk))
+    stages = speech_stages(chunks, **changes)
+    stages[0].hide_rows = data.draw(st.none() | st.integers(2, 4))
+
+    orchestrator = Orchestrator(Pipeline(stages))
+    last: dict[str, OmniOutput] = {}
+    refused, aborted = set(), set()
+    for request_id, prompt in prompts.items():
+        try:
+            orchestrator.add_request(OmniRequest(prompt, request_id))
+        except ValueError:
+            refused.add(request_id)
+        victim = data.draw(st.none() | st.sampled_from(ids)) if not calm else None
+        outputs = [o for _ in range(data.draw(st.integers(0, 9))) for o in orchestrator.step()]
+        if victim is not None and (ended := orchestrator.abort(victim)) is not None:
+            aborted.add(victim)
+            outputs.append(ended)
+        for output in outputs:
+            assert output.request_id not in last, "nothing follows the end"
+            if output.finished:
+                last[output.request_id] = output
+    for request_id, of_request in drain(orchestrator).items():
+        assert request_id not in last
+        last[request_id] = of_request[-1]
+
+    assert last.keys() | refused == set(ids)
+    for stage in stages:
+        stage.check_integrity()
+    if calm:
+        assert not refused
+        expected = run(speech_stages((None, None), **changes), prompts)
+        for request_id in ids:
+            assert last[request_id].error is None
+            assert told(last[request_id]) == told(expected[request_id])

@@ -1,0 +1,121 @@
+"""The stage that speaks: what it takes, what it hands out, and what it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine import CodecPrompt, FinishReason, GenerationParams, GeneratorConfig
+from stages import GeneratorStage, StageOutput, StageRequest
+from tests.support.vocoder_reference import VocoderReference, random_codes
+
+PARAMS = GenerationParams(num_steps=2)
+
+
+@pytest.fixture(scope="module")
+def folder(seeded: Callable[[str], str]) -> str:
+    return seeded("qwen2_5_omni")
+
+
+@pytest.fixture
+def stage(folder: str) -> GeneratorStage:
+    config = GeneratorConfig(model=folder, part="code2wav", device="cpu", generation=PARAMS)
+    return GeneratorStage("code2wav", config)
+
+
+def drain(stage: GeneratorStage) -> list[StageOutput]:
+    outputs: list[StageOutput] = []
+    while stepped := stage.step():
+        stage.check_integrity()
+        outputs += stepped
+    return outputs
+
+
+def test_audio_is_that_of_transformers(stage: GeneratorStage, folder: str) -> None:
+    codes = random_codes(13)
+    stage.add_request(StageRequest("a", CodecPrompt(codes, "Ethan")))
+    (output,) = drain(stage)
+    assert (output.stage, output.finished, output.error) == ("code2wav", True, None)
+    assert output.finish_reason is FinishReason.STOP
+    assert (output.num_prompt_tokens, output.num_cached_tokens) == (13, 0)
+    assert output.text is None and not output.tensors and not output.token_ids
+    expected = VocoderReference(folder).waveform(codes, PARAMS, "Ethan")
+    torch.testing.assert_close(output.audio.samples, expected, atol=1e-6, rtol=0)
+    assert output.metrics.queue_s is not None and output.metrics.total_s is not None
+    assert output.metrics.total_s >= output.metrics.queue_s >= 0
+
+
+def test_audio_comes_in_pieces_while_codes_do(stage: GeneratorStage) -> None:
+    codes = random_codes(30)
+    stage.add_request(StageRequest("a", CodecPrompt(codes[:20], is_last=False)))
+    first = drain(stage)
+    assert first and not any(output.finished or output.audio for output in first)
+    assert all(output.finish_reason is None for output in first)
+    assert (stage.needs_input("a"), stage.has_unfinished_requests) == (True, True)
+    stage.extend_request("a", CodecPrompt(codes[20:]))
+    outputs = first + drain(stage)
+    joined = torch.cat([output.audio_delta.samples for output in outputs])
+    assert (outputs[-1].finished, stage.has_unfinished_requests) == (True, False)
+    assert torch.equal(outputs[-1].audio.samples, joined)
+    assert len(joined) == 30 * 480
+
+
+def test_a_failed_request_says_why_and_has_no_audio(
+    stage: GeneratorStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(stage.engine._model, "forward", fail)
+    stage.add_request(StageRequest("a", CodecPrompt((1, 2))))
+    (output,) = stage.step()
+    assert output.finished and output.finish_reason is FinishReason.ERROR
+    assert output.error == "the vocoder failed: RuntimeError: no device"
+    assert output.audio is None and output.audio_delta is None
+
+
+def test_nothing_is_cached_whatever_the_switch_says(stage: GeneratorStage) -> None:
+    sounds = []
+    for switch in (True, True, False):
+        stage.enable_prefix_caching = switch
+        assert stage.enable_prefix_caching is switch
+        stage.add_request(StageRequest("a", CodecPrompt(random_codes(9))))
+        (output,) = drain(stage)
+        sounds.append(output.audio.samples)
+        assert output.num_cached_tokens == 0
+    stage.reset_prefix_cache()
+    assert all(torch.equal(sound, sounds[0]) for sound in sounds)
+    assert (stage.stats().prompt_tokens, stage.stats().cached_tokens) == (27, 0)
+    assert stage.stats().num_steps == 3 and stage.stats().busy_s > 0
+
+
+def test_it_tells_what_it_is(stage: GeneratorStage) -> None:
+    assert stage.takes_chunks and not stage.gives_chunks
+    assert stage.speakers == ("Chelsie", "Ethan")
+    assert stage.final_output == ("audio",)
+    assert (stage.dtype, stage.hidden_size, stage.sampling) == (torch.float32, None, None)
+    described = stage.describe()
+    assert described["engine"] == "GeneratorEngine"
+    assert described["window"] == "8 codes (0.16 s), with 8 before and 4 after"
+    with pytest.raises(ValueError, match="takes no sampling parameters"):
+        stage.merge_sampling({"temperature": 1.0})
+
+
+def test_aborted_and_closed_stages_are_empty(stage: GeneratorStage) -> None:
+    for request_id in "ab":
+        stage.add_request(StageRequest(request_id, CodecPrompt((1,), is_last=False)))
+    stage.abort("a")
+    stage.abort("unknown")
+    assert stage.has_unfinished_requests
+    stage.close()
+    assert not stage.has_unfinished_requests
+
+
+def test_it_hands_out_audio_and_nothing_else(folder: str) -> None:
+    config = GeneratorConfig(model=folder, part="code2wav", device="cpu")
+    with pytest.raises(ValueError, match=r"cannot be \['text'\]; what the stage makes is audio"):
+        GeneratorStage("s", config, final_output=("audio", "text"))
+    with pytest.raises(ValueError, match="final_output cannot be"):
+        GeneratorStage("s", config, final_output=("video",))

@@ -1,0 +1,180 @@
+"""The three stages of a tiny Qwen2.5-Omni, and conversations to have with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine import ChatPrompt, EngineConfig, SamplingParams
+from engine.generator_config import GenerationParams, GeneratorConfig
+from omni import OmniRequest, Pipeline
+from omni.seeded_omni import OMNI_SPEAKERS
+from stages import AutoregressiveStage, GeneratorStage, StageInputs
+from tests.support.pictures import picture
+
+__all__ = ["SUPPRESSED", "Conversation", "Turn", "build_pipeline", "conversations", "sound"]
+
+SUPPRESSED = (0, 3, 4, 5, 6, 7, 8, 9)
+"""Placeholders and their like, which random weights do generate and transformers cannot take."""
+
+_SYSTEM = (
+    "You are a helpful assistant.",
+    "The library has three floors: history and maps below, music in the middle.",
+)
+_QUESTIONS = ("What is this?", "Please explain in a few words.", "And what came then?")
+_ANSWERS = ("A clock keeps its own time.", "The first storm arrived.")
+
+
+@cache
+def sound(number: int) -> NDArray[np.float32]:
+    """A tone with noise; all but the last are of one length."""
+    times = np.arange(16_000 * (3 if number < 3 else 2) // 10) / 16_000
+    noise = np.random.default_rng(number).standard_normal(len(times))
+    tone = np.sin(2 * np.pi * (200 + 90 * number) * times)
+    return (0.3 * tone + 0.02 * noise).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says: a question, and maybe a picture and a sound."""
+
+    question: int = 0
+    picture: int | None = None
+    sound: int | None = None
+    item_first: bool = True
+
+    def parts(self) -> list[dict[str, Any]]:
+        shown = [{"type": "image"}] if self.picture is not None else []
+        shown += [{"type": "audio"}] if self.sound is not None else []
+        text = [{"type": "text", "text": _QUESTIONS[self.question]}]
+        return shown + text if self.item_first else text + shown
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, with the assistant's fixed answers between them."""
+
+    turns: tuple[Turn, ...]
+    system: int = 0
+    speaker: int | None = None
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = [{"role": "system", "content": _SYSTEM[self.system]}]
+        for number, turn in enumerate(self.turns):
+            if number:
+                said.append({"role": "assistant", "content": _ANSWERS[number % len(_ANSWERS)]})
+            said.append({"role": "user", "content": turn.parts()})
+        return said
+
+    @property
+    def images(self) -> list[Any]:
+        return [picture(turn.picture) for turn in self.turns if turn.picture is not None]
+
+    @property
+    def audio(self) -> list[NDArray[np.float32]]:
+        return [sound(turn.sound) for turn in self.turns if turn.sound is not None]
+
+    @property
+    def speaker_name(self) -> str | None:
+        return None if self.speaker is None else OMNI_SPEAKERS[self.speaker]
+
+    def request(self, request_id: str, **options: Any) -> OmniRequest:
+        data = {"image": self.images, "audio": self.audio}
+        return OmniRequest(
+            ChatPrompt(
+                tuple(self.messages),
+                multi_modal_data={name: items for name, items in data.items() if items},
+            ),
+            request_id=request_id,
+            speaker=self.speaker_name,
+            **options,
+        )
+
+
+def conversations(max_turns: int = 3) -> st.SearchStrategy[Conversation]:
+    """Few of each kind, so that prefixes, pictures and sounds repeat."""
+    turns = st.builds(
+        Turn,
+        question=st.integers(0, 1),
+        picture=st.none() | st.integers(0, 2),
+        sound=st.none() | st.integers(0, 1),
+        item_first=st.booleans(),
+    )
+    return st.builds(
+        Conversation,
+        turns=st.lists(turns, min_size=1, max_size=max_turns).map(tuple),
+        system=st.integers(0, 1),
+        speaker=st.none() | st.integers(0, 1),
+    )
+
+
+def build_pipeline(
+    folder: str,
+    *,
+    caching: bool = True,
+    streaming: bool = False,
+    num_text: int = 12,
+    num_codes: int = 24,
+    num_steps: int = 4,
+    num_blocks: int | None = None,
+    repetition_penalty: float = 1.0,
+    text_chunk: int = 3,
+    code_chunk: int = 5,
+    **engine: Any,
+) -> Pipeline:
+    """Thinker, talker and code2wav on one checkpoint, greedy, with log-probabilities of two."""
+
+    def config(part: str) -> EngineConfig:
+        settings = {"max_model_len": 512, "num_blocks": num_blocks or 256, "max_num_seqs": 8}
+        return EngineConfig(
+            model=folder,
+            part=part,
+            device="cpu",
+            enable_prefix_caching=caching,
+            **(settings | engine),
+        )
+
+    thinker = AutoregressiveStage(
+        "thinker",
+        config("thinker"),
+        sampling=SamplingParams(
+            temperature=0.0, max_tokens=num_text, suppress_token_ids=SUPPRESSED, logprobs=2
+        ),
+        outputs=("hidden_states", "token_embeds", "position_ids"),
+        final_output=("text",),
+    )
+    talker = AutoregressiveStage(
+        "talker",
+        config("talker"),
+        sampling=SamplingParams(
+            temperature=0.0,
+            max_tokens=num_codes,
+            repetition_penalty=repetition_penalty,
+            logprobs=2,
+        ),
+        outputs=(),
+        inputs=StageInputs(
+            ("thinker",), "thinker_to_talker", chunk_size=text_chunk if streaming else None
+        ),
+        final_output=("text",),
+    )
+    code2wav = GeneratorStage(
+        "code2wav",
+        GeneratorConfig(
+            model=folder,
+            part="code2wav",
+            device="cpu",
+            generation=GenerationParams(num_steps=num_steps),
+        ),
+        inputs=StageInputs(
+            ("talker",), "talker_to_code2wav", chunk_size=code_chunk if streaming else None
+        ),
+        final_output=("audio",),
+    )
+    return Pipeline([thinker, talker, code2wav])

@@ -1,0 +1,88 @@
+"""A pipeline that speaks, of stages without models, and how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omni.orchestrator import Orchestrator
+from omni.pipeline import Pipeline
+from omni.request import OmniOutput, OmniRequest
+from stages import StageOutput
+from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
+
+__all__ = ["PROMPTS", "drain", "run", "speech_stages", "start", "told", "until", "whole"]
+
+PROMPTS = {"x": "hello there", "y": "hm", "z": "what is it that you hear"}
+
+
+def speech_stages(
+    chunks: tuple[int | None, int | None] = (2, 3), **changes: dict[str, Any]
+) -> list[FakeSpeechStage]:
+    """A thinker, a talker and a vocoder; keyword arguments by stage."""
+    talker: dict[str, Any] = {"chunk_size": chunks[0], "tail": 6, "final_output": ()}
+    code2wav: dict[str, Any] = {"chunk_size": chunks[1], "tail": 0, "final_output": ("audio",)}
+    talker["transform"], code2wav["transform"] = "thinker_to_talker", "talker_to_code2wav"
+    return [
+        Thinker("thinker", **changes.get("thinker", {})),
+        Talker("talker", "thinker", **talker | changes.get("talker", {})),
+        Vocoder("code2wav", "talker", **code2wav | changes.get("code2wav", {})),
+    ]
+
+
+def drain(
+    orchestrator: Orchestrator, each_turn: Callable[[], None] = lambda: None
+) -> dict[str, list[OmniOutput]]:
+    """Every output by request, until nothing is left."""
+    outputs: dict[str, list[OmniOutput]] = {}
+    for _ in range(20_000):
+        if not orchestrator.has_unfinished_requests:
+            return outputs
+        for output in orchestrator.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        each_turn()
+    raise AssertionError("requests are left")
+
+
+def start(
+    stages: Sequence[FakeSpeechStage],
+    prompts: Mapping[str, str] = PROMPTS,
+    on_stage_output: Callable[[StageOutput], None] | None = None,
+    **more: Any,
+) -> Orchestrator:
+    """Hand in one request per prompt."""
+    orchestrator = Orchestrator(Pipeline(stages), on_stage_output=on_stage_output)
+    for request_id, prompt in prompts.items():
+        orchestrator.add_request(OmniRequest(prompt, request_id, **more))
+    return orchestrator
+
+
+def run(
+    stages: Sequence[FakeSpeechStage], prompts: Mapping[str, str] = PROMPTS, **more: Any
+) -> dict[str, OmniOutput]:
+    """The last outputs; no stage keeps anything."""
+    outputs = drain(start(stages, prompts, **more))
+    for stage in stages:
+        stage.check_integrity()
+    return {request_id: of_request[-1] for request_id, of_request in outputs.items()}
+
+
+def told(output: OmniOutput) -> tuple[str | None, list[float]]:
+    """The text, and the samples of the sound."""
+    audio = output.stages["code2wav"].audio
+    assert audio is not None
+    return output.stages["thinker"].text, audio.samples.tolist()
+
+
+def whole(prompts: Mapping[str, str] = PROMPTS, **more: Any) -> dict[str, OmniOutput]:
+    """The last outputs without streaming."""
+    return run(speech_stages((None, None)), prompts, **more)
+
+
+def until(orchestrator: Orchestrator, condition: Callable[[], bool]) -> None:
+    """Take turns until something is so."""
+    for _ in range(1000):
+        if condition():
+            return
+        orchestrator.step()
+    raise AssertionError("it never came to that")

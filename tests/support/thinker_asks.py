@@ -1,0 +1,123 @@
+"""Request streams that show pictures, sound and videos to a thinker, and what counts its towers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import LLMEngine, TokensPrompt
+from engine.mm_input import Modality, MultiModalInput
+from engine.models.qwen2_5_omni_audio import AudioTower
+from engine.models.qwen2_5_vision import ImageTower
+from tests.support.pictures import picture
+from tests.support.request_stream import Ask, Script
+from tests.support.thinker_reference import clip, tone
+
+__all__ = ["KINDS", "PLACEHOLDERS", "ThinkerAsk", "TowerRuns", "shows", "thinker_scripts"]
+
+PLACEHOLDERS: dict[Modality, str] = {
+    "image": "<|IMAGE|>",
+    "audio": "<|AUDIO|>",
+    "video": "<|VIDEO|>",
+}
+# Six placeholders each, but for the last of every kind.
+_SHOWN: dict[Modality, list[Any]] = {
+    "image": [picture(0), picture(1), picture(3)],
+    "audio": [tone(0.25), tone(0.25, 2000.0), tone(0.1)],
+    "video": [clip(0, grids=1), clip(1, grids=1), clip(2, grids=2)],
+}
+KINDS: list[Modality] = list(PLACEHOLDERS)
+
+
+def shows(engine: LLMEngine, *content: int | tuple[Modality, Any]) -> TokensPrompt:
+    """Token ids, and items in their places."""
+    assert engine.tokenizer is not None
+    vocabulary = engine.tokenizer.get_vocab()
+    items: dict[str, list[Any]] = {}
+    ids: list[int] = []
+    for part in content:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            ids.append(vocabulary[PLACEHOLDERS[part[0]]])
+            items.setdefault(part[0], []).append(part[1])
+    return TokensPrompt(tuple(ids), items)
+
+
+class TowerRuns:
+    """Counts the items of every run of a tower, by the sort of tower."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard: list[int] = []
+        self.seen: list[int] = []
+        for tower, runs in ((AudioTower, self.heard), (ImageTower, self.seen)):
+            self._count(monkeypatch, tower, runs)
+
+    @staticmethod
+    def _count(monkeypatch: pytest.MonkeyPatch, tower: type[Any], runs: list[int]) -> None:
+        forward = tower.forward
+
+        def counting(self: Any, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+            runs.append(len(inputs))
+            rows: list[Tensor] = forward(self, inputs)
+            return rows
+
+        monkeypatch.setattr(tower, "forward", counting)
+
+
+@dataclass(frozen=True)
+class ThinkerAsk(Ask):
+    """A request of a stream that shows items among its tokens.
+
+    Attributes:
+        placeholders: ids of the tokens that stand for them, in the order of ``KINDS``.
+        shown: before which of the family's tokens, which item of which kind.
+    """
+
+    placeholders: tuple[int, ...] = ()
+    shown: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def prompt(self) -> TokensPrompt:
+        text = super().prompt
+        assert isinstance(text, TokensPrompt)
+        ids = list(text.prompt_token_ids)
+        places = sorted((min(place, self.length), kind, n) for place, kind, n in self.shown)
+        for place, kind, _ in reversed(places):
+            ids.insert(place, self.placeholders[kind])
+        items: dict[str, list[Any]] = {}
+        for _, kind, number in places:
+            items.setdefault(KINDS[kind], []).append(_SHOWN[KINDS[kind]][number])
+        return TokensPrompt(tuple(ids), items)
+
+
+def thinker_scripts(placeholders: tuple[int, ...], max_text: int) -> st.SearchStrategy[Script]:
+    """Streams in which items return at the same and at other places, and others at theirs."""
+    item = st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 2), st.integers(0, 2))
+    asks = st.builds(
+        ThinkerAsk,
+        family=st.integers(0, 1),
+        length=st.integers(1, max_text),
+        tail=st.integers(0, 5),
+        max_tokens=st.integers(0, 9),
+        as_embeds=st.just(False),
+        seeded=st.booleans(),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from([None, None, None, "other"]),
+        placeholders=st.just(placeholders),
+        shown=st.lists(item, max_size=2).map(tuple),
+    )
+    return st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), asks),
+            st.tuples(st.just("step"), st.integers(1, 3)),
+            st.tuples(st.just("abort"), st.integers(0, 30)),
+        ),
+        min_size=4,
+        max_size=24,
+    )

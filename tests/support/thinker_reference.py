@@ -1,0 +1,219 @@
+"""Conversations with images, sound and videos, and what transformers' thinker makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoTokenizer,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniProcessor,
+)
+
+from engine import ChatPrompt, VideoFeatures
+from engine.config_log import quiet_config_log
+
+__all__ = ["Talk", "ThinkerAnswer", "ThinkerReference", "clip", "tone"]
+
+RATE = 16_000
+_MERGED = 4  # patches to a row
+_MARK = "<tts_pad>"
+
+
+@cache
+def tone(seconds: float, hertz: float = 300.0, rate: int = RATE) -> NDArray[np.float32]:
+    """A pure tone; a second of it takes 25 placeholders."""
+    samples: NDArray[np.float64] = np.sin(
+        2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate
+    )
+    return (0.5 * samples).astype(np.float32)
+
+
+@cache
+def clip(seed: int, grids: int = 2, seconds: float = 0.5) -> VideoFeatures:
+    """A video of noise, ``grids`` of 4 x 6 patches, which are 6 placeholders each."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(grids * 24, 3 * 2 * 14 * 14, generator=generator)
+    return VideoFeatures(pixels, (grids, 4, 6), seconds)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a user says: texts, pictures, samples and videos in a row."""
+
+    content: Sequence[str | Image.Image | NDArray[np.float32] | VideoFeatures]
+    tail: tuple[str, ...] = field(default=())
+
+    @property
+    def images(self) -> list[Image.Image]:
+        return [part for part in self.content if isinstance(part, Image.Image)]
+
+    @property
+    def sounds(self) -> list[NDArray[np.float32]]:
+        return [part for part in self.content if isinstance(part, np.ndarray)]
+
+    @property
+    def videos(self) -> list[VideoFeatures]:
+        return [part for part in self.content if isinstance(part, VideoFeatures)]
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        kinds = {np.ndarray: "audio", VideoFeatures: "video"}
+        parts = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": kinds.get(type(part), "image")}
+            for part in self.content
+        ]
+        turns = [{"role": "user", "content": parts}]
+        roles = ("assistant", "user")
+        return (*turns, *({"role": roles[n % 2], "content": t} for n, t in enumerate(self.tail)))
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        shown: dict[str, list[Any]] = {
+            "image": self.images,
+            "audio": self.sounds,
+            "video": self.videos,
+        }
+        return ChatPrompt(self.messages, {name: items for name, items in shown.items() if items})
+
+
+@dataclass(frozen=True)
+class ThinkerAnswer:
+    """The reference for one request; rows for all tokens but the last.
+
+    ``margins`` are the gaps between the two largest logits, as in ``GreedyAnswer``.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    margins: list[float]
+    hidden_states: Tensor
+    token_embeds: Tensor
+    position_ids: Tensor
+
+
+class _NoVideos:
+    """Stands where transformers wants a video processor, which needs torchvision."""
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+
+class _Processor(Qwen2_5OmniProcessor):  # type: ignore[misc]
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        if name == "video_processor":
+            return type(argument)
+        return super().check_argument_for_proper_class(name, argument)
+
+
+class ThinkerReference:
+    """The thinker of a checkpoint in transformers, run greedily without stopping at EOS."""
+
+    def __init__(self, folder: str) -> None:
+        with quiet_config_log():
+            whole = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.model = whole.thinker.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.processor = _Processor(
+            AutoImageProcessor.from_pretrained(folder, backend="pil"),
+            _NoVideos(),
+            AutoFeatureExtractor.from_pretrained(folder),
+            self.tokenizer,
+            chat_template=self.tokenizer.chat_template,
+        )
+        config = self.model.config
+        self.placeholders = (
+            config.image_token_id,
+            config.audio_token_id,
+            config.video_token_id,
+        )
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """What neither side may generate: a placeholder of nothing means no place."""
+        kept = self.tokenizer.eos_token_id
+        return tuple(index for index in self.tokenizer.all_special_ids if index != kept)
+
+    def inputs(self, talk: Talk) -> dict[str, Tensor]:
+        """As transformers' processor makes them; videos are put in beside it."""
+        text = self.tokenizer.apply_chat_template(
+            list(talk.messages), tokenize=False, add_generation_prompt=True
+        )
+        # The processor wants a video for the placeholder, and for the video a processor.
+        text = text.replace(self.tokenizer.video_token, _MARK)
+        kinds = {"images": talk.images, "audio": talk.sounds}
+        given = {name: items for name, items in kinds.items() if items}
+        inputs: dict[str, Tensor] = dict(self.processor(text=text, return_tensors="pt", **given))
+        if talk.videos:
+            inputs |= self._videos(inputs["input_ids"][0].tolist(), talk.videos)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return inputs
+
+    def _videos(self, ids: list[int], videos: Sequence[VideoFeatures]) -> dict[str, Tensor]:
+        grids = torch.stack([torch.as_tensor(video.video_grid_thw) for video in videos])
+        sizes = iter((grids.prod(dim=1) // _MERGED).tolist())
+        place, mark = self.model.config.video_token_id, self.tokenizer.get_vocab()[_MARK]
+        runs = [[place] * next(sizes) if index == mark else [index] for index in ids]
+        return {
+            "input_ids": torch.tensor([list(chain.from_iterable(runs))]),
+            "pixel_values_videos": torch.cat([video.pixel_values_videos for video in videos]),
+            "video_grid_thw": grids,
+            "video_second_per_grid": torch.tensor([video.second_per_grid for video in videos]),
+        }
+
+    @torch.inference_mode()
+    def answer(self, talk: Talk, num_tokens: int) -> ThinkerAnswer:
+        """``generate``, and what one pass over prompt and answer gives."""
+        inputs = self.inputs(talk)
+        prompt = inputs.pop("input_ids")
+        self.model.model.rope_deltas = None
+        out = self.model.generate(
+            input_ids=prompt,
+            **inputs,
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            suppress_tokens=list(self.suppressed),
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        tops = [scores[0].topk(2).values.tolist() for scores in out.scores]
+        ids = out.sequences[:, :-1]
+        inputs["attention_mask"] = torch.ones_like(ids)
+        self.model.model.rope_deltas = None
+        rows = self.model.model(input_ids=ids, **inputs, use_cache=False).last_hidden_state[0]
+        embeds = self.model.get_input_embeddings()(ids[0])
+        embeds[torch.isin(ids[0], torch.tensor(self.placeholders))] = 0
+        return ThinkerAnswer(
+            prompt[0].tolist(),
+            out.sequences[0, prompt.shape[1] :].tolist(),
+            [first - second for first, second in tops],
+            rows,
+            embeds,
+            self._places(ids, inputs),
+        )
+
+    def _places(self, ids: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        mask = inputs.get("feature_attention_mask")
+        places, _ = self.model.get_rope_index(
+            ids,
+            inputs.get("image_grid_thw"),
+            inputs.get("video_grid_thw"),
+            inputs["attention_mask"],
+            audio_seqlens=None if mask is None else mask.sum(1),
+            second_per_grids=inputs.get("video_second_per_grid"),
+        )
+        table: Tensor = places[:, 0].T
+        return table
