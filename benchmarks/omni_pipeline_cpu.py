@@ -380,7 +380,7 @@ def main() -> None:
     parser.add_argument("--codes", type=int, default=192, help="codec tokens, 50 a second")
     parser.add_argument("--steps", type=int, default=10, help="of the vocoder's flow")
     parser.add_argument("--text-chunk", type=int, default=4)
-    parser.add_argument("--code-chunk", type=int, default=24)
+    parser.add_argument("--code-chunk", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -16,6 +16,9 @@ from engine.wav_file import check_duration, read_wav
 
 __all__ = ["SampleReader", "load_extractor"]
 
+_LOUDEST = 2.0
+"""Above 1 by as much as filters overshoot, and far below integers that were taken as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
@@ -120,6 +123,12 @@ def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
         raise ValueError("the audio is empty: it holds no samples")
     if not np.isfinite(array).all():
         raise ValueError("the audio holds NaN or infinite samples")
+    loudest = float(np.abs(array).max())
+    if loudest > _LOUDEST:
+        raise ValueError(
+            f"the audio holds samples of up to {loudest:g}; floating-point samples lie in -1 to 1: "
+            "divide 16-bit integers by 32768"
+        )
     return array.astype(np.float32)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from engine.attention.backend import AttentionBackend
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
@@ -37,6 +38,7 @@ from prefix_cache import (
     EncoderCache,
     FullAttentionSpec,
     HostOnlySpec,
+    KVCacheConfig,
     KVCacheGroup,
     KVCacheManager,
     KVCacheSpec,
@@ -129,17 +131,15 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     if speech is None:  # the tokenizer beside a talker is its thinker's
         trusted = config.trust_remote_code
         tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=trusted)
-    groups = _cache_groups(model, config.block_size)
-    max_encoder_len = model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
     kv_config, plan = plan_memory(
         config,
-        groups,
+        _cache_groups(model, config.block_size),
         weights_bytes=model.weight_nbytes,
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
         attention=attention,
-        max_encoder_len=max_encoder_len,
+        max_encoder_len=_max_encoder_len(model),
     )
     kv_cache_manager = KVCacheManager(
         kv_config,
@@ -147,55 +147,25 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         output_names=output_names,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    input_batch = InputBatch(
-        max_num_seqs=max(config.max_num_seqs, 2),  # the warm-up runs two
-        max_model_len=max(max_model_len, 3),
-        block_sizes=[group.spec.block_size for group in groups],
-        max_encoder_lens={
-            group_id: max_encoder_len
-            for group_id, group in enumerate(groups)
-            if isinstance(group.spec, CrossAttentionSpec)
-        },
-    )
     swap_space = _swap_space(config, kv_cache_manager)
     swap_memory = PagedMemory(swap_space.config) if swap_space is not None else None
-    row_bytes = model.hidden_size * dtype.itemsize
-    item_holds = (
-        ItemHolds(EncoderCache(config.encoder_cache_bytes), row_bytes)
-        if isinstance(model, MultiModalModel)
-        else None
-    )
+    item_holds = None
+    if isinstance(model, MultiModalModel):
+        item_holds = ItemHolds(EncoderCache(config.encoder_cache_bytes), _row_bytes(model, dtype))
     runner = ModelRunner(
         model,
         kv_cache_manager=kv_cache_manager,
         memory=PagedMemory(kv_config, device),
         swap_memory=swap_memory,
-        backends=[
-            get_backend(attention, device, dtype, group.spec.block_size)
-            if isinstance(group.spec, AttentionSpec)
-            else None
-            for group in groups
-        ],
-        input_batch=input_batch,
+        backends=_attention_backends(kv_config, attention, device, dtype),
+        input_batch=_input_batch(config, kv_config, model, max_model_len),
         device=device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, 5),
         encoder_cache=item_holds.cache if item_holds is not None else None,
     )
-    emitted = runner.warm_up()
-    _check_output_names(output_names, emitted, kv_cache_manager)
-    limits = InputLimits(
-        max_model_len=max_model_len,
-        hidden_size=model.hidden_size,
-        vocab_size=(
-            model.input_vocab_size
-            if isinstance(model, EncoderDecoderModel)
-            else checkpoint.config.get_text_config().vocab_size
-        ),
-        has_lm_head=model.vocab_size > 0,
-        block_size=config.block_size,
-        usable_tokens=kv_cache_manager.longest_sequence(max_model_len),
-        dtype=dtype,
-    )
+    _check_output_names(output_names, runner.warm_up(), kv_cache_manager)
+    usable_tokens = kv_cache_manager.longest_sequence(max_model_len)
+    limits = _input_limits(config, checkpoint, model, max_model_len, usable_tokens, dtype)
     return EngineParts(
         tokenizer=tokenizer,
         limits=limits,
@@ -204,29 +174,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             encoder_cache=config.encoder_cache_bytes if item_holds is not None else 0,
             swap=swap_memory.nbytes if swap_memory is not None else 0,
         ),
-        input_processor=InputProcessor(
-            tokenizer,
-            limits,
-            eos_token_ids=(
-                eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer)
-                if speech is None
-                else speech.stop_token_ids
-            ),
-            seed=config.seed,
-            encoder_decoder=(
-                EncoderDecoderInputProcessor.from_checkpoint(checkpoint, tokenizer, model)
-                if isinstance(model, EncoderDecoderModel)
-                else None
-            ),
-            multimodal=(
-                MultiModalInputProcessor.from_checkpoint(
-                    checkpoint, model, cache_bytes=config.encoder_cache_bytes, row_bytes=row_bytes
-                )
-                if isinstance(model, MultiModalModel)
-                else None
-            ),
-            speech=speech,
-        ),
+        input_processor=_input_processor(config, checkpoint, model, tokenizer, limits, speech),
         kv_cache_manager=kv_cache_manager,
         scheduler=Scheduler(
             kv_cache_manager,
@@ -241,6 +189,99 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         swap_space=swap_space,
         item_holds=item_holds,
     )
+
+
+def _input_processor(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: CausalModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    limits: InputLimits,
+    speech: SpeechPromptProcessor | None,
+) -> InputProcessor:
+    encoder_decoder, multimodal = None, None
+    if isinstance(model, EncoderDecoderModel):
+        encoder_decoder = EncoderDecoderInputProcessor.from_checkpoint(checkpoint, tokenizer, model)
+    elif isinstance(model, MultiModalModel):
+        multimodal = MultiModalInputProcessor.from_checkpoint(
+            checkpoint,
+            model,
+            cache_bytes=config.encoder_cache_bytes,
+            row_bytes=_row_bytes(model, limits.dtype),
+        )
+    return InputProcessor(
+        tokenizer,
+        limits,
+        eos_token_ids=(
+            eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer)
+            if speech is None
+            else speech.stop_token_ids
+        ),
+        seed=config.seed,
+        encoder_decoder=encoder_decoder,
+        multimodal=multimodal,
+        speech=speech,
+    )
+
+
+def _input_limits(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: CausalModel,
+    max_model_len: int,
+    usable_tokens: int,
+    dtype: torch.dtype,
+) -> InputLimits:
+    return InputLimits(
+        max_model_len=max_model_len,
+        hidden_size=model.hidden_size,
+        vocab_size=(
+            model.input_vocab_size
+            if isinstance(model, EncoderDecoderModel)
+            else checkpoint.config.get_text_config().vocab_size
+        ),
+        has_lm_head=model.vocab_size > 0,
+        block_size=config.block_size,
+        usable_tokens=usable_tokens,
+        dtype=dtype,
+    )
+
+
+def _input_batch(
+    config: EngineConfig, kv_config: KVCacheConfig, model: CausalModel, max_model_len: int
+) -> InputBatch:
+    """The tables, with room for the warm-up: two requests, of three tokens at most."""
+    return InputBatch(
+        max_num_seqs=max(config.max_num_seqs, 2),
+        max_model_len=max(max_model_len, 3),
+        block_sizes=[group.spec.block_size for group in kv_config.groups],
+        max_encoder_lens={
+            group_id: _max_encoder_len(model)
+            for group_id, group in enumerate(kv_config.groups)
+            if isinstance(group.spec, CrossAttentionSpec)
+        },
+    )
+
+
+def _attention_backends(
+    kv_config: KVCacheConfig, name: str, device: torch.device, dtype: torch.dtype
+) -> list[AttentionBackend | None]:
+    """One for every group; None where it has no attention."""
+    return [
+        get_backend(name, device, dtype, group.spec.block_size)
+        if isinstance(group.spec, AttentionSpec)
+        else None
+        for group in kv_config.groups
+    ]
+
+
+def _max_encoder_len(model: CausalModel) -> int:
+    return model.max_encoder_len if isinstance(model, EncoderDecoderModel) else 0
+
+
+def _row_bytes(model: MultiModalModel, dtype: torch.dtype) -> int:
+    """What one row of an image or the like takes."""
+    return model.hidden_size * dtype.itemsize
 
 
 def _swap_space(config: EngineConfig, manager: KVCacheManager) -> SwapSpace | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["GenerationParams", "GeneratorConfig", "GeneratorSettings", "StreamWindow"]
 
@@ -11,18 +13,24 @@ class StreamWindow(BaseModel):
     """How speech that comes in chunks is cut, in blocks of the model.
 
     A block is what the model's attention works on at a time: 12 codes, or 0.24 s, in the published
-    Qwen2.5-Omni. A window is computed whole and its middle is kept::
+    Qwen2.5-Omni. A window is computed whole and its middle is kept. The first is short, so that
+    sound comes early; each gives as much as all before it and the first, until they are long
+    enough to cost little more than the whole::
 
-        codes    ─────────────────────────────────────────────►
-        window 1 │  chunk  │ right │
-        window 2 │  left   │  chunk  │ right │
-        window 3       │   left  │  chunk  │ right │
+        codes    ────────────────────────────────────────────────────►
+        window 1 │ first │ right │
+        window 2 │ left  │   2 x first   │ right │
+        window 3         │     left      │           4 x first           │ right │
+        ...                                                    up to chunk_blocks
 
-    Sound comes out as soon as the codes of a chunk, those at its right and one more are there.
-    Small chunks come early and cost ``(left + chunk + right) / chunk`` of the whole's work.
+    A window runs as soon as its codes, those at its right and one more are there. It costs
+    ``(left + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster
+    than they are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap
+    before each longer window.
 
     Attributes:
-        chunk_blocks: what a window gives.
+        first_blocks: what the first window gives.
+        chunk_blocks: what a window gives at most.
         left_blocks: what it sees before that; by default as far as the published model was
             trained to look back.
         right_blocks: what it sees after that; likewise.
@@ -30,9 +38,19 @@ class StreamWindow(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    chunk_blocks: int = Field(default=2, ge=1)
+    first_blocks: int = Field(default=1, ge=1)
+    chunk_blocks: int = Field(default=8, ge=1)
     left_blocks: int = Field(default=2, ge=0)
     right_blocks: int = Field(default=1, ge=0)
+
+    @model_validator(mode="after")
+    def _first_is_no_longer_than_others(self) -> Self:
+        if self.first_blocks > self.chunk_blocks:
+            raise ValueError(
+                f"first_blocks ({self.first_blocks}) must not be larger than chunk_blocks "
+                f"({self.chunk_blocks})"
+            )
+        return self
 
 
 class GenerationParams(BaseModel):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from engine.byte_sizes import format_bytes
 from engine.checkpoint import Checkpoint
 from engine.engine_builder import resolve_device
 from engine.generator_config import GeneratorConfig
@@ -163,14 +164,18 @@ class GeneratorEngine:
         return {
             "dtype": "float32",
             "device": str(self._model.device),
-            "weights_bytes": self._model.nbytes,
             "sampling_rate": self.sampling_rate,
             "max_codes": self.max_codes,
             "speakers": list(self.speakers.names),
             "window": (
-                f"{window.chunk} codes ({window.chunk * seconds:.2f} s), "
-                f"with {window.left} before and {window.right} after"
+                f"{window.first} to {window.chunk} codes ({window.first * seconds:.2f} to "
+                f"{window.chunk * seconds:.2f} s), with {window.left} before and {window.right} "
+                "after"
             ),
+            "memory": [
+                f"weights        {format_bytes(self._model.nbytes)} "
+                f"(float32 on {self._model.device})"
+            ],
         }
 
     def check_integrity(self) -> None:
@@ -281,7 +286,10 @@ def _window_sizes(config: GeneratorConfig, model: Code2Wav) -> WindowSizes:
     """The window in codes. It begins where a block does, so that blocks lie as in the whole."""
     window, block = config.generation.window, model.codes_per_block
     sizes = WindowSizes(
-        window.chunk_blocks * block, window.left_blocks * block, window.right_blocks * block
+        window.first_blocks * block,
+        window.chunk_blocks * block,
+        window.left_blocks * block,
+        window.right_blocks * block,
     )
     total = sizes.chunk + sizes.left + sizes.right
     if total > model.max_codes:

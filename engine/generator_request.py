@@ -42,9 +42,14 @@ class GeneratorOutput:
 class WindowSizes:
     """How chunks are cut, in codes; see :class:`~engine.generator_config.StreamWindow`."""
 
+    first: int
     chunk: int
     left: int
     right: int
+
+    def kept(self, num_done: int) -> int:
+        """What the window gives that follows ``num_done`` codes: 1, 2, 4, ... times ``first``."""
+        return min(num_done + self.first, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +107,19 @@ class GeneratorRequest:
 
         Where windows lie depends on the codes alone, not on how they came: one is cut off only
         when there is a code beyond it, which is known either way before it runs. The last takes
-        what is left, ``chunk + right`` codes at most::
+        what is left, ``right`` codes more than its turn at most::
 
-            codes   0 ......................... n
-            kept    | chunk | chunk | rest |        right < rest <= chunk + right
+            codes   0 .................................. n
+            kept    | first | 2 x first | rest |           rest <= 4 x first + right
         """
         done, available = self.num_done, len(self.codes)
         if self.whole:
             return CodeWindow(0, available, 0, available) if done < available else None
-        stop = done + sizes.chunk + sizes.right
+        kept_stop = done + sizes.kept(done)
+        stop = kept_stop + sizes.right
         start = max(0, done - sizes.left)
         if available > stop:
-            return CodeWindow(start, stop, done, done + sizes.chunk)
+            return CodeWindow(start, stop, done, kept_stop)
         if self.is_last and done < available:
             return CodeWindow(start, available, done, available)
         return None

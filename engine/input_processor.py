@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -134,14 +134,11 @@ class InputProcessor:
                 priority=priority,
                 arrival_index=next(self._arrivals),
                 cache_salt=cache_salt,
-                sampling=SamplingState(
+                sampling=self._sampling_state(
                     params,
-                    prompt_token_ids=() if content.embeds is not None else token_ids,
-                    seed=(seed + index) % 2**63,
-                    eos_token_ids=self._eos_token_ids,
-                    vocab_size=self._limits.vocab_size,
-                    rule=content.logits_rule,
-                    begin_suppress_token_ids=self._begin_suppressed,
+                    () if content.embeds is not None else token_ids,
+                    (seed + index) % 2**63,
+                    content.logits_rule,
                 ),
                 text=CompletionText(self._tokenizer, params, self._eos_token_ids),
                 spans=content.spans,
@@ -154,10 +151,42 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse what no request could run with.
+
+        Raises:
+            ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
+        """
+        self._sampling_state(self._with_suppressed(params))
+        CompletionText(self._tokenizer, params, self._eos_token_ids)
+        self._check_head(params)
+
+    def _sampling_state(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        rule: LogitsRule | None = None,
+    ) -> SamplingState:
+        return SamplingState(
+            params,
+            prompt_token_ids,
+            seed,
+            self._eos_token_ids,
+            self._limits.vocab_size,
+            rule=rule,
+            begin_suppress_token_ids=self._begin_suppressed,
+        )
+
     @property
     def speakers(self) -> tuple[str, ...] | None:
         """Voices of a talker; None of other models."""
         return None if self._speech is None else self._speech.speakers.names
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether prompts have two sides."""
+        return self._encoder_decoder is not None
 
     def extend(self, request: Request, prompt: Prompt) -> None:
         """Take the next chunk of a request's prompt, which its other completions share.
@@ -230,6 +259,13 @@ class InputProcessor:
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
+    def _check_head(self, params: SamplingParams) -> None:
+        if params.max_tokens and not self._limits.has_lm_head:
+            raise ValueError(
+                "the checkpoint has no language-model head and cannot generate; "
+                f"use max_tokens=0, got {params.max_tokens}"
+            )
+
     def _max_num_tokens(
         self, num_prompt_tokens: int, params: SamplingParams, positions: PromptPositions | None
     ) -> int:
@@ -249,11 +285,7 @@ class InputProcessor:
                 f"the prompt has {num_prompt_tokens} tokens{room}, but max_model_len is "
                 f"{limits.max_model_len}; shorten the prompt or raise max_model_len"
             )
-        if params.max_tokens and not limits.has_lm_head:
-            raise ValueError(
-                "the checkpoint has no language-model head and cannot generate; "
-                f"use max_tokens=0, got {params.max_tokens}"
-            )
+        self._check_head(params)
         max_num_tokens = min(num_prompt_tokens + params.max_tokens, limits.max_model_len - ahead)
         # The last token is never computed, so it needs no slot.
         num_slots = max(num_prompt_tokens, max_num_tokens - 1)

@@ -13,20 +13,10 @@ from engine.config import EngineConfig
 from engine.engine_builder import build_engine_parts
 from engine.model_runner import SampledToken
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.prompts import (
-    AudioPrompt,
-    ChatPrompt,
-    CodecPrompt,
-    EmbedsPrompt,
-    ExplicitEncoderDecoderPrompt,
-    ImagePrompt,
-    Prompt,
-    SpeechPrompt,
-    TextPrompt,
-    TokensPrompt,
-)
+from engine.prompts import Prompt
 from engine.request import Request, RequestStatus
 from engine.request_group import RequestGroup
+from engine.run_prompts import run_prompts, stream_prompt
 from engine.sampling_params import SamplingParams
 from engine.scheduler_output import SchedulerOutput
 from engine.stats import EngineStats
@@ -35,19 +25,6 @@ from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
 __all__ = ["LLMEngine"]
 
 logger = logging.getLogger(__name__)
-
-_SINGLE_PROMPT = (
-    str,
-    TextPrompt,
-    ChatPrompt,
-    TokensPrompt,
-    EmbedsPrompt,
-    AudioPrompt,
-    ImagePrompt,
-    ExplicitEncoderDecoderPrompt,
-    SpeechPrompt,
-    CodecPrompt,
-)
 
 
 class LLMEngine:
@@ -194,9 +171,27 @@ class LLMEngine:
         return bool(self._groups)
 
     @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        """The requests that were added and have not ended, oldest first."""
+        return tuple(self._groups)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse what no request could run with, before one is there.
+
+        Raises:
+            ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
+        """
+        self._inputs.check_sampling(params)
+
+    @property
     def speakers(self) -> tuple[str, ...] | None:
         """Voices that speech prompts choose from; None if the model is no talker."""
         return self._inputs.speakers
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether prompts have two sides, and outputs may have rows of the encoder's tokens."""
+        return self._inputs.is_encoder_decoder
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Hand in the next chunk of a live request's prompt.
@@ -284,27 +279,7 @@ class LLMEngine:
             ValueError: a prompt cannot run (nothing has run then) or is only a first chunk, the
                 lengths differ, or other requests are live.
         """
-        self._check_idle("generate")
-        batch = [prompts] if isinstance(prompts, _SINGLE_PROMPT) else list(prompts)
-        for prompt in batch:
-            _check_whole(prompt)
-        if sampling is None or isinstance(sampling, SamplingParams):
-            params = [sampling] * len(batch)
-        else:
-            params = list(sampling)
-        if len(params) != len(batch):
-            raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
-        ids = [f"generate-{index}" for index in range(len(batch))]
-        done: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, param in zip(ids, batch, params, strict=True):
-                self.add_request(request_id, prompt, param)
-            while len(done) < len(ids):
-                done.update({o.request_id: o for o in self.step() if o.finished})
-        finally:
-            for request_id in ids:
-                self.abort(request_id)
-        return [done[request_id] for request_id in ids]
+        return run_prompts(self, prompts, sampling)
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None
@@ -315,17 +290,7 @@ class LLMEngine:
             ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
                 see :meth:`generate`.
         """
-        self._check_idle("stream")
-        _check_whole(prompt)
-        request_id = "stream"
-        self.add_request(request_id, prompt, sampling)
-        try:
-            while request_id in self._groups:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        yield output
-        finally:
-            self.abort(request_id)
+        yield from stream_prompt(self, prompt, sampling)
 
     @property
     def enable_prefix_caching(self) -> bool:
@@ -367,13 +332,6 @@ class LLMEngine:
         """Drop all requests. Weights and pages go with the last reference to the engine."""
         for request_id in tuple(self._groups):
             self.abort(request_id)
-
-    def _check_idle(self, method: str) -> None:
-        if self._groups:
-            raise ValueError(
-                f"{method} drives the engine alone, but {len(self._groups)} requests are live: "
-                "finish or abort them first, or use add_request and step for all"
-            )
 
     def _note_first_run(self, scheduled: SchedulerOutput) -> None:
         for item in scheduled.scheduled:
@@ -475,14 +433,6 @@ class LLMEngine:
         self._groups.pop(group.request_id, None)
         for completion in group.completions:
             self._group_of.pop(completion.request.request_id, None)
-
-
-def _check_whole(prompt: Prompt) -> None:
-    if isinstance(prompt, SpeechPrompt) and not prompt.is_last:
-        raise ValueError(
-            "the prompt is the first of several chunks (is_last=False): use add_request, "
-            "extend_request and step, so that the others can come"
-        )
 
 
 def _is_computed(request: Request) -> bool:

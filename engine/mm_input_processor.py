@@ -110,9 +110,15 @@ class MultiModalInputProcessor:
         placeholder = self._model.placeholders[modality]
         num_places = sum(token_id == placeholder for token_id in token_ids)
         if num_places != num_items:
+            mend = (
+                f"give one {modality} for each placeholder"
+                if num_places > num_items
+                else f"write a placeholder where each {modality} belongs, or, in chat messages, a "
+                f"part of type {modality}"
+            )
             raise ValueError(
                 f"the prompt has {num_places} {modality} placeholders (token {placeholder}), but "
-                f"{num_items} {modality} items were given; each needs one placeholder"
+                f"{num_items} {modality} items were given; {mend}"
             )
 
     def _input(

@@ -33,11 +33,17 @@ def items_of(
         modalities: what may be shown.
 
     Raises:
-        ValueError: it shows something else, or not a list of items.
+        ValueError: ``multi_modal_data`` is no mapping, or shows something else, or not a list of
+            items.
     """
     data: Mapping[str, object] = {}
     if isinstance(prompt, TextPrompt | ChatPrompt | TokensPrompt):
         data = prompt.multi_modal_data
+    if not isinstance(data, Mapping):
+        raise ValueError(
+            "multi_modal_data must be a mapping of modalities to lists of items, such as "
+            f"{{'audio': ['question.wav']}}, got {type(data).__name__}"
+        )
     unknown = sorted(set(data) - set(modalities))
     if unknown:
         raise ValueError(

@@ -98,7 +98,8 @@ def resolve_prompt(
             kind = f"{type(prompt.encoder_prompt).__name__} for an encoder"
         raise ValueError(
             f"this model is not an encoder-decoder model, so it takes no {kind}; "
-            "give it one prompt of text, chat messages, token ids or embeddings"
+            "give it one prompt of text, chat messages, token ids or embeddings; sound and images, "
+            "where a model takes them, stand beside such a prompt"
         )
     if isinstance(prompt, SpeechPrompt | CodecPrompt):
         reader = "a talker" if isinstance(prompt, SpeechPrompt) else "a vocoder"

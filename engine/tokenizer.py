@@ -28,6 +28,8 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 
+_PART_TYPES = ("text", "image", "audio", "video")
+
 
 def load_tokenizer(
     model_path: str | Path, *, trust_remote_code: bool = False
@@ -94,11 +96,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     if not messages:
         raise ValueError("a chat prompt needs at least one message")
     for index, message in enumerate(messages):
-        missing = [key for key in ("role", "content") if key not in message]
-        if missing:
-            raise ValueError(
-                f"chat message {index} lacks {' and '.join(missing)}; it has {sorted(message)}"
-            )
+        _check_message(f"chat message {index}", message)
     if not tokenizer.chat_template:
         raise ValueError(
             "the checkpoint's tokenizer has no chat template, so chat messages cannot be turned "
@@ -111,3 +109,37 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return str(text)
+
+
+def _check_message(name: str, message: object) -> None:
+    """Refuse what a chat template may leave out without a word, so that nobody would hear it."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} must be a mapping of role and content, got {message!r}")
+    missing = [key for key in ("role", "content") if key not in message]
+    if missing:
+        raise ValueError(f"{name} lacks {' and '.join(missing)}; it has {sorted(message)}")
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, Sequence):
+        raise ValueError(f"{name}: content must be text or a list of parts, got {content!r}")
+    for number, part in enumerate(content):
+        _check_part(f"{name}, part {number}", part)
+
+
+def _check_part(name: str, part: object) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in _PART_TYPES:
+        raise ValueError(
+            f"{name} must be a mapping whose type is one of {', '.join(_PART_TYPES)}, got {part!r}"
+        )
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{name} is of type text, so its text must be a str")
+        return
+    carried = sorted(set(part) - {"type"})
+    if carried:
+        raise ValueError(
+            f"{name} carries {', '.join(map(repr, carried))}; the part only says where the {kind} "
+            f"belongs: give what it shows in the prompt's multi_modal_data[{kind!r}]"
+        )

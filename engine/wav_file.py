@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 __all__ = ["check_duration", "read_wav"]
 
+_STREAM_BYTES = 2**31 - 2**16
+"""What no honest header states: writers of streams put about 2**31 or 2**32 bytes there."""
+
 
 def read_wav(path: str | Path, *, longest_s: float) -> tuple[NDArray[np.float32], int]:
     """Read a WAV file of PCM samples, 8 to 32 bits each; channels are averaged.
@@ -23,25 +26,34 @@ def read_wav(path: str | Path, *, longest_s: float) -> tuple[NDArray[np.float32]
         Mono samples ``(num_samples,)`` in -1 to 1, and how many of them make a second.
 
     Raises:
-        ValueError: the file cannot be read, is no WAV file, holds samples of another kind, none
-            at all, or too many.
+        ValueError: the file cannot be read, is no WAV file, is cut off by more than a sample, or
+            holds samples of another kind, none at all, or too many.
     """
     name = f"audio {str(path)!r}"
     try:
         with wave.open(str(path), "rb") as file:
             rate, channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
-            # A file that was written as a stream does not know its length: its header says 2**32.
+            # A file that was written as a stream does not know its length: its header says 2**32,
+            # or that less the header.
             most = Path(path).stat().st_size // (channels * width)
-            num_frames = min(file.getnframes(), most)
+            stated = file.getnframes()
+            num_frames = min(stated, most)
             if rate < 1:
                 raise ValueError(f"{name} says that it has {rate} samples per second")
             check_duration(num_frames / rate, longest_s, name)
             data = file.readframes(num_frames)
+            found = len(data) // (channels * width)
+            if found + 1 < stated < _STREAM_BYTES // (channels * width):
+                raise ValueError(
+                    f"{name} is cut off: its header states {stated} samples, it holds {found}"
+                )
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
     except (wave.Error, EOFError) as error:
         reason = str(error) or "it ends too early"
-        raise ValueError(f"{name} is not a WAV file of PCM samples: {reason}") from error
+        raise ValueError(
+            f"{name} is not a WAV file of PCM samples: {reason}; convert it to 16-bit PCM"
+        ) from error
     data = data[: len(data) // (channels * width) * (channels * width)]
     if not data:
         raise ValueError(f"{name} is empty: it holds no samples")

@@ -42,15 +42,30 @@ Config: TypeAlias = Annotated[
 ]
 Prompts: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given several times."),
+    typer.Option(
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        help="A prompt, taken as it stands, placeholders included; may be given several times.",
+    ),
+]
+Chats: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat",
+        metavar="TEXT",
+        help="What a user says, in the checkpoint's chat template, after every --image and "
+        "--audio; needs no placeholders. Each of several is a conversation of its own.",
+    ),
 ]
 Audio: TypeAlias = Annotated[
     list[Path] | None,
     typer.Option(
         "--audio",
         metavar="FILE",
-        help="A WAV file that every --prompt shows where its next placeholder is; without a "
-        "--prompt, one for a speech model. May be given several times.",
+        help="A WAV file that every --chat begins with, after its images, or that every --prompt "
+        "shows where its next placeholder is; without either, a request to a speech model. May "
+        "be given several times.",
     ),
 ]
 Language: TypeAlias = Annotated[
@@ -78,8 +93,8 @@ Images: TypeAlias = Annotated[
     typer.Option(
         "--image",
         metavar="FILE",
-        help="An image that every --prompt shows where its next placeholder is; may be given "
-        "several times.",
+        help="An image that every --chat begins with, or that every --prompt shows where its next "
+        "placeholder is; may be given several times.",
     ),
 ]
 Input: TypeAlias = Annotated[
@@ -108,6 +123,7 @@ Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceb
 def run(
     config: Config,
     prompt: Prompts = None,
+    chat: Chats = None,
     audio: Audio = None,
     language: Language = None,
     encoder_prompt: EncoderPrompts = None,
@@ -134,7 +150,7 @@ def run(
         from omni.run_command import run_requests
 
         pipeline = _load(config, overrides, speaker)
-        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
+        flags = PromptFlags(prompt, chat, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _requests(pipeline, flags, input_file)
         all_well = run_requests(pipeline, requests, output_dir=output_dir, quiet=quiet)
     if not all_well:
@@ -185,6 +201,7 @@ def explain(
 def verify(
     config: Config,
     prompt: Prompts = None,
+    chat: Chats = None,
     audio: Audio = None,
     language: Language = None,
     encoder_prompt: EncoderPrompts = None,
@@ -213,7 +230,7 @@ def verify(
         from omni.verify import verify as verify_requests
 
         pipeline = _load(config, overrides, speaker)
-        flags = PromptFlags(prompt, audio, language, encoder_prompt, decoder_prompt, image)
+        flags = PromptFlags(prompt, chat, audio, language, encoder_prompt, decoder_prompt, image)
         requests = _refuse_bad_lines(_requests(pipeline, flags, input_file))
         with Omni(pipeline) as omni:
             report = verify_requests(omni, requests, atol=atol)
@@ -266,7 +283,8 @@ def _requests(
 ) -> list[OmniRequest | RequestError]:
     if flags.given == (input_file is not None):
         raise ValueError(
-            "give either --prompt, --audio or --encoder-prompt, once or several times, or --input"
+            "give either --chat, --prompt, --audio or --encoder-prompt, once or several times, or "
+            "--input"
         )
     if input_file is not None:
         return _read_file(pipeline, input_file)

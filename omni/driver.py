@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -17,7 +17,7 @@ __all__ = ["Driver", "Sink", "Ticket"]
 
 _logger = logging.getLogger(__name__)
 
-Sink: TypeAlias = Callable[[OmniOutput | Exception], None]
+Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
 """Gets a request's outputs, in the driver's thread; it must not block. After an output that is
 finished, or an exception, nothing follows."""
 
@@ -56,7 +56,8 @@ class Driver:
         self._busy = False
         self._pauses = 0
         self._stopping = False
-        self._crash: Exception | None = None
+        self._crash: BaseException | None = None
+        self._unwanted: set[Ticket] = set()
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
@@ -88,6 +89,7 @@ class Driver:
         """End requests whose outputs nobody waits for any more; those that ended are ignored."""
         gone = tuple(tickets)
         with self._changed:
+            self._unwanted.update(gone)
             self._command(lambda: self._discard(gone))
 
     @contextmanager
@@ -143,7 +145,7 @@ class Driver:
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
-        except Exception as error:
+        except BaseException as error:  # a SystemExit, too, must not leave callers waiting for ever
             _logger.exception("the pipeline's driver crashed")
             self._give_up(error)
 
@@ -193,11 +195,13 @@ class Driver:
         if output is not None:
             self._deliver(output)
 
-    def _discard(self, tickets: Iterable[Ticket]) -> None:
+    def _discard(self, tickets: Collection[Ticket]) -> None:
         for ticket in tickets:
             if self._live.get(ticket.request_id) is ticket:
                 del self._live[ticket.request_id]
                 self._orchestrator.abort(ticket.request_id)
+        with self._changed:
+            self._unwanted.difference_update(tickets)
 
     def _deliver(self, output: OmniOutput) -> None:
         ticket = self._live[output.request_id]
@@ -206,15 +210,17 @@ class Driver:
         if not self._tell(ticket, output):
             self._discard([ticket])
 
-    def _tell(self, ticket: Ticket, news: OmniOutput | Exception) -> bool:
+    def _tell(self, ticket: Ticket, news: OmniOutput | BaseException) -> bool:
         try:
             ticket.sink(news)
         except Exception:  # such as an event loop that was closed without telling us
-            _logger.exception("nobody takes the outputs of request %r", ticket.request_id)
+            # One that told us may have been closed before the thread came to hear of it.
+            if ticket not in self._unwanted:
+                _logger.exception("nobody takes the outputs of request %r", ticket.request_id)
             return False
         return True
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         with self._changed:
             self._crash = error
             self._busy = False

@@ -32,7 +32,7 @@ from stages import StageStats
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
 _Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
-_News: TypeAlias = tuple[int, OmniOutput | Exception]
+_News: TypeAlias = tuple[int, OmniOutput | BaseException]
 
 
 class Omni:
@@ -89,6 +89,7 @@ class Omni:
             its ``error`` set; the others are complete.
 
         Raises:
+            ValueError: ``requests`` is none of these.
             RuntimeError: the pipeline is closed, or its driver crashed.
         """
         batch = _as_requests(requests)
@@ -106,6 +107,7 @@ class Omni:
         Leaving the loop early aborts what is still running.
 
         Raises:
+            ValueError: ``requests`` is none of these.
             RuntimeError: the pipeline is closed, or its driver crashed.
         """
         for _, output in self._run(_as_requests(requests)):
@@ -117,6 +119,7 @@ class Omni:
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
 
         Raises:
+            ValueError: ``requests`` is none of these.
             RuntimeError: the pipeline is closed, or its driver crashed.
         """
         batch = _as_requests(requests)
@@ -194,14 +197,14 @@ class Omni:
             )
 
 
-def _post(post: Callable[[_News], object], position: int, news: OmniOutput | Exception) -> None:
+def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:
     post((position, news))
 
 
 def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
     """Unpack what a sink got; strike out the request if it was the last of it."""
     position, output = news
-    if isinstance(output, Exception):
+    if isinstance(output, BaseException):
         raise RuntimeError("the pipeline's driver has crashed") from output
     if output.finished:
         del running[position]
@@ -209,6 +212,13 @@ def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
 
 
 def _as_requests(requests: _Requests) -> list[OmniRequest]:
+    given: object = requests
+    # A mapping would run as well: each of its keys as a prompt.
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):
+        raise ValueError(
+            "requests must be a prompt (such as a str, TextPrompt or ChatPrompt), an OmniRequest, "
+            f"or a list of these, got {type(given).__name__}"
+        )
     several: Iterable[Prompt | OmniRequest]
     several = [requests] if isinstance(requests, Prompt | OmniRequest) else requests
     return [each if isinstance(each, OmniRequest) else OmniRequest(each) for each in several]

@@ -6,15 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pydantic import ValidationError
-
-from engine import FinishReason, Prompt, SamplingParams
+from engine import CodecPrompt, FinishReason, Prompt, SpeechPrompt
 from omni.chunk_stream import ChunkStream
 from omni.live_request import LiveRequest
 from omni.pipeline import Pipeline
 from omni.request import OmniOutput, OmniRequest
-from omni.schema_error import explain_validation_error
-from omni.suggestion import suggest
+from omni.request_sampling import request_sampling
 from stages import Stage, StageOutput, StageRequest, TransformContext
 
 __all__ = ["Orchestrator"]
@@ -90,7 +87,7 @@ class Orchestrator:
         live = LiveRequest(
             request=request,
             request_id=request.request_id,
-            sampling=self._sampling(request),
+            sampling=request_sampling(self._pipeline, request),
             speaker=request.speaker if request.speaker is not None else self._pipeline.speaker,
             waiting=set(self._pipeline.order),
             streams=self._streams(),
@@ -125,29 +122,6 @@ class Orchestrator:
         """
         live = self._live.get(request_id)
         return None if live is None else self._end(live, reason, FinishReason.ABORT)
-
-    def _sampling(self, request: OmniRequest) -> dict[str, SamplingParams]:
-        merged = {}
-        for name, override in request.sampling.items():
-            stage = self._pipeline.stages.get(name)
-            if stage is None:
-                raise ValueError(
-                    f"sampling for stage {name!r}, which does not exist"
-                    f"{suggest(name, self._pipeline.stages)}"
-                )
-            try:
-                merged[name] = stage.merge_sampling(override)
-            except ValidationError as error:
-                mistakes = explain_validation_error(error, SamplingParams, override)
-                raise ValueError(f"sampling for stage {name!r}: {mistakes}") from error
-            except ValueError as error:
-                raise ValueError(f"sampling for stage {name!r}: {error}") from error
-            if merged[name].n > 1 and self._pipeline.consumers[name]:
-                raise ValueError(
-                    f"sampling for stage {name!r}: n={merged[name].n} completions, but it feeds "
-                    f"{', '.join(self._pipeline.consumers[name])}, which takes one"
-                )
-        return merged
 
     def _streams(self) -> dict[str, ChunkStream]:
         stages = self._pipeline.stages
@@ -292,6 +266,8 @@ class Orchestrator:
         is_last: bool = True,
     ) -> Prompt:
         if stage.name not in self._pipeline.transforms:
+            with _blamed_on(stage, live):
+                _check_end(live.request.prompt, is_last)
             return live.request.prompt
         context = TransformContext(
             live.request_id,
@@ -305,6 +281,7 @@ class Orchestrator:
             prompt = self._pipeline.transforms[stage.name](context)
             if not isinstance(prompt, Prompt):
                 raise ValueError(f"its transform returned a {type(prompt).__name__}, not a prompt")
+            _check_end(prompt, is_last)
         return prompt
 
     def _stream(self, live: LiveRequest, source: Stage, output: StageOutput) -> None:
@@ -442,6 +419,15 @@ def _blamed_on(stage: Stage, live: LiveRequest) -> Iterator[None]:
     except Exception as error:
         _logger.exception("stage %r failed on request %r", stage.name, live.request_id)
         raise ValueError(f"stage {stage.name!r}: {type(error).__name__}: {error}") from error
+
+
+def _check_end(prompt: Prompt, is_last: bool) -> None:
+    """Refuse a prompt after which a stage would wait for more, which never comes."""
+    if is_last and isinstance(prompt, CodecPrompt | SpeechPrompt) and not prompt.is_last:
+        raise ValueError(
+            f"it got a {type(prompt).__name__} with is_last=False, but nothing follows; a "
+            "transform hands on the is_last of its context"
+        )
 
 
 def _is_held_up(live: LiveRequest, source: Stage) -> bool:

@@ -19,7 +19,9 @@ from stages import (
     hidden_states_as_prompt_embeds,
     resolve_transform,
     takes_chunks,
+    thinker_to_talker,
 )
+from stages.omni_transforms import THINKER_TENSORS
 
 if TYPE_CHECKING:
     from omni.pipeline_config import PipelineConfig
@@ -46,9 +48,9 @@ class Pipeline:
 
     Raises:
         ValueError: no stage, two of the same name, an unknown source, a cycle, a stage that
-            leads nowhere, no final output, a transform that cannot be resolved, hidden states
-            that do not fit the next stage, several completions in a stage that feeds another,
-            an edge with a chunk size that cannot be streamed, or an unknown speaker.
+            leads nowhere, no final output, a transform that cannot be resolved, tensors that are
+            not handed on or do not fit the next stage, several completions in a stage that feeds
+            another, an edge with a chunk size that cannot be streamed, or an unknown speaker.
     """
 
     def __init__(self, stages: Sequence[Stage], *, speaker: str | None = None) -> None:
@@ -68,7 +70,7 @@ class Pipeline:
         )
         self.speaker = speaker
         self._check_outputs()
-        self._check_hidden_states()
+        self._check_tensors()
         self._check_streamed_edges()
         self.check_speaker(speaker)
 
@@ -145,13 +147,15 @@ class Pipeline:
                     f"{', '.join(consumers)}, which takes one: n > 1 is for stages that feed none"
                 )
 
-    def _check_hidden_states(self) -> None:
+    def _check_tensors(self) -> None:
         for name, transform in self.transforms.items():
-            if transform is not hidden_states_as_prompt_embeds:
-                continue
             for source, consumers in self.consumers.items():
-                if name in consumers:
+                if name not in consumers:
+                    continue
+                if transform is hidden_states_as_prompt_embeds:
                     _check_edge(self.stages[source], self.stages[name])
+                elif transform is thinker_to_talker:
+                    _check_outputs_of_thinker(self.stages[source], self.stages[name])
 
     def _check_streamed_edges(self) -> None:
         for name, transform in self.transforms.items():
@@ -213,6 +217,16 @@ def _check_edge(source: Stage, stage: Stage) -> None:
         )
 
 
+def _check_outputs_of_thinker(source: Stage, stage: Stage) -> None:
+    """Whether ``source`` hands on all that ``stage`` speaks from."""
+    missing = [] if source.outputs is None else sorted({*THINKER_TENSORS} - {*source.outputs})
+    if missing:
+        raise ValueError(
+            f"stage {stage.name!r} speaks what {source.name!r} hands on, whose outputs lack "
+            f"{', '.join(map(repr, missing))}: they must have {', '.join(THINKER_TENSORS)}"
+        )
+
+
 def _check_streamed_edge(
     sources: Sequence[Stage], stage: Stage, inputs: StageInputs, transform: Transform
 ) -> None:
@@ -232,8 +246,8 @@ def _check_streamed_edge(
         )
     if not sources[0].gives_chunks:
         raise ValueError(
-            f"{edge} streams stage {sources[0].name!r}, which hands on its outputs whole: leave "
-            "chunk_size out"
+            f"{edge} streams stage {sources[0].name!r}, which hands on its outputs whole: only "
+            "decoder-only models do so token by token; leave chunk_size out"
         )
     if not stage.takes_chunks:
         raise ValueError(f"{edge}: it takes its requests whole, not in chunks: leave it out")

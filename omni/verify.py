@@ -267,6 +267,7 @@ def _report(
                 uncached_s=uncached.work[name].busy_s,
                 cold_s=cold.work[name].busy_s,
                 warm_s=warm.work[name].busy_s,
+                has_cache=pipeline.stages[name].has_cache,
             )
             for name in pipeline.order
         ),

@@ -31,7 +31,7 @@ class AutoregressiveStage(EngineStage):
         ValueError: the engine cannot be built as asked.
     """
 
-    makes = ("text", "tensors")
+    final_output_kinds = ("text", "tensors")
 
     def __init__(
         self,
@@ -60,6 +60,10 @@ class AutoregressiveStage(EngineStage):
         """The sampling parameters of requests that bring none."""
         return self._sampling
 
+    def check_sampling(self, params: SamplingParams) -> None:
+        """See :class:`~stages.stage.Stage`."""
+        self.engine.check_sampling(params)
+
     def add_request(self, request: StageRequest) -> None:
         """Queue a request; see :class:`~stages.stage.Stage`."""
         sampling = request.sampling if request.sampling is not None else self._sampling
@@ -78,8 +82,12 @@ class AutoregressiveStage(EngineStage):
 
     @property
     def gives_chunks(self) -> bool:
-        """Tokens, and their tensors, can be handed on one by one."""
-        return True
+        """Tokens, and their tensors, can be handed on one by one, but for encoder-decoder models.
+
+        What the encoder of these makes has rows for its own tokens, which no chunk of the
+        decoder's tokens can be cut from.
+        """
+        return not self.engine.is_encoder_decoder
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
@@ -99,7 +107,12 @@ class AutoregressiveStage(EngineStage):
 
         No tensors at all where there are no such rows, also because the request was preempted: it
         has them again later.
+
+        Raises:
+            ValueError: the model is an encoder-decoder, or no such request is live.
         """
+        if not self.gives_chunks:
+            return super().partial_tensors(request_id, first_row)
         return self.engine.partial_outputs(request_id, first_row, self.outputs)
 
     def pause_request(self, request_id: str) -> None:

@@ -49,7 +49,7 @@ class EncoderStage(EngineStage):
         ValueError: the engine cannot be built as asked, or the pooling does not fit the model.
     """
 
-    makes = ("tensors",)
+    final_output_kinds = ("tensors",)
 
     def __init__(
         self,

@@ -35,7 +35,8 @@ class GeneratorStage(Stage):
             not make.
     """
 
-    makes = ("audio",)
+    final_output_kinds = ("audio",)
+    has_cache = False
 
     def __init__(
         self,

@@ -20,9 +20,10 @@ from stages.transforms import chunkable, register_transform
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["talker_to_code2wav", "thinker_to_talker"]
+__all__ = ["THINKER_TENSORS", "talker_to_code2wav", "thinker_to_talker"]
 
-_THINKER_TENSORS = ("hidden_states", "token_embeds", "position_ids")
+THINKER_TENSORS = ("hidden_states", "token_embeds", "position_ids")
+"""What a thinker has to hand on to a talker."""
 
 
 @register_transform("thinker_to_talker")
@@ -73,17 +74,17 @@ def _only_source(context: TransformContext) -> StageOutput:
 
 
 def _thinker_tensors(thinker: StageOutput) -> list[Tensor]:
-    missing = [name for name in _THINKER_TENSORS if name not in thinker.tensors]
+    missing = [name for name in THINKER_TENSORS if name not in thinker.tensors]
     if missing:
         raise ValueError(
             f"stage {thinker.stage!r} handed on no {', '.join(map(repr, missing))} (it handed on "
-            f"{sorted(thinker.tensors)}); its outputs must have {', '.join(_THINKER_TENSORS)}"
+            f"{sorted(thinker.tensors)}); its outputs must have {', '.join(THINKER_TENSORS)}"
         )
-    tensors = [thinker.tensors[name] for name in _THINKER_TENSORS]
+    tensors = [thinker.tensors[name] for name in THINKER_TENSORS]
     lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(_THINKER_TENSORS)}; "
+            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(THINKER_TENSORS)}; "
             "they must be as many of each"
         )
     return tensors

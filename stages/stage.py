@@ -186,13 +186,16 @@ class Stage(ABC):
             empty for a stage that only feeds others.
 
     Attributes:
-        makes: which of these a kind of stage has to give.
+        final_output_kinds: which of these a kind of stage has to give.
+        has_cache: whether a kind of stage keeps anything of a request for later ones. Where not,
+            ``enable_prefix_caching`` says nothing, and no input token is ever a hit.
 
     Raises:
         ValueError: a final output that this kind of stage does not make.
     """
 
-    makes: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
+    final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
+    has_cache: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -202,11 +205,11 @@ class Stage(ABC):
         outputs: Collection[str] | None = None,
         final_output: Collection[str] = (),
     ) -> None:
-        unknown = sorted(set(final_output) - set(self.makes))
+        unknown = sorted(set(final_output) - set(self.final_output_kinds))
         if unknown:
             raise ValueError(
                 f"stage {name!r}: final_output cannot be {unknown}; what the stage makes is "
-                f"{', '.join(self.makes)}"
+                f"{', '.join(self.final_output_kinds)}"
             )
         self.name = name
         self.inputs = inputs
@@ -240,6 +243,13 @@ class Stage(ABC):
         if isinstance(override, SamplingParams):
             return override
         return SamplingParams.model_validate(own.model_dump() | dict(override))
+
+    def check_sampling(self, params: SamplingParams) -> None:  # noqa: B027
+        """Refuse parameters that no request could run with here, before any stage has begun.
+
+        Raises:
+            ValueError: the stage's model cannot do what they ask for.
+        """
 
     @abstractmethod
     def add_request(self, request: StageRequest) -> None:

@@ -113,19 +113,14 @@ def load_model(
             the weights do not fit the config.
     """
     device = torch.device(device)
-    architecture = checkpoint.architecture
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"unsupported architecture {architecture!r} ({checkpoint.path}); "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
+    _check_supported(checkpoint)
     packable = can_pack(device, dtype)
     if pack_weights and not packable:
         raise ValueError(f"weights are packed for float32 on a CPU only, not {dtype} on {device}")
     settings = ModelSettings(dtype, device, block_size, max_model_len, ops or LayerOps())
-    if architecture in _ENCODER_DECODERS:
+    if checkpoint.architecture in _ENCODER_DECODERS:
         model: CausalModel = _load_encoder_decoder(checkpoint, settings)
-    elif architecture in _MULTIMODAL:
+    elif checkpoint.architecture in _MULTIMODAL:
         model = _load_multimodal(checkpoint, settings)
     else:
         model = _load_decoder(checkpoint, settings)
@@ -134,12 +129,25 @@ def load_model(
 
 
 def max_positions(checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence that a checkpoint's decoder allows."""
+    """Tokens of the longest sequence that a checkpoint's decoder allows.
+
+    Raises:
+        ValueError: the architecture is not supported.
+    """
+    _check_supported(checkpoint)
     read_config = _SEQ2SEQ_CONFIGS.get(checkpoint.architecture)
     if read_config is not None:
         return read_config(checkpoint.config).max_position_embeddings
     limit: int = checkpoint.config.get_text_config().max_position_embeddings
     return limit
+
+
+def _check_supported(checkpoint: Checkpoint) -> None:
+    if checkpoint.architecture not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"unsupported architecture {checkpoint.architecture!r} ({checkpoint.path}); "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
 
 
 def _load_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:

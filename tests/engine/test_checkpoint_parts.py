@@ -139,6 +139,11 @@ def test_what_is_asked_for_must_be_there(folder: str, part: str | None, message:
         Checkpoint.open(folder, part=part)
 
 
+def test_a_vocoder_is_no_language_model(folder: str):
+    with pytest.raises(ValueError, match="unsupported architecture 'Qwen2_5OmniToken2WavModel'"):
+        LLMEngine(EngineConfig(model=folder, part="code2wav"))
+
+
 def test_one_model_has_no_parts(qwen2_checkpoint: str):
     with pytest.raises(ValueError, match="one model without parts"):
         Checkpoint.open(qwen2_checkpoint, part="thinker")

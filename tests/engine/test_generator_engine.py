@@ -29,7 +29,8 @@ from tests.support.vocoder_reference import VocoderReference, random_codes
 ATOL = 1e-6
 BLOCK = 4
 SAMPLES_PER_CODE = 480
-PARAMS = GenerationParams(num_steps=2)
+PARAMS = GenerationParams(num_steps=2, window=StreamWindow(first_blocks=2, chunk_blocks=2))
+GROWING = GenerationParams(num_steps=2, window=StreamWindow(chunk_blocks=4))
 # Codes that the first window can take: a chunk of two blocks and one at its right.
 FIRST_WINDOW = 3 * BLOCK
 
@@ -132,17 +133,38 @@ def test_equal_utterances_in_a_row_are_equal_to_the_bit(engine: GeneratorEngine)
     assert all(torch.equal(whole(engine, random_codes(17)), first) for _ in range(8))
 
 
+@pytest.fixture(scope="module", params=[PARAMS, GROWING], ids=["even windows", "growing windows"])
+def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
+    return open_engine(folder, request.param)
+
+
 @settings(max_examples=15)
-@given(data=st.data(), length=st.integers(0, 45), eager=st.booleans())
+@given(data=st.data(), length=st.integers(0, 75), eager=st.booleans())
 def test_streamed_sound_does_not_depend_on_how_the_codes_came(
-    shared_engine: GeneratorEngine, data: st.DataObject, length: int, eager: bool
+    windowed: GeneratorEngine, data: st.DataObject, length: int, eager: bool
 ) -> None:
-    shared_engine.close()
+    windowed.close()
     codes = random_codes(length)
     cuts = data.draw(st.lists(st.integers(0, length), max_size=8))
-    expected = streamed(shared_engine, codes, [])
+    expected = streamed(windowed, codes, [])
     assert expected.shape == (length * SAMPLES_PER_CODE,)
-    assert torch.equal(streamed(shared_engine, codes, cuts, eager=eager), expected)
+    assert torch.equal(streamed(windowed, codes, cuts, eager=eager), expected)
+
+
+def test_windows_grow_until_they_cost_little_more_than_the_whole(folder: str) -> None:
+    engine = open_engine(folder, GROWING)
+    engine.add_request("s", CodecPrompt(random_codes(BLOCK * 16), is_last=False))
+    engine.extend_request("s", CodecPrompt(()))
+    outputs = drain(engine)["s"]
+    kept = [len(output.delta.samples) // SAMPLES_PER_CODE // BLOCK for output in outputs]
+    # The last takes what is left, the block at its right included.
+    assert kept == [1, 2, 4, 4, 5]
+
+
+@pytest.mark.parametrize("first", [3, 9])
+def test_the_first_window_cannot_be_the_longest(first: int) -> None:
+    with pytest.raises(ValueError, match=rf"first_blocks \({first}\) must not be larger"):
+        StreamWindow(first_blocks=first, chunk_blocks=2)
 
 
 @pytest.mark.parametrize("length", [1, BLOCK, FIRST_WINDOW - 1, FIRST_WINDOW])

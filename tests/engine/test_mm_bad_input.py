@@ -87,7 +87,8 @@ def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
 def test_a_placeholder_without_an_item_is_refused(engine: LLMEngine, kind: Modality) -> None:
     lonely = replace(shows(engine, 5, (kind, None)), multi_modal_data={})
-    refuse(engine, lonely, f"1 {kind} placeholders .* but 0 {kind} items were given")
+    message = f"1 {kind} placeholders .* but 0 {kind} items were given; give one {kind} for each"
+    refuse(engine, lonely, message)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_placeholder_without_an_item_is_refused(engine: LLMEngine, kind: Modal
 def test_an_item_without_a_placeholder_is_refused(
     engine: LLMEngine, kind: Modality, item: Any
 ) -> None:
-    message = f"0 {kind} placeholders .* but 1 {kind} items were given"
+    message = f"0 {kind} placeholders .* but 1 {kind} items were given; write a placeholder where"
     refuse(engine, TokensPrompt((5, 6), {kind: [item]}), message)
 
 
@@ -108,15 +109,15 @@ def test_a_placeholder_of_another_kind_is_no_place(engine: LLMEngine) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (None, "multi_modal_data must be a mapping .* got NoneType"),
+        ([tone(0.25)], "multi_modal_data must be a mapping .* got list"),
         ({"smell": []}, "has 'smell'; what can be shown is 'image', 'audio', 'video'"),
         ({"audio": tone(0.25)}, r"multi_modal_data\['audio'\] must be a list .* got ndarray"),
         ({"audio": torch.zeros(9)}, r"multi_modal_data\['audio'\] must be a list .* got Tensor"),
         ({"video": clip(0)}, r"multi_modal_data\['video'\] must be a list .* got VideoFeatures"),
     ],
 )
-def test_what_is_no_list_of_items_is_refused(
-    engine: LLMEngine, data: dict[str, Any], message: str
-) -> None:
+def test_what_is_no_list_of_items_is_refused(engine: LLMEngine, data: Any, message: str) -> None:
     refuse(engine, TokensPrompt((5, 6), data), message)
 
 
@@ -132,6 +133,7 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
     "too long": ("audio", tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),
     "stereo": ("audio", np.zeros((2, 99), np.float32), "audio 0: .* must be mono"),
     "integers": ("audio", np.zeros(99, np.int16), "audio 0: .* floating-point .* got int16"),
+    "integers as they are": ("audio", tone(0.5) * 32_768, "samples of up to .*divide 16-bit"),
     "no number": ("audio", np.full(9999, np.nan, np.float32), "audio 0: .* NaN or infinite"),
     "no rate": ("audio", AudioPrompt(tone(0.25), 0), "audio 0: sampling_rate must be at least 1"),
     "a language": ("audio", AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -276,4 +276,44 @@ def test_a_paused_request_rests_and_others_go_on(engine: LLMEngine, alone: Alone
     assert stream.step() == [] and engine.partial_outputs(waiting, 0) == {}
     engine.resume(waiting)
     engine.resume("nobody")
+    stream.finish()
+
+
+@dataclass(frozen=True)
+class OtherReply(Ask):
+    """The prompt of its family, but the reply of the next one."""
+
+    @property
+    def prompt(self) -> SpeechPrompt:
+        others = made_up(self.family + 1, 1, self.num_reply)
+        return replace(super().prompt, reply_rows=others.reply_rows)
+
+    @property
+    def whole(self) -> Ask:
+        return replace(self, sizes=(1000,))
+
+
+def test_blocks_are_not_keyed_before_all_their_rows_are_known(
+    engine: LLMEngine, alone: Alone
+) -> None:
+    """Both fill their second block with a token whose row comes later, and is not the same::
+
+    tokens   [ mask mask mask mask ] [ mask mask pad bos ] codes ...
+    rows     [   known, and alike  ] [   alike       ^ differ
+    """
+    engine.reset_prefix_cache()
+    stream = Stream(engine, alone)
+    first = stream.add(Ask(5, 6, 11, False, "Ethan", 20, (0, 4)))
+    stream.step()
+    second = stream.add(OtherReply(5, 6, 14, False, "Ethan", 20, (0, 12)))
+    stream.step()
+    for name in (second, first):
+        stream.feed(name)
+        while stream.step():
+            pass
+    before = engine.stats().num_preemptions
+    growing = stream.add(Ask(2, 3, 9, False, "Ethan", 34, priority=-1))
+    while growing in stream.to_come:
+        stream.step()
+    assert engine.stats().num_preemptions > before
     stream.finish()

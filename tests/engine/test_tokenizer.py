@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import (
@@ -109,3 +110,28 @@ def test_malformed_messages_are_named_by_their_place(chat_tokenizer: PreTrainedT
         render_chat(chat_tokenizer, [])
     with pytest.raises(ValueError, match="message 1 lacks content"):
         render_chat(chat_tokenizer, [*MESSAGES, {"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "mistake"),
+    [
+        ("hello", "message 1 must be a mapping of role and content, got 'hello'"),
+        ({"role": "user", "content": 3}, "message 1: content must be text or a list of parts"),
+        ({"role": "user", "content": ["x"]}, "message 1, part 0 must be a mapping whose type"),
+        ({"role": "user", "content": [{"text": "x"}]}, "message 1, part 0 must be a mapping whose"),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "type is one of text, image, audio, video, got {'type': 'input_audio'",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "part 0 is of type text, so its text"),
+        (
+            {"role": "user", "content": [{"type": "audio", "audio": "question.wav"}]},
+            r"part 0 carries 'audio'; .* multi_modal_data\['audio'\]",
+        ),
+    ],
+)
+def test_what_a_template_might_leave_out_silently_is_refused(
+    chat_tokenizer: PreTrainedTokenizerFast, message: Any, mistake: str
+):
+    with pytest.raises(ValueError, match=mistake):
+        render_chat(chat_tokenizer, [*MESSAGES, message])

@@ -81,6 +81,13 @@ def test_a_file_that_was_cut_off_in_a_sample_loses_that_sample(tmp_path: Path) -
     np.testing.assert_array_equal(read_wav(path, longest_s=1.0)[0], np.array([1, 2]) / 128)
 
 
+def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.wav", bytes(2 * 100))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="cut off: its header states 100 samples, it holds 90"):
+        read_wav(path, longest_s=1.5)
+
+
 def float_wav() -> bytes:
     body = b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 3, 1, 100, 400, 4, 32)
     body += b"data" + struct.pack("<If", 4, 0.5)

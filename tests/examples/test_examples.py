@@ -14,7 +14,7 @@ SHOWN = {
     "compose_in_python": ["first round", "second round", "embedder: a vector of 64 numbers"],
     "custom_transform": ["better (", "mood (4 in)", "at least 4 rows are needed, got"],
     "engine_alone": ["KV cache", "10 tokens in", "8 prompt tokens hit"],
-    "speak": ["0.16 s of sound, ", "thinker: 48 of", "both rounds sound the same"],
+    "speak": ["0.08 s of sound, ", "thinker: 48 of", "both rounds sound the same"],
     "transcribe_then_summarize": ["transcriber: '", "summarizer: '", "both rounds said the same"],
     "verify_from_python": ["cached equals uncached: 4 of 4 requests compared", "stage 'reader'"],
 }

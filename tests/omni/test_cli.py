@@ -194,6 +194,7 @@ def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path)
     for name in ("pair", "speech"):
         assert f"{name}: error: stage 'writer'" in result.stderr
     assert result.stderr.count("this model is not an encoder-decoder model") == 2
+    assert "stand beside such a prompt" in result.stderr
     flags = ["--audio", "a.wav", "--encoder-prompt", "a", "--decoder-prompt", "b", "-q"]
     result = omni("run", "two_step", *flags, *SHORT)
     assert result.exit_code == 1
@@ -357,7 +358,7 @@ BAD_INPUT = {
         ["validate", "two_step", "--set", "stages.writer.model=./nowhere"],
         "stages.writer.model: no such folder",
     ),
-    "no prompt": (["run", "two_step"], "give either --prompt"),
+    "no prompt": (["run", "two_step"], "give either --chat, --prompt"),
     "a decoder prompt alone": (
         ["run", "two_step", "--decoder-prompt", "x"],
         "--decoder-prompt stands beside --audio or --encoder-prompt only",
@@ -368,7 +369,7 @@ BAD_INPUT = {
     ),
     "two kinds of prompts": (
         ["run", "two_step", "-p", "x", "-i", "requests.jsonl"],
-        "give either --prompt",
+        "give either --chat, --prompt",
     ),
     "no such input": (["run", "two_step", "-i", "absent.jsonl"], "absent.jsonl: cannot be read"),
     "a malformed override": (["run", "two_step", "-p", "x", "--set", "oops"], "PLACE=VALUE"),

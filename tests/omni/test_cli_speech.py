@@ -93,6 +93,68 @@ def test_a_line_may_name_its_own_speaker_and_a_wrong_one_fails_alone(tmp_path: P
     assert not same(chelsie, ethan)
 
 
+def test_a_chat_says_and_shows_what_a_file_of_requests_does_in_messages(
+    tmp_path: Path, shown: list[str]
+) -> None:
+    parts = [{"type": "image"}, {"type": "audio"}, {"type": "text", "text": "What?"}]
+    files = {"images": ["a.png"], "audio": ["a.wav"]}
+    requests = tmp_path / "requests.jsonl"
+    lines = [
+        {"prompt": [{"role": "user", "content": parts}], **files},
+        {"prompt": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+         "<|vision_bos|><|IMAGE|><|vision_eos|><|audio_bos|><|AUDIO|><|audio_eos|>What?<|im_end|>\n"
+         "<|im_start|>assistant\n", **files},
+    ]  # fmt: skip
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = []
+    for flags in (["--input", requests], ["--chat", "What?", *shown]):
+        out = tmp_path / "out"
+        result = omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q")
+        assert result.exit_code == 0, result.stderr
+        for line in stages(out):
+            told = [line["thinker"][key] for key in ("token_ids", "num_prompt_tokens")]
+            made.append((told, samples(out / line["code2wav"]["audio"])))
+    messages, by_hand, chat = made
+    assert messages[0] == by_hand[0] == chat[0]
+    assert same(messages[1], chat[1]) and same(by_hand[1], chat[1])
+
+
+def test_without_files_a_chat_is_text_for_any_template(tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"prompt": [{"role": "user", "content": "hello"}]}))
+    short = ["--set", "stages.writer.sampling.max_tokens=4"]
+    told = []
+    for flags in (["--chat", "hello"], ["--input", requests]):
+        result = omni("run", "two_step", *flags, *short, "-o", tmp_path, "-q")
+        assert result.exit_code == 0, result.stderr
+        told += [(line["writer"]["token_ids"], line["writer"]["num_prompt_tokens"])
+                 for line in stages(tmp_path)]  # fmt: skip
+    assert len(told) == 2 and told[0] == told[1]
+
+
+def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -> None:
+    result = omni("run", "transcribe_then_summarize", "--chat", "What?", *shown[:2], "-q")
+    assert result.exit_code == 1
+    assert "1 audio items" in result.stderr and "this model takes none there" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["-p", "x"], "--chat and --prompt do not go together"),
+        (["-i", "requests.jsonl"], "give either --chat, --prompt, --audio or --encoder-prompt"),
+        (["--audio", "a.wav", "--language", "en"], "--language stands beside --audio only"),
+    ],
+)
+def test_a_chat_beside_what_does_not_go_with_it_is_told(
+    command: str, flags: list[str], expected: str
+) -> None:
+    result = omni(command, "omni_speech", "--chat", "What?", *flags)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
 @pytest.mark.parametrize("chunk_size", ["1", "5", "null"])
 def test_streaming_changes_neither_text_nor_codes(tmp_path: Path, chunk_size: str) -> None:
     told = []
@@ -122,8 +184,7 @@ def test_configs_of_published_checkpoints_run_on_small_ones_of_their_layout(
             changes += [f"stages.{stage}.engine.{each}" for each in SMALL]
     flags = [flag for change in changes for flag in ("--set", change)]
     shown = shown if speaks else shown[2:]
-    prompt = HEARS_AND_SEES if speaks else "<|vision_start|><|image_pad|><|vision_end|>What?"
-    result = omni("run", name, "-p", prompt, *shown, *flags, "-o", tmp_path, "-q")
+    result = omni("run", name, "--chat", "What?", *shown, *flags, "-o", tmp_path, "-q")
     assert result.exit_code == 0, result.stderr
     (line,) = stages(tmp_path)
     assert next(iter(line.values()))["text"]
@@ -138,11 +199,19 @@ def test_without_files_the_length_of_the_sound_is_told() -> None:
 
 
 def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) -> None:
-    result = omni("verify", "omni_speech", "-p", HEARS_AND_SEES, "-p", HEARS_AND_SEES + " Why?",
-                  *shown, *SHORT)  # fmt: skip
+    result = omni("verify", "omni_speech", "--chat", "What?", "--chat", "Why?", *shown, *SHORT)
     assert result.exit_code == 0, result.stdout
-    assert "cached equals uncached: 2 of 2" in result.stdout
-    assert "  waveform: largest difference" in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("cached equals uncached: 2 of 2")
+    assert any(line.startswith("  waveform: largest difference") for line in lines)
+    thinker, talker, code2wav = (
+        lines[place : place + 2] for place, line in enumerate(lines) if line.startswith("stage ")
+    )
+    for cached in (thinker, talker):
+        assert " hits " in cached[0] and cached[1].endswith(" saved")
+    assert code2wav[0].startswith("stage 'code2wav': ")
+    assert code2wav[0].endswith("input tokens, no cache of its own: computed anew in every run")
+    assert code2wav[1].endswith(" warm"), "and saves nothing"
 
 
 @pytest.mark.parametrize(

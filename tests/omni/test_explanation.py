@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from omni.explanation import describe_memory, draw_graph
@@ -53,6 +55,13 @@ def test_an_edge_that_is_streamed_is_a_wave_with_its_chunk_size() -> None:
     assert len({line.index("►") for line in graph.splitlines()}) == 1, "arrows end in one column"
     assert "N tokens at a time" in legend
     assert "seeded:qwen2_5_omni (code2wav)" in kinds
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_the_weights_of_every_stage_that_speaks_are_told_alike() -> None:
+    told = describe_memory(PipelineConfig.load("omni_speech"))
+    weights = re.findall(r"^      weights +([\d.]+ [KM]iB) \(float32 on cpu\)$", told, re.M)
+    assert len(weights) == 3
 
 
 @pytest.mark.usefixtures("checkpoint_cache")

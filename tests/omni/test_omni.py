@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,16 @@ def test_generate_answers_in_the_order_of_the_requests(omni: Omni) -> None:
 def test_generate_takes_one_prompt_or_none(omni: Omni) -> None:
     assert [text(output) for output in omni.generate("x")] == ["b(a(x))"]
     assert omni.generate([]) == []
+
+
+@pytest.mark.parametrize("requests", [None, 3, {"prompt": "x"}, b"x"])
+def test_what_is_no_request_is_refused_and_nothing_runs(omni: Omni, requests: Any) -> None:
+    """A mapping above all: a prompt of each of its keys is nobody's wish."""
+    kind = type(requests).__name__
+    with pytest.raises(ValueError, match=f"requests must be a prompt .* got {kind}"):
+        omni.generate(requests)
+    with pytest.raises(ValueError, match="requests must be a prompt"):
+        list(omni.stream(requests))
 
 
 def test_generate_tells_its_progress(omni: Omni) -> None:
@@ -220,6 +231,17 @@ def test_a_crash_of_the_driver_reaches_every_consumer() -> None:
             pass
 
 
+def test_not_even_a_system_exit_in_a_users_code_leaves_callers_waiting() -> None:
+    class Quitter(FakeStage):
+        def step(self) -> list[StageOutput]:
+            raise SystemExit("enough")
+
+    with make(Quitter("b")) as omni:
+        with pytest.raises(RuntimeError, match="crashed") as caught:
+            omni.generate(["x", "y"])
+        assert isinstance(caught.value.__cause__, SystemExit)
+
+
 def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
     omni: Omni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,13 +258,36 @@ def test_a_request_whose_outputs_nobody_takes_is_aborted() -> None:
     """Such as those of an event loop that was closed under its coroutines."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
 
-        def refuse(output: OmniOutput | Exception) -> None:
+        def refuse(output: OmniOutput | BaseException) -> None:
             raise RuntimeError("Event loop is closed")
 
         omni._driver.submit(OmniRequest("x"), "gone", refuse)
         (output,) = omni.generate(OmniRequest("y", sampling={"nowhere": {}}))
         assert output.error is not None, "requests beside it are still answered"
         check_nothing_is_held_soon(omni)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
+    told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A coroutine leaves its stream, then its loop closes, while an output is on its way."""
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        first, left = threading.Event(), threading.Event()
+
+        def refuse(output: OmniOutput | BaseException) -> None:
+            first.set()
+            assert left.wait(30)
+            raise RuntimeError("Event loop is closed")
+
+        ticket = omni._driver.submit(OmniRequest("x"), "gone", refuse)
+        assert first.wait(30)
+        if told:
+            omni._driver.discard([ticket])
+        left.set()
+        check_nothing_is_held_soon(omni)
+        assert not omni._driver._unwanted
+    assert ("nobody takes the outputs of request 'gone'" in caplog.text) is not told
 
 
 def test_requests_wait_while_the_pipeline_is_lent_out(omni: Omni) -> None:

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from omni import Omni, OmniOutput
 from omni.orchestrator import Orchestrator
 from omni.pipeline import Pipeline
-from stages import StageOutput
-from tests.support.greedy_reference import NEAR_TIE
-from tests.support.omni_stages import Conversation, Turn, build_pipeline, conversations
+from tests.support.omni_stages import (
+    Conversation,
+    Turn,
+    assert_same,
+    build_pipeline,
+    conversations,
+)
 
 BLOCK_SIZE = 8
-ATOL = 1e-6
 Answer = Callable[[Conversation], OmniOutput]
 
 
@@ -58,29 +61,6 @@ def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
         max_num_batched_tokens=40,
     )
     return Rig(pipeline, answer)
-
-
-def parted_by_a_tie(ours: StageOutput, theirs: StageOutput) -> bool:
-    """Whether tokens differ; a near tie of the logits is the one excuse, and has to be shown."""
-    if ours.token_ids == theirs.token_ids:
-        return False
-    assert theirs.logprobs is not None
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
-    first = next(i for i, (a, b) in pairs if a != b)
-    (_, best), (_, second) = theirs.logprobs[first].top[:2]
-    assert best - second < NEAR_TIE
-    return True
-
-
-def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
-    assert ours.error is None and theirs.error is None
-    for stage in ("thinker", "talker"):
-        if parted_by_a_tie(ours.stages[stage], theirs.stages[stage]):
-            return
-        assert ours.stages[stage].finish_reason == theirs.stages[stage].finish_reason
-    said, expected = ours.stages["code2wav"].audio, theirs.stages["code2wav"].audio
-    assert said is not None and expected is not None
-    torch.testing.assert_close(said.samples, expected.samples, atol=ATOL, rtol=0)
 
 
 def scripts() -> st.SearchStrategy[list[tuple[str, Conversation | int]]]:

@@ -65,6 +65,13 @@ def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
             "add 'hidden_states'",
         ),
         (
+            [
+                FakeStage("a", outputs=["hidden_states"]),
+                FakeStage("b", ("a",), transform="thinker_to_talker"),
+            ],
+            "stage 'b' speaks what 'a' hands on, whose outputs lack 'position_ids', 'token_embeds'",
+        ),
+        (
             [FakeStage("a", sampling=SamplingParams(n=2)), FakeStage("b", ("a",))],
             "n > 1 is for stages that feed none",
         ),

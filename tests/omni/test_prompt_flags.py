@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import AudioPrompt, ExplicitEncoderDecoderPrompt, TextPrompt
+from engine import AudioPrompt, ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt
 from omni.prompt_flags import PromptFlags
 
 
@@ -51,16 +51,42 @@ def test_every_prompt_shows_all_sound() -> None:
     ]
 
 
+def test_every_chat_is_a_conversation_of_one_message() -> None:
+    requests = PromptFlags(chats=["x", "y"]).requests()
+    assert [request.prompt for request in requests] == [
+        ChatPrompt(({"role": "user", "content": text},)) for text in ("x", "y")
+    ]
+    assert [request.request_id for request in requests] == ["prompt-1", "prompt-2"]
+
+
+def test_every_chat_begins_with_the_images_and_then_the_sound() -> None:
+    sound, images = (Path("a.wav"),), (Path("a.png"), Path("b.png"))
+    requests = PromptFlags(chats=["x", "y"], audio=sound, images=images).requests()
+    for text, request in zip("xy", requests, strict=True):
+        prompt = request.prompt
+        assert isinstance(prompt, ChatPrompt)
+        (message,) = prompt.messages
+        assert [part["type"] for part in message["content"]] == ["image", "image", "audio", "text"]
+        assert message["role"] == "user" and message["content"][-1]["text"] == text
+        assert prompt.multi_modal_data == {"image": images, "audio": sound}
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ({"chats": ["a"], "prompts": ["b"]}, "--chat and --prompt do not go together"),
+        ({"chats": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
+        (
+            {"chats": ["a"], "audio": [Path("a.wav")], "language": "en"},
+            "--language stands beside --audio only, without --chat",
+        ),
         ({"decoder_prompt": "x"}, "--decoder-prompt stands beside"),
         ({"prompts": ["a"], "decoder_prompt": "x"}, "--decoder-prompt stands beside"),
         (
             {"prompts": ["a"], "encoder_prompts": ["b"], "decoder_prompt": "x"},
             "--decoder-prompt stands beside",
         ),
-        ({"images": [Path("a.png")]}, "--image stands beside --prompt"),
+        ({"images": [Path("a.png")]}, "--image stands beside --chat or --prompt"),
         ({"prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
         ({"encoder_prompts": ["a"], "language": "en"}, "--language stands beside --audio"),
         (
@@ -79,4 +105,4 @@ def test_a_flag_with_nothing_to_stand_beside_is_an_error(
 
 def test_no_flag_is_no_flag() -> None:
     assert not PromptFlags().given
-    assert not PromptFlags([], [], None, [], None).given
+    assert not PromptFlags(prompts=[], chats=[], audio=[], encoder_prompts=[], images=[]).given

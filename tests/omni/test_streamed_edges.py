@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from engine import CodecPrompt, Prompt, SpeechPrompt
+from engine import CodecPrompt, EngineConfig, Prompt, SpeechPrompt
 from omni.orchestrator import Orchestrator
 from omni.pipeline import Pipeline
 from omni.request import OmniRequest
-from stages import TransformContext, thinker_to_talker
+from stages import AutoregressiveStage, TransformContext, thinker_to_talker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
 from tests.support.speech_pipeline import drain, speech_stages
 
@@ -92,3 +94,11 @@ def test_an_edge_that_cannot_be_streamed_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Pipeline(stages)
+
+
+def test_the_output_of_an_encoder_decoder_cannot_be_streamed(seeded: Callable[[str], str]) -> None:
+    engine = EngineConfig(model=seeded("whisper"), block_size=16, num_blocks=64)
+    hears = AutoregressiveStage("hears", engine)
+    with pytest.raises(ValueError, match="streams stage 'hears', .* only decoder-only models"):
+        Pipeline([hears, Talker("speaks", "hears", TO_TALKER, chunk_size=2)])
+    Pipeline([hears, Talker("speaks", "hears", TO_TALKER)])

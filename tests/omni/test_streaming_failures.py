@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import FinishReason, Prompt
+from engine import CodecPrompt, FinishReason, Prompt
 from omni.orchestrator import Orchestrator
 from omni.pipeline import Pipeline
 from omni.request import OmniOutput, OmniRequest
-from stages import TransformContext, chunkable, thinker_to_talker
+from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
+from tests.support.fake_speech import Vocoder
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
 
 FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
@@ -77,6 +79,27 @@ def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
     last = run(speech_stages((1, 1), talker={"transform": refusing}))
     assert last["x"].error == "stage 'talker': not this one"
     assert told(last["z"]) == told(whole()["z"])
+
+
+@pytest.mark.parametrize("chunks", [(1, 1), (None, None)])
+def test_a_transform_that_never_says_it_is_the_last_chunk_does_not_hang(
+    chunks: tuple[int | None, int | None],
+) -> None:
+    @chunkable
+    def endless(context: TransformContext) -> Prompt:
+        prompt = talker_to_code2wav(context)
+        return replace(prompt, is_last=False) if context.request_id == "x" else prompt
+
+    last = run(speech_stages(chunks, code2wav={"transform": endless}))
+    assert "stage 'code2wav': it got a CodecPrompt with is_last=False" in str(last["x"].error)
+    assert told(last["z"]) == told(whole()["z"])
+
+
+def test_a_users_prompt_that_promises_more_is_refused() -> None:
+    orchestrator = Orchestrator(Pipeline([Vocoder("code2wav", final_output=("audio",))]))
+    with pytest.raises(ValueError, match=r"'code2wav': .* is_last=False, but nothing follows"):
+        orchestrator.add_request(OmniRequest(CodecPrompt((1, 2), is_last=False), "x"))
+    assert not orchestrator.has_unfinished_requests
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ class SpeakingStage(FakeStage):
     """Its last output is a sound, as loud as ``level``."""
 
     level = 0.1
+    has_cache = False
 
     def step(self) -> list[StageOutput]:
         sound = Waveform(torch.full((5,), self.level), 24_000)
@@ -339,6 +340,14 @@ def test_waveforms_are_compared(level: float, equal: bool, monkeypatch: pytest.M
     assert sound.name == "waveform"
     assert sound.max_difference == pytest.approx(level - 0.1)
     assert any("  waveform: largest difference" in line for line in report.lines())
+
+
+def test_a_stage_without_a_cache_saves_nothing() -> None:
+    with Omni(Pipeline([FakeStage("a"), SpeakingStage("voice", ("a",))])) as omni:
+        first, voice = verify(omni, TWO).stages
+    assert (first.has_cache, voice.has_cache) == (True, False)
+    for stage, saved_s in ((first, 2.0), (voice, 0.0)):
+        assert replace(stage, uncached_s=3.0, warm_s=1.0).saved_s == saved_s
 
 
 TWO = [OmniRequest("x", "short"), OmniRequest("xyz", "long")]

@@ -145,6 +145,19 @@ def test_it_describes_what_it_reserved(config: EngineConfig) -> None:
     assert any("KV cache" in line for line in described["memory"])
 
 
+@pytest.mark.parametrize("model", ["bart", "whisper", "mllama"])
+def test_encoder_decoders_hand_on_their_outputs_whole(
+    model: str, config: EngineConfig, seeded: Callable[[str], str]
+) -> None:
+    """Rows of the encoder's tokens belong to no chunk of the decoder's."""
+    pair = EngineConfig(model=seeded(model), block_size=16, num_blocks=64, max_model_len=32)
+    stage = AutoregressiveStage("s", pair, sampling=GREEDY)
+    assert not stage.gives_chunks
+    with pytest.raises(ValueError, match="stage 's' hands on its outputs whole, not in chunks"):
+        stage.partial_tensors("r", 0)
+    assert AutoregressiveStage("s", config).gives_chunks
+
+
 def test_an_unknown_final_output_is_refused(config: EngineConfig) -> None:
     with pytest.raises(ValueError, match=r"final_output cannot be \['audio'\]; .*makes is text"):
         AutoregressiveStage("s", config, final_output=("audio",))

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine import CodecPrompt, FinishReason, GenerationParams, GeneratorConfig
+from engine.byte_sizes import format_bytes
 from stages import GeneratorStage, StageOutput, StageRequest
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
@@ -98,9 +100,17 @@ def test_it_tells_what_it_is(stage: GeneratorStage) -> None:
     assert (stage.dtype, stage.hidden_size, stage.sampling) == (torch.float32, None, None)
     described = stage.describe()
     assert described["engine"] == "GeneratorEngine"
-    assert described["window"] == "8 codes (0.16 s), with 8 before and 4 after"
+    assert described["window"] == ("4 to 32 codes (0.08 to 0.64 s), with 8 before and 4 after")
+    assert not stage.has_cache
     with pytest.raises(ValueError, match="takes no sampling parameters"):
         stage.merge_sampling({"temperature": 1.0})
+
+
+def test_its_weights_are_those_of_its_part_of_the_file(stage: GeneratorStage, folder: str) -> None:
+    whole = load_file(f"{folder}/model.safetensors")
+    own = [tensor.nbytes for name, tensor in whole.items() if name.startswith("token2wav.")]
+    (line,) = stage.describe()["memory"]
+    assert line == f"weights        {format_bytes(sum(own))} (float32 on cpu)"
 
 
 def test_aborted_and_closed_stages_are_empty(stage: GeneratorStage) -> None:

@@ -7,20 +7,32 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import ChatPrompt, EngineConfig, SamplingParams
 from engine.generator_config import GenerationParams, GeneratorConfig
-from omni import OmniRequest, Pipeline
+from omni import OmniOutput, OmniRequest, Pipeline
 from omni.seeded_omni import OMNI_SPEAKERS
-from stages import AutoregressiveStage, GeneratorStage, StageInputs
+from stages import AutoregressiveStage, GeneratorStage, StageInputs, StageOutput
+from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 
-__all__ = ["SUPPRESSED", "Conversation", "Turn", "build_pipeline", "conversations", "sound"]
+__all__ = [
+    "SUPPRESSED",
+    "Conversation",
+    "Turn",
+    "assert_same",
+    "build_pipeline",
+    "conversations",
+    "sound",
+]
 
 SUPPRESSED = (0, 3, 4, 5, 6, 7, 8, 9)
 """Placeholders and their like, which random weights do generate and transformers cannot take."""
+
+_ATOL = 1e-6
 
 _SYSTEM = (
     "You are a helpful assistant.",
@@ -126,6 +138,7 @@ def build_pipeline(
     repetition_penalty: float = 1.0,
     text_chunk: int = 3,
     code_chunk: int = 5,
+    talker_stop: tuple[str, ...] = (),
     **engine: Any,
 ) -> Pipeline:
     """Thinker, talker and code2wav on one checkpoint, greedy, with log-probabilities of two."""
@@ -156,6 +169,7 @@ def build_pipeline(
             temperature=0.0,
             max_tokens=num_codes,
             repetition_penalty=repetition_penalty,
+            stop=talker_stop,
             logprobs=2,
         ),
         outputs=(),
@@ -178,3 +192,27 @@ def build_pipeline(
         final_output=("audio",),
     )
     return Pipeline([thinker, talker, code2wav])
+
+
+def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
+    """The same text and codec ids, unless logits as good as tie, and the same sound."""
+    assert ours.error is None and theirs.error is None
+    for stage in ("thinker", "talker"):
+        if _parted_by_a_tie(ours.stages[stage], theirs.stages[stage]):
+            return
+        assert ours.stages[stage].finish_reason == theirs.stages[stage].finish_reason
+    said, expected = ours.stages["code2wav"].audio, theirs.stages["code2wav"].audio
+    assert said is not None and expected is not None
+    torch.testing.assert_close(said.samples, expected.samples, atol=_ATOL, rtol=0)
+
+
+def _parted_by_a_tie(ours: StageOutput, theirs: StageOutput) -> bool:
+    """Whether tokens differ; a near tie of the logits is the one excuse, and has to be shown."""
+    if ours.token_ids == theirs.token_ids:
+        return False
+    assert theirs.logprobs is not None
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
+    first = next(i for i, (a, b) in pairs if a != b)
+    (_, best), (_, second) = theirs.logprobs[first].top[:2]
+    assert best - second < NEAR_TIE
+    return True

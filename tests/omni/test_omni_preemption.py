@@ -1,0 +1,207 @@
+"""Requests that thinker and talker preempt, while the one still writes for the other, lose nothing.
+
+The pools hold one long request and a bit: when several run, some must give their blocks back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine import LLMEngine, TokensPrompt
+from engine.request import Request
+from engine.scheduler import Scheduler
+from omni import Omni, OmniOutput, OmniRequest
+from omni.orchestrator import Orchestrator
+from omni.pipeline import Pipeline
+from omni.seeded_omni import OMNI_SPEAKERS
+from stages import AutoregressiveStage
+from tests.support.omni_stages import assert_same, build_pipeline, sound
+from tests.support.pictures import picture
+
+BLOCK_SIZE = 4
+MAX_TEXT, MAX_CODES = 16, 24
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for ``num_text`` tokens of text, exactly, and up to ``num_codes`` of speech."""
+
+    family: int
+    tail: int
+    picture: int | None
+    sound: int | None
+    num_text: int
+    num_codes: int
+    speaker: int = 0
+    priority: int = 0
+    salt: str | None = None
+
+    def request(self, request_id: str, placeholders: dict[str, int]) -> OmniRequest:
+        ids = [100 + self.family, *range(20, 26)]
+        items: dict[str, list[Any]] = {}
+        if self.picture is not None:
+            ids.append(placeholders["image"])
+            items["image"] = [picture(self.picture)]
+        if self.sound is not None:
+            ids += [30, placeholders["audio"]]
+            items["audio"] = [sound(self.sound)]
+        return OmniRequest(
+            TokensPrompt((*ids, *range(40, 40 + self.tail)), items),
+            request_id=request_id,
+            speaker=OMNI_SPEAKERS[self.speaker],
+            priority=self.priority,
+            cache_salt=self.salt,
+            sampling={
+                "thinker": {"max_tokens": self.num_text, "ignore_eos": True},
+                "talker": {"max_tokens": self.num_codes},
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A cached pipeline on pools that are too small, and the uncached answer of each ask alone."""
+
+    pipeline: Pipeline
+    placeholders: dict[str, int]
+    answer: Callable[[Ask], OmniOutput]
+
+    def engine(self, stage: str) -> LLMEngine:
+        found = self.pipeline.stages[stage]
+        assert isinstance(found, AutoregressiveStage)
+        return found.engine
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
+    folder = seeded("qwen2_5_omni")
+    usual: dict[str, Any] = {"num_steps": 2, "block_size": BLOCK_SIZE, "max_model_len": 60}
+    uncached = build_pipeline(folder, caching=False, num_blocks=64, **usual)
+    # The codes come whole, so that the vocoder's windows are no excuse for other sound.
+    pipeline = build_pipeline(
+        folder,
+        streaming=True,
+        text_chunk=2,
+        code_chunk=MAX_CODES + 1,
+        num_blocks=17,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        preemption=request.param,
+        **usual,
+    )
+    thinker = pipeline.stages["thinker"]
+    assert isinstance(thinker, AutoregressiveStage) and thinker.engine.tokenizer is not None
+    vocabulary = thinker.engine.tokenizer.get_vocab()
+    placeholders = {"image": vocabulary["<|IMAGE|>"], "audio": vocabulary["<|AUDIO|>"]}
+    orchestrator = Orchestrator(uncached)
+
+    @cache
+    def answer(ask: Ask) -> OmniOutput:
+        orchestrator.add_request(ask.request("alone", placeholders))
+        while True:
+            for output in orchestrator.step():
+                if output.finished:
+                    return output
+
+    return Rig(pipeline, placeholders, answer)
+
+
+def asks(
+    pictures: st.SearchStrategy[int | None],
+    num_text: st.SearchStrategy[int],
+    num_codes: st.SearchStrategy[int],
+) -> st.SearchStrategy[Ask]:
+    return st.builds(
+        Ask,
+        family=st.integers(0, 1),
+        tail=st.integers(1, 3),
+        picture=pictures,
+        sound=st.none() | st.integers(0, 1),
+        num_text=num_text,
+        num_codes=num_codes,
+        speaker=st.integers(0, 1),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from([None, None, "other"]),
+    )
+
+
+PICTURES = st.integers(0, 2)
+LONG = asks(PICTURES, st.just(MAX_TEXT), st.just(MAX_CODES))
+ANY = asks(st.none() | PICTURES, st.integers(0, MAX_TEXT), st.integers(0, MAX_CODES))
+CROWD = 4
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), ANY),
+        st.tuples(st.just("step"), st.integers(1, 8)),
+        st.tuples(st.just("abort"), st.integers(0, CROWD + 2)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(crowd=st.lists(LONG, min_size=CROWD, max_size=CROWD), events=EVENTS)
+def test_preempted_while_streaming_equals_the_uncached_whole(
+    rig: Rig, crowd: list[Ask], events: list[tuple[str, Any]]
+):
+    orchestrator = Orchestrator(rig.pipeline)
+    live: dict[str, Ask] = {}
+    num_added = 0
+
+    def add(ask: Ask) -> None:
+        nonlocal num_added
+        request_id = f"r{num_added}"
+        num_added += 1
+        orchestrator.add_request(ask.request(request_id, rig.placeholders))
+        live[request_id] = ask
+
+    def step() -> None:
+        for output in orchestrator.step():
+            if output.finished:
+                assert_same(output, rig.answer(live.pop(output.request_id)))
+        for stage in rig.pipeline.stages.values():
+            stage.check_integrity()
+
+    for ask in crowd:
+        add(ask)
+    for event, argument in events:
+        if event == "add":
+            add(argument)
+        elif event == "step":
+            for _ in range(argument):
+                step()
+        elif f"r{argument}" in live:
+            orchestrator.abort(f"r{argument}")
+            del live[f"r{argument}"]
+    while live:
+        step()
+    assert not any(stage.has_unfinished_requests for stage in rig.pipeline.stages.values())
+
+
+def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """The property above would hold for pools in which nobody ever gave way."""
+    parted: Counter[str] = Counter()
+    preempt = Scheduler._preempt
+
+    def noting(scheduler: Scheduler, request: Request, step: Any) -> None:
+        for stage, other in (("thinker", "talker"), ("talker", "thinker")):
+            is_in_both = request.request_id in rig.engine(other)._groups
+            if scheduler is rig.engine(stage)._scheduler and is_in_both:
+                parted[stage] += 1
+        preempt(scheduler, request, step)
+
+    monkeypatch.setattr(Scheduler, "_preempt", noting)
+    crowd = [Ask(n % 2, n, n % 3, n % 2, MAX_TEXT, MAX_CODES, salt=str(n)) for n in range(1, 5)]
+    with Omni(rig.pipeline) as omni:
+        requests = [ask.request(f"r{n}", rig.placeholders) for n, ask in enumerate(crowd)]
+        for ask, output in zip(crowd, omni.generate(requests), strict=True):
+            assert_same(output, rig.answer(ask))
+    assert parted["thinker"] and parted["talker"]

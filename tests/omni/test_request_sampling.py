@@ -1,0 +1,50 @@
+"""What a stage could not sample is refused before the stages ahead of it have begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine import SamplingParams
+from omni import Omni, OmniRequest
+from omni.orchestrator import Orchestrator
+from tests.support.omni_stages import Conversation, Turn, build_pipeline
+
+ASKED = Conversation((Turn(0),))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"talker": {"stop": ["."]}}, r"sampling for stage 'talker': .*stop"),
+        ({"talker": {"stop_token_ids": [99_999]}}, r"sampling for stage 'talker': .*99999"),
+        ({"talker": {"suppress_token_ids": [264]}}, r"sampling for stage 'talker': .*264"),
+        ({"talker": SamplingParams(stop=("x",))}, r"sampling for stage 'talker': .*stop"),
+        ({"code2wav": {"seed": 1}}, r"sampling for stage 'code2wav': .*no tokens"),
+        ({"talkr": {"seed": 1}}, r"stage 'talkr', which does not exist.*'talker'"),
+    ],
+)
+def test_a_later_stages_sampling_is_refused_before_the_first_has_run(
+    seeded: Callable[[str], str], sampling: Any, message: str
+) -> None:
+    pipeline = build_pipeline(seeded("qwen2_5_omni"))
+    orchestrator = Orchestrator(pipeline)
+    with pytest.raises(ValueError, match=message):
+        orchestrator.add_request(ASKED.request("r", sampling=sampling))
+    assert not orchestrator.has_unfinished_requests
+    assert not any(stage.has_unfinished_requests for stage in pipeline.stages.values())
+    pipeline.close()
+
+
+def test_a_stages_own_sampling_is_checked_as_a_requests(seeded: Callable[[str], str]) -> None:
+    pipeline = build_pipeline(seeded("qwen2_5_omni"), talker_stop=("end",))
+    with Omni(pipeline) as omni:
+        (output,) = omni.generate(ASKED.request("r"))
+        assert output.error is not None and "sampling for stage 'talker'" in output.error
+        (better,) = omni.generate(
+            OmniRequest(ASKED.request("r").prompt, sampling={"talker": {"stop": []}})
+        )
+        assert better.error is None
+    assert omni.stats()["thinker"].prompt_tokens == better.stages["thinker"].num_prompt_tokens
