@@ -1,4 +1,4 @@
-"""This engine against transformers on the same encoder-decoder, in one process, in turns.
+"""This engine against transformers on the same encoder-decoder, in turns.
 
     python -m benchmarks.encoder_decoder_cpu [--rounds 3] [--requests 16] [--encoder 128]
 
@@ -10,7 +10,8 @@ The model is a seeded BART of about 50 M parameters (hidden 512, 6 + 6 layers, 8
 * ``cache on``: this engine, its cache emptied before every run;
 * ``encoded``: as ``cache on``, but the encoder's output is cached, and its decoder's is not;
 * ``torch only``: as ``cache on``, without the native kernels;
-* ``ctranslate2``: a converted copy of the weights in fp32, where that package is installed.
+* ``ctranslate2``: a converted copy of the weights in fp32, in a process of its own, where that
+  package is installed.
 
 Every round runs every side once, so that a drift of the machine meets all of them. Tokens of all
 sides are compared; where they differ, the run says how near the two likeliest tokens were.
@@ -21,9 +22,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,10 +121,31 @@ def generate_side(model: Any, num_tokens: int) -> Side:
     return run
 
 
-def ctranslate2_side(
-    ctranslate2: Any, checkpoint: str, folder: str, num_tokens: int, num_threads: int
-) -> Side:
-    """A converted copy; ids are written as words, because its interface takes words."""
+def ctranslate2_side(checkpoint: str, folder: str, num_tokens: int, num_threads: int) -> Side:
+    """CTranslate2 in a process of its own: its threads would slow down the other sides' here."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    # As a daemon it ends with this process.
+    context.Process(
+        target=serve_ctranslate2,
+        args=(there, checkpoint, folder, num_tokens, num_threads),
+        daemon=True,
+    ).start()
+
+    def run(inputs: TokenIds) -> TokenIds:
+        here.send(inputs)
+        rows: TokenIds = here.recv()
+        return rows
+
+    return run
+
+
+def serve_ctranslate2(
+    pipe: Connection, checkpoint: str, folder: str, num_tokens: int, num_threads: int
+) -> None:
+    """Convert a copy, and answer until the other end is closed. Ids are written as words, because
+    its interface takes words."""
+    ctranslate2: Any = importlib.import_module("ctranslate2")
     loaders = importlib.import_module("ctranslate2.converters.transformers")
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, dtype=torch.float32)
     # Its converter asks for a field that transformers has dropped: BART's norms come behind.
@@ -138,10 +162,12 @@ def ctranslate2_side(
     translator = ctranslate2.Translator(
         folder, device="cpu", compute_type="float32", intra_threads=num_threads
     )
-
     skipped = len(START) - 1  # of its answers, which hold the prompt but for the start token
-
-    def run(inputs: TokenIds) -> TokenIds:
+    while True:
+        try:
+            inputs: TokenIds = pipe.recv()
+        except EOFError:
+            return
         results = translator.translate_batch(
             [[str(token) for token in ids] for ids in inputs],
             target_prefix=[[str(token) for token in START[1:]]] * len(inputs),
@@ -149,9 +175,7 @@ def ctranslate2_side(
             max_decoding_length=skipped + num_tokens,
             min_decoding_length=skipped + num_tokens,
         )
-        return [[int(word) for word in result.hypotheses[0][skipped:]] for result in results]
-
-    return run
+        pipe.send([[int(word) for word in result.hypotheses[0][skipped:]] for result in results])
 
 
 @torch.inference_mode()
@@ -191,13 +215,7 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("ctranslate2") is not None:
-            sides["ctranslate2"] = ctranslate2_side(
-                importlib.import_module("ctranslate2"),
-                checkpoint,
-                folder,
-                args.generate,
-                args.threads,
-            )
+            sides["ctranslate2"] = ctranslate2_side(checkpoint, folder, args.generate, args.threads)
         else:
             console.print("ctranslate2 is not installed, and is left out")
         inputs = make_inputs(args.requests, args.encoder)

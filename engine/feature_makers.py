@@ -84,8 +84,9 @@ class ImageFeatureMaker(FeatureMaker):
 class AudioFeatureMaker(FeatureMaker):
     """Sound by files or samples, through the checkpoint's feature extractor.
 
-    The extractor fills a window with silence, whatever else is in the batch; its frames are cut
-    off here, so that features depend on the sound alone.
+    Transformers fills up a window of silence (five minutes of it in published models) and masks
+    its frames. Those that are masked are cut off here, so that features depend on the sound alone;
+    and no more silence is put behind it than its last frame sees.
 
     Args:
         extractor: of the checkpoint.
@@ -106,11 +107,18 @@ class AudioFeatureMaker(FeatureMaker):
             samples,
             sampling_rate=self._reader.rate,
             padding="max_length",
+            max_length=self._filled(len(samples)),
             return_attention_mask=True,
             return_tensors="pt",
         )
         is_sound = output["attention_mask"][0].bool()
         return {"input_features": output["input_features"][0][:, is_sound]}
+
+    def _filled(self, num_samples: int) -> int:
+        """Samples with the silence behind them: whole frames, and half of one more."""
+        hop = int(self._extractor.hop_length)
+        wanted = -(-(num_samples + int(self._extractor.n_fft)) // hop) * hop
+        return min(wanted, int(self._extractor.n_samples))
 
 
 class VideoFeatureMaker(FeatureMaker):

@@ -273,10 +273,13 @@ class InputProcessor:
         limits = self._limits
         wanted = min(params.max_tokens, 1)
         # Places may run ahead of indices, and there are max_model_len of either.
-        ahead = 0 if positions is None else max(0, positions.shift)
-        if ahead and num_prompt_tokens + ahead + wanted > limits.max_model_len:
+        ahead, reach = 0, num_prompt_tokens - 1
+        if positions is not None:
+            ahead = max(0, positions.shift)
+            reach = max(reach + ahead, positions.largest)
+        if reach >= num_prompt_tokens and reach + wanted >= limits.max_model_len:
             raise ValueError(
-                f"what the prompt shows reaches place {num_prompt_tokens + ahead - 1} on an axis, "
+                f"what the prompt shows reaches place {reach} on an axis, "
                 f"but max_model_len is {limits.max_model_len}; shorten it or raise max_model_len"
             )
         if num_prompt_tokens + wanted > limits.max_model_len:

@@ -59,6 +59,10 @@ class ItemHolds:
     held nor encoded. A request that stands before an item for which there is no room holds
     nothing. Whoever holds something can therefore go on, give it back, and make room.
 
+    Pieces of an item are held one by one, each as the whole: were it held from the first to the
+    last, a video could wait for room for its sound, and hold it. What others push out between two
+    pieces is encoded again.
+
     Attributes:
         cache: where the rows are.
         row_bytes: of one placeholder's row.
@@ -81,13 +85,13 @@ class ItemHolds:
             if not item.overlaps(start, stop) or item in held:
                 continue
             if not self.cache.hold(item.content_hash):
-                nbytes = item.length * self.row_bytes
-                if not self.cache.has_room(nbytes) or not budget.allows(item.length):
+                nbytes = item.num_rows * self.row_bytes
+                if not self.cache.has_room(nbytes) or not budget.allows(item.num_rows):
                     stop = max(start, item.offset)
                     break
                 self.cache.reserve(item.content_hash, nbytes)
                 to_encode.append(item)
-                budget = budget.less(item.length)
+                budget = budget.less(item.num_rows)
             held = self._items.setdefault(request.request_id, [])
             held.append(item)
         return ItemShare(stop - start, tuple(to_encode), budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -26,12 +26,20 @@ class MultiModalInput:
                            |<-- length -->|          row i of the encoder's output goes to
                            offset                    position offset + i
 
+    Rows of a video with its sound come in turns. Each piece is an input, with the features of the
+    whole; pieces of one item share its hash, so that its tower runs once for all of them::
+
+        encoder's output  | rows_before | length | rows_after |      num_rows of them
+
     Attributes:
         modality: what it is.
         offset: first placeholder position in the expanded prompt.
-        length: placeholder tokens, as many as the encoder's output has rows.
+        length: placeholder tokens, one for each of its rows.
         content_hash: digest of everything that the encoder's output depends on.
         features: what the tower gets, by transformers' argument names, for this one item.
+        rows_before: rows of the encoder's output that lie in earlier pieces.
+        rows_after: those that lie in later ones.
+        whole: of a piece, what it is a piece of, with the tokens around it.
     """
 
     modality: Modality
@@ -39,6 +47,14 @@ class MultiModalInput:
     length: int
     content_hash: bytes
     features: Mapping[str, Tensor]
+    rows_before: int = 0
+    rows_after: int = 0
+    whole: ContentSpan | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the encoder's output."""
+        return self.rows_before + self.length + self.rows_after
 
     @property
     def end(self) -> int:
@@ -48,7 +64,24 @@ class MultiModalInput:
     @property
     def span(self) -> ContentSpan:
         """What keys the blocks that the item lies in."""
-        return ContentSpan(self.modality, self.offset, self.length, self.content_hash)
+        return self.whole or ContentSpan(self.modality, self.offset, self.length, self.content_hash)
+
+    def piece(self, rows: range, offset: int, whole: ContentSpan) -> MultiModalInput:
+        """Some of the rows of a whole item, at another place."""
+        rows_after = self.num_rows - rows.stop
+        return replace(
+            self,
+            offset=offset,
+            length=len(rows),
+            rows_before=rows.start,
+            rows_after=rows_after,
+            whole=whole,
+        )
+
+    def rows_in(self, start: int, stop: int) -> slice:
+        """The rows of the encoder's output for the item's positions in ``[start, stop)``."""
+        shift = self.rows_before - self.offset
+        return slice(max(start, self.offset) + shift, min(stop, self.end) + shift)
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Whether any of the item's rows lie in ``[start, stop)``."""

@@ -13,7 +13,7 @@ from engine.mm_input import Modality, MultiModalInput
 from engine.models.multimodal import MultiModalModel
 from engine.prompt_items import items_of
 from engine.prompt_positions import PromptPositions
-from engine.prompts import Prompt
+from engine.prompts import Prompt, VideoFeatures
 
 __all__ = ["ExpandedPrompt", "MultiModalInputProcessor"]
 
@@ -96,11 +96,11 @@ class MultiModalInputProcessor:
             modality = modality_of[token_id]
             number, item = next(remaining[modality])
             try:
-                entry = self._input(modality, item, len(expanded), cache_salt)
+                ids, entries = self._expand(modality, item, len(expanded), cache_salt)
             except ValueError as error:
                 raise ValueError(f"{modality} {number}: {error}") from error
-            inputs.append(entry)
-            expanded += [token_id] * entry.length
+            inputs += entries
+            expanded += ids
         table = self._model.position_ids(expanded, inputs)
         return ExpandedPrompt(
             expanded, tuple(inputs), None if table is None else PromptPositions.of(table)
@@ -120,6 +120,30 @@ class MultiModalInputProcessor:
                 f"the prompt has {num_places} {modality} placeholders (token {placeholder}), but "
                 f"{num_items} {modality} items were given; {mend}"
             )
+
+    def _expand(
+        self, modality: Modality, item: object, offset: int, cache_salt: str | None
+    ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
+        """What comes in the place of a placeholder: token ids, and whose rows replace them."""
+        entry = self._input(modality, item, offset, cache_salt)
+        if not isinstance(item, VideoFeatures) or item.audio is None:
+            return [self._model.placeholders[modality]] * entry.length, (entry,)
+        way = self._model.sound_in_video
+        if way is None:
+            raise ValueError("this model takes no video with its own sound; leave out its audio")
+        try:
+            sound = self._input("audio", item.audio, offset, cache_salt)
+        except ValueError as error:
+            raise ValueError(f"its audio: {error}") from error
+        towers = self._model.towers
+        video_times, sound_times = (
+            towers[each.modality].places(each.features)[0] for each in (entry, sound)
+        )
+        pieces = way.interleave(entry, sound, (video_times, sound_times))
+        ids = [way.begin_id]
+        for piece in pieces:
+            ids += [self._model.placeholders[piece.modality]] * piece.length
+        return [*ids, way.end_id], pieces
 
     def _input(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None

@@ -271,7 +271,7 @@ class ModelRunner:
             if self._encoder_cache is not None and item.overlaps(first, stop):
                 rows = self._encoder_cache.rows(item.content_hash)
                 begin, end = max(first, item.offset), min(stop, item.end)
-                chunk[begin - first : end - first] = rows[begin - item.offset : end - item.offset]
+                chunk[begin - first : end - first] = rows[item.rows_in(first, stop)]
 
     def _encode_items(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Run the towers for the images and the like that this step begins and nobody knows."""

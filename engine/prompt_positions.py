@@ -18,8 +18,8 @@ class PromptPositions:
 
         prompt      a  b  [ image of 2 x 2 ]  c       generated
         time        0  1   2  2  2  2         4        5  6 ...    the same on all axes, from the
-        height      0  1   2  2  3  3         4        5  6 ...    number on that follows the
-        width       0  1   2  3  2  3         4        5  6 ...    prompt's largest
+        height      0  1   2  2  3  3         4        5  6 ...    number on that follows those
+        width       0  1   2  3  2  3         4        5  6 ...    of the last prompt token
 
     Attributes:
         table: ``(axes, num_prompt_tokens)`` int64 on the host.
@@ -31,8 +31,13 @@ class PromptPositions:
 
     @classmethod
     def of(cls, table: Tensor) -> PromptPositions:
-        """Work out the shift from a prompt's table."""
-        return cls(table, int(table.max()) + 1 - table.shape[1])
+        """Work out the shift from a prompt's table: what was generated may be prompt next time."""
+        return cls(table, int(table[:, -1].max()) + 1 - table.shape[1])
+
+    @property
+    def largest(self) -> int:
+        """Largest place of a prompt token on any axis."""
+        return int(self.table.max())
 
     def cut(self, start: int, stop: int) -> Tensor:
         """Positions ``(axes, stop - start)`` of the tokens from ``start`` on."""

@@ -43,7 +43,7 @@ MultiModalData: TypeAlias = (
 - ``"video"``: :class:`VideoFeatures`.
 
 A placeholder is one token of the checkpoint (``<image>``, ``<|AUDIO|>``); it is replaced by as many
-as the item has rows.
+as the item has rows, and for a video with its sound by as many as both have, and two around them.
 """
 
 
@@ -58,11 +58,14 @@ class VideoFeatures:
         video_grid_thw: how many grids of patches there are, and their height and width; three
             numbers, or a tensor of them.
         second_per_grid: seconds from one grid to the next.
+        audio: the video's own sound, from its beginning on, in any form of ``"audio"`` in
+            :data:`MultiModalData`; the model sees and hears the two in step. None for no sound.
     """
 
     pixel_values_videos: Tensor
     video_grid_thw: Sequence[int] | Tensor
     second_per_grid: float
+    audio: str | Path | Tensor | NDArray[Any] | AudioPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

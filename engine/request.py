@@ -240,7 +240,8 @@ def position_spans(positions: PromptPositions, block_size: int) -> tuple[Content
 
 def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
     """What tells placeholders of one image from those of another."""
-    return tuple(item.span for item in items)
+    # Pieces of one video with its sound have one span together.
+    return tuple(dict.fromkeys(item.span for item in items))
 
 
 def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:

@@ -16,7 +16,7 @@ There the reply of a single token, which has no rows, raises; here it is s witho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ __all__ = ["SpeechInputs", "SpeechPromptProcessor", "SpeechTokens"]
 
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
+_NUM_FOLLOWING = 2
+"""Tokens of a talker's prompt after those of the thinker's: pad and bos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +204,7 @@ def _positions(table: object, num_rows: int) -> PromptPositions | None:
         raise ValueError(f"positions must not be negative, got {int(table.min())}")
     if torch.equal(table, torch.arange(num_rows).expand_as(table)):
         return None
-    return PromptPositions.of(table)
+    follow = table[:, -1].max() + torch.arange(1, _NUM_FOLLOWING + 1)
+    placed = PromptPositions.of(torch.cat([table, follow.expand(_NUM_AXES, -1)], dim=1))
+    # Transformers' talker goes on after the largest of all, unlike its thinker.
+    return replace(placed, shift=placed.largest + 1 - placed.table.shape[1])

@@ -180,7 +180,9 @@ def explain(
     load: Annotated[
         bool,
         typer.Option(
-            "--load/--no-load", help="Load the models, to tell what each stage really reserves."
+            "--load/--no-load",
+            help="Load the models, to tell what each stage reserves; they must be here, or on "
+            "a hub that can be reached.",
         ),
     ] = True,
     overrides: Overrides = None,
@@ -191,10 +193,9 @@ def explain(
         from omni.explanation import describe_config, describe_memory, draw_graph
 
         pipeline = _load(config, overrides)
-        sections = [draw_graph(pipeline), describe_config(pipeline)]
-        if load:
-            sections.append(describe_memory(pipeline))
-        typer.echo("\n\n".join(sections))
+        typer.echo(f"{draw_graph(pipeline)}\n\n{describe_config(pipeline)}")
+        if load:  # which takes a while, and fails without the models
+            typer.echo(f"\n{describe_memory(pipeline)}")
 
 
 @app.command()

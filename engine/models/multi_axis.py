@@ -8,6 +8,13 @@ it begins, and what follows goes on after the largest number that it has::
     height     0   1   2   2   2   3   3   3   5
     width      0   1   2   3   4   2   3   4   5
 
+A video and the sound that is in step with it begin at one place. What follows goes on after the
+largest number of the last piece, be it or not the largest of all, and the tokens around the two lie
+at one place with their neighbours outside, as transformers has it::
+
+    token    | a | [ | ( | v | v | ~ | ~ | ) | ] | b |      "[", "]" around a video,
+    time       0   1   1   2  27   2   3   4   4   5        "(", ")" around it and its sound
+
 Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
 """
 
@@ -28,6 +35,7 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
 from engine.models.qwen2 import qwen2_config
+from prefix_cache import ContentSpan
 
 __all__ = ["MultiAxisModel", "build_multi_axis_decoder"]
 
@@ -41,20 +49,39 @@ class MultiAxisModel(MultiModalModel):
         self, prompt_ids: Sequence[int], mm_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
         """``(3, len(prompt_ids))`` places; see :meth:`MultiModalModel.position_ids`."""
-        parts: list[Tensor] = []
-        place = done = 0
+        steps = _steps(len(prompt_ids), mm_inputs)
+        table = torch.empty(self.num_position_axes, len(prompt_ids), dtype=torch.int64)
+        begin = place = done = 0
+        whole: ContentSpan | None = None
         for item in mm_inputs:
-            parts.append(self._text_places(place, item.offset - done))
-            place += item.offset - done
-            parts.append(self.towers[item.modality].places(item.features) + place)
-            place = int(parts[-1].max()) + 1
+            place = _place_text(table[:, done : item.offset], steps[done : item.offset], place)
+            if item.whole is None or item.whole != whole:
+                begin, whole = place, item.whole
+            places = self.towers[item.modality].places(item.features)
+            table[:, item.offset : item.end] = begin + places[:, item.rows_in(0, item.end)]
+            place = int(table[:, item.offset : item.end].max()) + 1
             done = item.end
-        parts.append(self._text_places(place, len(prompt_ids) - done))
-        table = torch.cat(parts, dim=1)
-        return None if torch.equal(table, self._text_places(0, len(prompt_ids))) else table
+        _place_text(table[:, done:], steps[done:], place)
+        return None if bool((table == torch.arange(len(prompt_ids))).all()) else table
 
-    def _text_places(self, start: int, count: int) -> Tensor:
-        return torch.arange(start, start + count).expand(self.num_position_axes, -1)
+
+def _steps(num_tokens: int, mm_inputs: Sequence[MultiModalInput]) -> Tensor:
+    """How far each token of text lies from the one before it, ``(num_tokens,)``: 1, or 0."""
+    steps = torch.ones(num_tokens, dtype=torch.int64)
+    for item in mm_inputs:
+        if item.whole is not None:
+            steps[item.whole.offset] = 0
+            steps[item.whole.end : item.whole.end + 1] = 0
+    return steps
+
+
+def _place_text(columns: Tensor, steps: Tensor, start: int) -> int:
+    """Place tokens of text between two items, ``(axes, n)``; return the place after them."""
+    if not len(steps):
+        return start
+    # Nothing says how far the first lies from an item.
+    columns[:] = start + steps.cumsum(0) - steps[0]
+    return int(columns[0, -1]) + 1
 
 
 def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) -> DecoderModel:

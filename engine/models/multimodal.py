@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.attention.layer import AttentionStep
 from engine.mm_input import Modality, MultiModalInput
 from engine.models.base import CausalModel
+from engine.sound_in_video import SoundInVideo
 
 __all__ = ["ItemTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
 
@@ -53,7 +54,7 @@ class ItemTower(nn.Module):
 
     @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Encode checked items: ``(length, hidden_size)`` for each."""
+        """Encode checked items: ``(num_rows, hidden_size)`` for each, be it a piece or whole."""
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
         """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64.
@@ -84,9 +85,11 @@ class MultiModalModel(CausalModel):
         num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
             ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
             tokens of a step are text at the places that they have in their sequences.
+        sound_in_video: how it takes a video with its own sound; None if it does not.
     """
 
     num_position_axes: int = 1
+    sound_in_video: SoundInVideo | None = None
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class MultiModalModel(CausalModel):
             inputs: at least one item, of any requests.
 
         Returns:
-            For each ``(length, hidden_size)`` rows, on the model's device and in its type.
+            For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type.
 
         Raises:
             ValueError: an input is nothing that this model takes, or has not as many
@@ -144,9 +147,9 @@ class MultiModalModel(CausalModel):
         """
         for item in inputs:
             num_rows = self.num_rows(item.modality, item.features)
-            if num_rows != item.length:
+            if num_rows != item.num_rows:
                 raise ValueError(
-                    f"the {item.modality} at position {item.offset} has {item.length} "
+                    f"the {item.modality} at position {item.offset} has {item.num_rows} "
                     f"placeholders; its features give {num_rows} rows"
                 )
         rows: dict[int, Tensor] = {}
@@ -167,7 +170,7 @@ class MultiModalModel(CausalModel):
 
         Returns:
             ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
-            one by one after the largest number in it. None where places are indices.
+            one by one after the largest number of the last token. None where places are indices.
         """
         return None
 

@@ -70,4 +70,4 @@ class AudioTower(ItemTower):
         frames = torch.cat([item.features[_FRAMES] for item in inputs], dim=1)
         lengths = torch.tensor([item.features[_FRAMES].shape[1] for item in inputs])
         output = self.module(frames.to(device, self.module.dtype), feature_lens=lengths.to(device))
-        return list(output.last_hidden_state.split([item.length for item in inputs]))
+        return list(output.last_hidden_state.split([item.num_rows for item in inputs]))

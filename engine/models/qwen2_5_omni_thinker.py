@@ -9,8 +9,8 @@ Tokens lie in time, height and width, and time is that of the world: a row of so
     width      0   1   2   3   4   5   6   5   6   56
 
 Beside its hidden states it hands on what a talker needs to speak: each token's own embedding and
-its place. Videos are tensors, and have no sound: to interleave a video with its own sound
-(``use_audio_in_video``) is not offered; show the two as a video and an audio.
+its place. Videos are tensors. One may have its own sound, the two in step (``use_audio_in_video``):
+see :mod:`engine.sound_in_video`.
 
 Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_5_omni``.
 """
@@ -29,6 +29,7 @@ from engine.models.model_settings import ModelSettings
 from engine.models.multi_axis import MultiAxisModel, build_multi_axis_decoder
 from engine.models.qwen2_5_omni_audio import AudioTower
 from engine.models.qwen2_5_vision import ImageTower, VideoTower
+from engine.sound_in_video import SoundInVideo
 
 __all__ = ["Qwen2_5OmniThinker", "build_qwen2_5_omni_thinker"]
 
@@ -68,7 +69,7 @@ def build_qwen2_5_omni_thinker(
     """
     vision = config.vision_config
     module = build_empty(Qwen2_5OmniVisionEncoder, vision, settings)
-    return Qwen2_5OmniThinker(
+    model = Qwen2_5OmniThinker(
         build_multi_axis_decoder(config, settings),
         {
             "image": ImageTower(module, vision),
@@ -82,3 +83,9 @@ def build_qwen2_5_omni_thinker(
         },
         stored,
     )
+    model.sound_in_video = SoundInVideo(
+        int(config.audio_start_token_id),
+        int(config.audio_end_token_id),
+        int(config.position_id_per_seconds * config.seconds_per_chunk),
+    )
+    return model

@@ -104,7 +104,7 @@ class ImageTower(ItemTower):
         values = torch.cat([item.features[pixels] for item in inputs])
         grids = torch.stack([item.features[grid].flatten() for item in inputs])
         output = self.module(values.to(device, self.module.dtype), grid_thw=grids.to(device))
-        return list(output.pooler_output.split([item.length for item in inputs]))
+        return list(output.pooler_output.split([item.num_rows for item in inputs]))
 
 
 class VideoTower(ImageTower):

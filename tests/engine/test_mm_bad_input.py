@@ -15,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine.checkpoint import Checkpoint
 from engine.mm_input import Modality
+from engine.mm_input_processor import MultiModalInputProcessor
+from engine.models import MultiModalModel, load_model
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
 from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
@@ -164,6 +167,23 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
     ),
     "no time": ("video", pixels(second_per_grid=0.0), "second_per_grid must be more than 0"),
     "a slow video": ("video", pixels(second_per_grid=9.0), "reaches place 227 .* is 200"),
+    "a strange sound": ("video", pixels(audio=3), "video 0: its audio: audio must be a WAV file"),
+    "a video too short to hear": (
+        "video",
+        pixels(audio=tone(0.02)),
+        "video 0: its audio: the audio is too short: it has 2 frames",
+    ),
+    "a missing soundtrack": ("video", pixels(audio="no.wav"), "video 0: its audio: .* cannot be"),
+    "a video that speaks French": (
+        "video",
+        pixels(audio=AudioPrompt(tone(0.25), language="fr")),
+        "video 0: its audio: language is for speech model",
+    ),
+    "a late grid": (
+        "video",
+        pixels(second_per_grid=9.0, audio=tone(0.25)),
+        "reaches place 227 .* is 200",
+    ),
     "an age": ("video", pixels(second_per_grid=1e30), "1e.30 s, which cannot be placed"),
 }
 
@@ -234,6 +254,40 @@ def test_an_item_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> 
     assert output.error is None
 
 
+def test_a_soundtrack_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
+    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES)
+    talking = replace(clip(0, grids=1), audio=tone(0.3))
+    with pytest.raises(ValueError, match="video 0: its audio: 7 rows take .* room for 6 rows"):
+        engine.generate(shows(engine, 5, ("video", talking), 6), GREEDY)
+
+
+def test_soundtracks_come_in_every_form_of_sound(engine: LLMEngine, tmp_path: Path) -> None:
+    file = write_wav(tmp_path / "a.wav", tone(0.25))
+    samples = np.round(tone(0.25) * 32767).astype(np.float32) / 32768
+    video = clip(0, grids=1)
+    prompt = shows(engine, ("video", replace(video, audio=samples)), 25)
+    engine.generate(prompt, GREEDY)
+    for audio in (file, str(file), torch.from_numpy(samples), AudioPrompt(samples, RATE)):
+        prompt = shows(engine, ("video", replace(video, audio=audio)), 25)
+        (output,) = engine.generate(prompt, GREEDY)
+        assert output.num_cached_tokens == 12
+
+
+def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
+    whole = Checkpoint.open(checkpoint, part="thinker")
+    model = load_model(whole, dtype=torch.float32, device="cpu", block_size=4, max_model_len=64)
+    assert isinstance(model, MultiModalModel)
+    model.sound_in_video = None
+    processor = MultiModalInputProcessor.from_checkpoint(
+        whole, model, cache_bytes=1 << 20, row_bytes=ROW_BYTES
+    )
+    ids = (model.placeholders["video"],)
+    processor.process(ids, TokensPrompt(ids, {"video": [clip(0)]}))
+    talking = TokensPrompt(ids, {"video": [replace(clip(0), audio=tone(0.25))]})
+    with pytest.raises(ValueError, match="video 0: this model takes no video with its own sound"):
+        processor.process(ids, talking)
+
+
 def test_items_beyond_every_budget_take_turns(
     checkpoint: str, shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,3 +353,6 @@ def test_models_that_hear_nothing_say_so(seeded: Callable[[str], str]) -> None:
     images = LLMEngine(EngineConfig(model=seeded("qwen2_5_vl"), num_blocks=16, max_model_len=32))
     with pytest.raises(ValueError, match="has 'audio'; what can be shown is 'image'"):
         images.generate(sound, GREEDY)
+    talking = TokensPrompt((5, 6), {"video": [replace(clip(0), audio=tone(0.25))]})
+    with pytest.raises(ValueError, match="has 'video'; what can be shown is 'image'"):
+        images.generate(talking, GREEDY)

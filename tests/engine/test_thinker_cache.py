@@ -5,6 +5,8 @@ All three tensors that it hands on are mirrored, integers among them.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from tests.support.thinker_asks import (
     shows,
     thinker_scripts,
 )
-from tests.support.thinker_reference import Talk, clip, tone
+from tests.support.thinker_reference import Talk, clip, talkie, tone
 
 ROW_BYTES = 64 * 4
 NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
@@ -190,6 +192,120 @@ def test_salts_share_no_sound(engine: LLMEngine, towers: TowerRuns) -> None:
     assert towers.heard == [1, 1]
 
 
+# Three chunks: rows of video and sound are 12 and 50, 12 and 50, 6 and 2.
+LONG_TALKIE = talkie(2, tone(4.1), grids=5, seconds=1.0)
+
+
+def test_a_video_in_step_with_its_sound_runs_each_tower_once(
+    checkpoint: str, uncached: LLMEngine, towers: TowerRuns
+) -> None:
+    engine = build(checkpoint, max_num_batched_tokens=16)
+    prompt = shows(engine, 5, ("video", LONG_TALKIE), 6)
+    expected = run(uncached, prompt)
+    towers.heard.clear()
+    towers.seen.clear()
+    assert_same(run(engine, prompt), expected)
+    assert (towers.heard, towers.seen) == ([1], [1])
+    again = run(engine, prompt)
+    assert (towers.heard, towers.seen) == ([1], [1])
+    assert again.num_cached_tokens == 132
+    assert_same(again, expected)
+
+
+def test_what_a_video_with_sound_shows_is_not_encoded_again_by_itself(
+    engine: LLMEngine, towers: TowerRuns
+) -> None:
+    video, sound = clip(2, grids=3, seconds=1.0), tone(0.6)
+    run(engine, shows(engine, 5, ("video", talkie(2, sound, grids=3, seconds=1.0)), 6))
+    run(engine, shows(engine, ("audio", sound), 7, ("video", video), 6))
+    assert (towers.heard, towers.seen) == ([1], [1])
+
+
+def test_a_first_piece_spends_the_budget_of_the_whole(checkpoint: str, towers: TowerRuns) -> None:
+    engine = build(checkpoint, max_num_encoder_tokens=50)
+    videos = [talkie(seed, tone(0.25), grids=5, seconds=1.0) for seed in (2, 3)]  # 30 + 6 rows
+    engine.generate([shows(engine, 5, ("video", video), 6) for video in videos], GREEDY)
+    assert towers.seen == [1, 1]
+
+
+@pytest.mark.parametrize("room", [62, 150])
+def test_pieces_that_others_push_out_are_encoded_again(
+    room: int, checkpoint: str, uncached: LLMEngine, towers: TowerRuns
+) -> None:
+    """The video has 30 rows, its sound 57."""
+    video = talkie(2, tone(2.3), grids=5, seconds=1.0)
+    prompts = [shows(uncached, n, ("video", video), 6) for n in (20, 21)]
+    prompts += [shows(uncached, 22, ("image", picture(0)), ("audio", tone(0.4)), 7)]
+    expected = [run(uncached, prompt) for prompt in prompts]
+    towers.heard.clear()
+    engine = build(
+        checkpoint,
+        max_num_batched_tokens=16,
+        max_num_encoder_tokens=8,
+        encoder_cache_bytes=room * ROW_BYTES,
+    )
+    outputs = engine.generate(prompts, GREEDY)
+    for output, answer in zip(outputs, expected, strict=True):
+        assert_same(output, answer)
+    # With room for one of the two at a time, each is encoded as often as it comes.
+    assert len(towers.heard) > 2 if room == 62 else len(towers.heard) == 2
+    engine.check_integrity()
+    assert encoder_stats(engine).held_bytes == 0
+
+
+def test_the_same_video_with_other_sound_hits_what_is_before_it_alone(
+    engine: LLMEngine, uncached: LLMEngine
+) -> None:
+    before = (10, 11, 12, 13, 14)
+    one, other = (
+        shows(engine, *before, ("video", talkie(2, tone(0.25, hertz), 4, 1.0)), 6, 7)
+        for hertz in (300.0, 2000.0)
+    )
+    assert one.prompt_token_ids == other.prompt_token_ids
+    expected = run(uncached, other)
+    run(engine, one)
+    output = run(engine, other)
+    assert output.num_cached_tokens == 4
+    assert_same(output, expected)
+
+
+def test_the_same_tokens_and_items_one_after_the_other_never_hit(
+    engine: LLMEngine, uncached: LLMEngine
+) -> None:
+    """In step, the sound begins where its video does, and the mark before them one place back."""
+    assert engine.tokenizer is not None
+    vocabulary = engine.tokenizer.get_vocab()
+    names = ("<|vision_bos|>", "<|audio_bos|>", "<|audio_eos|>", "<|vision_eos|>")
+    outer, inner, end, last = (vocabulary[name] for name in names)
+    video, sound = clip(1, grids=2), tone(0.25)
+    in_step = shows(engine, 20, 21, outer, ("video", talkie(1, sound, grids=2)), last, 22)
+    one_by_one = shows(
+        engine, 20, 21, outer, inner, ("video", video), ("audio", sound), end, last, 22
+    )
+    expected = run(uncached, one_by_one)
+    first = run(engine, in_step)
+    output = run(engine, one_by_one)
+    assert output.prompt_token_ids == first.prompt_token_ids
+    assert output.num_cached_tokens == 0
+    assert_same(output, expected)
+
+
+def test_a_reply_after_a_video_with_sound_is_found_as_prompt(
+    engine: LLMEngine, uncached: LLMEngine
+) -> None:
+    """What was generated lies where the next turn has it, though the video reaches further."""
+    far = ("video", talkie(3, tone(0.3), grids=3, seconds=0.9))
+    first = shows(engine, far, 6)
+    said = run(engine, first)
+    reply = said.outputs[0].token_ids
+    second = shows(engine, far, 6, *reply, 7)
+    expected = run(uncached, second)
+    output = run(engine, second)
+    assert output.num_cached_tokens is not None
+    assert output.num_cached_tokens > len(said.prompt_token_ids)
+    assert_same(output, expected)
+
+
 @dataclass(frozen=True)
 class Stream:
     engine: LLMEngine
@@ -197,11 +313,22 @@ class Stream:
     placeholders: tuple[int, ...]
 
 
+@pytest.fixture(scope="module")
+def short_chunks(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four places to a chunk, so that short videos and sounds come in several pieces."""
+    folder = tmp_path_factory.mktemp("short_chunks") / "omni"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["thinker_config"]["position_id_per_seconds"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 @pytest.fixture(scope="module", params=["recompute", "swap"])
-def stream(request: pytest.FixtureRequest, checkpoint: str) -> Stream:
+def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
     preemption: Literal["recompute", "swap"] = request.param
     engine = build(
-        checkpoint,
+        short_chunks,
         num_blocks=14,
         max_model_len=48,
         max_num_batched_tokens=16,
@@ -211,7 +338,7 @@ def stream(request: pytest.FixtureRequest, checkpoint: str) -> Stream:
     )
     assert engine.tokenizer is not None
     ids = engine.tokenizer.convert_tokens_to_ids([PLACEHOLDERS[kind] for kind in KINDS])
-    return Stream(engine, Alone(checkpoint, part="thinker"), tuple(ids))
+    return Stream(engine, Alone(short_chunks, part="thinker"), tuple(ids))
 
 
 @settings(max_examples=40)
@@ -238,7 +365,7 @@ def test_streams_do_hit_evict_and_preempt(stream: Stream) -> None:
             priority=0,
             salt=None,
             placeholders=stream.placeholders,
-            shown=((2, kind, number % 2), (6, (kind + 1) % 3, 0)),
+            shown=((2, kind, number % 5), (6, (kind + 1) % 3, 0)),
         )
 
     script: Script = [("add", ask(number // 2, 9)) for number in range(12)]

@@ -16,7 +16,14 @@ from engine.checkpoint import Checkpoint
 from engine.models import load_model
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
-from tests.support.thinker_reference import Talk, ThinkerAnswer, ThinkerReference, clip, tone
+from tests.support.thinker_reference import (
+    Talk,
+    ThinkerAnswer,
+    ThinkerReference,
+    clip,
+    talkie,
+    tone,
+)
 
 NUM_TOKENS = 10
 NAMES = ("hidden_states", "token_embeds", "position_ids")
@@ -33,6 +40,16 @@ TALKS = {
     "video": Talk([clip(1), "What happens?"]),
     "video that runs ahead": Talk([clip(2, grids=3, seconds=0.87), "And?"]),
     "all": Talk([tone(0.5), clip(3), "then", picture(0), clip(4, grids=1), "?"]),
+    "video with its sound": Talk([talkie(1, tone(0.6)), "What happens?"]),
+    "video longer than its sound": Talk([talkie(5, tone(0.9), 6, 1.0), "What happens?"]),
+    "sound longer than its video": Talk(["See", talkie(6, tone(4.6), 2), "And?"]),
+    "video and sound of many chunks": Talk([talkie(7, tone(4.1), 3, 2.0), "And?"]),
+    "grids that skip chunks": Talk([talkie(8, tone(1.5), 3, 5.0), "And?"]),
+    "grids close together": Talk([talkie(9, tone(2.2), 8, 0.34), "And?"]),
+    "video that runs beyond its last sound": Talk([talkie(3, tone(0.3), 3, 0.9), "And then?"]),
+    "videos with sound among others": Talk(
+        [tone(0.3), talkie(1, tone(0.7), 2), "then", picture(0), talkie(2, tone(2.5), 4, 1.0), "?"]
+    ),
     "turns": Talk([picture(0), "What is it?"], ("A harbour.", "Are you sure?")),
 }
 

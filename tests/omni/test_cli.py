@@ -331,6 +331,14 @@ def test_explain_shows_the_graph_every_default_and_the_memory(name: str, tmp_pat
     assert omni("validate", explained).exit_code == 0
 
 
+def test_explain_shows_the_graph_before_it_fails_to_load(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = omni("explain", "two_step", "--set", f"stages.writer.model={tmp_path}")
+    assert result.exit_code == 2
+    assert "writer ──hidden_states_as_prompt_embeds──► reader" in result.stdout
+    assert str(tmp_path) in result.stderr
+
+
 def test_explain_can_leave_the_models_alone() -> None:
     result = omni("explain", "two_step", "--no-load", "--set", "stages.writer.model=some/hub-id")
     assert result.exit_code == 0

@@ -11,6 +11,7 @@ from engine import ChatPrompt, FinishReason, VideoFeatures
 from omni import Omni, OmniOutput, OmniRequest
 from tests.support.omni_reference import OmniAnswer, OmniReference, VideoTensors
 from tests.support.omni_stages import SUPPRESSED, Conversation, Turn, build_pipeline
+from tests.support.thinker_reference import tone
 
 MIXED = (
     Conversation((Turn(),)),
@@ -144,17 +145,23 @@ def test_the_repetition_penalty_counts_what_transformers_counts(
     assert_tokens(output, answer)
 
 
-@pytest.mark.parametrize("second_per_grid", [1.0, 0.5, 0.34])
-def test_a_video_equals_transformers(folder: str, reference: OmniReference, second_per_grid: float):
+@pytest.mark.parametrize(
+    ("second_per_grid", "seconds"),
+    [(1.0, None), (0.5, None), (0.34, None), (1.0, 2.3), (2.0, 0.5), (0.9, 0.3), (0.34, 0.9)],
+)
+def test_a_video_with_and_without_its_sound_equals_transformers(
+    folder: str, reference: OmniReference, second_per_grid: float, seconds: float | None
+):
+    sound = None if seconds is None else tone(seconds)
     generator = torch.Generator().manual_seed(3)
     grid = torch.tensor([3, 4, 6])
     pixels = torch.randn(int(grid.prod()), 3 * 2 * 14 * 14, generator=generator)
     answer = reference.answer(
-        VIDEO_MESSAGES, video=VideoTensors(pixels, grid, second_per_grid), speaker="Ethan"
+        VIDEO_MESSAGES, video=VideoTensors(pixels, grid, second_per_grid, sound), speaker="Ethan"
     )
     prompt = ChatPrompt(
         tuple(VIDEO_MESSAGES),
-        multi_modal_data={"video": [VideoFeatures(pixels, grid, second_per_grid)]},
+        multi_modal_data={"video": [VideoFeatures(pixels, grid, second_per_grid, sound)]},
     )
     with Omni(build_pipeline(folder, block_size=8)) as omni:
         for _ in range(2):

@@ -38,11 +38,12 @@ class OmniAnswer:
 
 @dataclass(frozen=True)
 class VideoTensors:
-    """Frames in patches, as transformers' model takes them, for one video."""
+    """Frames in patches, as transformers' model takes them, for one video, and samples with it."""
 
     pixel_values_videos: Tensor
     video_grid_thw: Tensor
     second_per_grid: float
+    audio: NDArray[Any] | None = None
 
 
 class _NoVideoProcessor:
@@ -135,7 +136,11 @@ class OmniReference:
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
-        if video is not None:
+        sound: dict[str, Any] = {}
+        if video is not None and video.audio is not None:
+            sound = self._sound_of(video.audio)
+            text = text.replace("<|VIDEO|>", self._in_step(video, sound["feature_attention_mask"]))
+        elif video is not None:
             rows = int(video.video_grid_thw.prod()) // 4
             text = text.replace("<|VIDEO|>", "<|VIDEO|>" * rows)
         given: dict[str, Any] = {"images": list(images)} if images else {}
@@ -151,7 +156,38 @@ class OmniReference:
             inputs["thinker_pixel_values_videos"] = video.pixel_values_videos
             inputs["video_grid_thw"] = video.video_grid_thw.reshape(1, 3)
             inputs["video_second_per_grid"] = torch.tensor([video.second_per_grid])
-        return inputs
+        return inputs | sound
+
+    def _sound_of(self, samples: NDArray[Any]) -> dict[str, Any]:
+        output = self._processor.feature_extractor(
+            samples,
+            sampling_rate=16_000,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return {
+            "input_features": output["input_features"],
+            "feature_attention_mask": output["attention_mask"],
+            "use_audio_in_video": True,
+        }
+
+    def _in_step(self, video: VideoTensors, sound_mask: Tensor) -> str:
+        """Placeholders by the processor's own function."""
+        num_frames = int(sound_mask.sum())
+        thinker = self.model.config.thinker_config
+        text: str = self._processor.replace_video_with_audio_token(
+            {
+                "video_grid_thw": video.video_grid_thw.reshape(1, 3).tolist(),
+                "video_second_per_grid": [video.second_per_grid],
+            },
+            0,
+            {"num_audio_tokens": [((num_frames - 1) // 2 - 1) // 2 + 1]},
+            0,
+            position_id_per_seconds=thinker.position_id_per_seconds,
+            seconds_per_chunk=thinker.seconds_per_chunk,
+        )
+        return text
 
     @torch.inference_mode()
     def answer(

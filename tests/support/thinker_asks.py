@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import LLMEngine, TokensPrompt
+from engine import LLMEngine, TokensPrompt, VideoFeatures
 from engine.mm_input import Modality, MultiModalInput
 from engine.models.qwen2_5_omni_audio import AudioTower
 from engine.models.qwen2_5_vision import ImageTower
@@ -25,11 +28,25 @@ PLACEHOLDERS: dict[Modality, str] = {
     "audio": "<|AUDIO|>",
     "video": "<|VIDEO|>",
 }
-# Six placeholders each, but for the last of every kind.
+
+
+def _talkie(sound: NDArray[np.float32]) -> VideoFeatures:
+    pixels = torch.randn(12, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(5))
+    return VideoFeatures(pixels, (3, 2, 2), 1.0, sound)
+
+
+# Six placeholders each, but for the last of every kind, and the video with its sound.
 _SHOWN: dict[Modality, list[Any]] = {
     "image": [picture(0), picture(1), picture(3)],
     "audio": [tone(0.25), tone(0.25, 2000.0), tone(0.1)],
-    "video": [clip(0, grids=1), clip(1, grids=1), clip(2, grids=2)],
+    "video": [
+        clip(0, grids=1),
+        clip(1, grids=1),
+        clip(2, grids=2),
+        # The sound is also shown alone.
+        _talkie(tone(0.25)),
+        _talkie(tone(0.25, 2000.0)),
+    ],
 }
 KINDS: list[Modality] = list(PLACEHOLDERS)
 
@@ -92,13 +109,14 @@ class ThinkerAsk(Ask):
             ids.insert(place, self.placeholders[kind])
         items: dict[str, list[Any]] = {}
         for _, kind, number in places:
-            items.setdefault(KINDS[kind], []).append(_SHOWN[KINDS[kind]][number])
+            shown = _SHOWN[KINDS[kind]]
+            items.setdefault(KINDS[kind], []).append(shown[number % len(shown)])
         return TokensPrompt(tuple(ids), items)
 
 
 def thinker_scripts(placeholders: tuple[int, ...], max_text: int) -> st.SearchStrategy[Script]:
     """Streams in which items return at the same and at other places, and others at theirs."""
-    item = st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 2), st.integers(0, 2))
+    item = st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 2), st.integers(0, 4))
     asks = st.builds(
         ThinkerAsk,
         family=st.integers(0, 1),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import (
 from engine import ChatPrompt, VideoFeatures
 from engine.config_log import quiet_config_log
 
-__all__ = ["Talk", "ThinkerAnswer", "ThinkerReference", "clip", "tone"]
+__all__ = ["Talk", "ThinkerAnswer", "ThinkerReference", "clip", "talkie", "tone"]
 
 RATE = 16_000
 _MERGED = 4  # patches to a row
@@ -46,6 +47,13 @@ def clip(seed: int, grids: int = 2, seconds: float = 0.5) -> VideoFeatures:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(grids * 24, 3 * 2 * 14 * 14, generator=generator)
     return VideoFeatures(pixels, (grids, 4, 6), seconds)
+
+
+def talkie(
+    seed: int, sound: NDArray[np.float32], grids: int = 2, seconds: float = 0.5
+) -> VideoFeatures:
+    """A :func:`clip` with its own sound."""
+    return replace(clip(seed, grids, seconds), audio=sound)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class _NoVideos:
     """Stands where transformers wants a video processor, which needs torchvision."""
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
+    merge_size = 2
 
 
 class _Processor(Qwen2_5OmniProcessor):  # type: ignore[misc]
@@ -146,7 +155,7 @@ class ThinkerReference:
         kept = self.tokenizer.eos_token_id
         return tuple(index for index in self.tokenizer.all_special_ids if index != kept)
 
-    def inputs(self, talk: Talk) -> dict[str, Tensor]:
+    def inputs(self, talk: Talk) -> dict[str, Any]:
         """As transformers' processor makes them; videos are put in beside it."""
         text = self.tokenizer.apply_chat_template(
             list(talk.messages), tokenize=False, add_generation_prompt=True
@@ -155,22 +164,62 @@ class ThinkerReference:
         text = text.replace(self.tokenizer.video_token, _MARK)
         kinds = {"images": talk.images, "audio": talk.sounds}
         given = {name: items for name, items in kinds.items() if items}
-        inputs: dict[str, Tensor] = dict(self.processor(text=text, return_tensors="pt", **given))
+        inputs: dict[str, Any] = dict(self.processor(text=text, return_tensors="pt", **given))
         if talk.videos:
             inputs |= self._videos(inputs["input_ids"][0].tolist(), talk.videos)
+        if any(video.audio is not None for video in talk.videos):
+            inputs |= self._sounds(talk)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         return inputs
 
     def _videos(self, ids: list[int], videos: Sequence[VideoFeatures]) -> dict[str, Tensor]:
         grids = torch.stack([torch.as_tensor(video.video_grid_thw) for video in videos])
-        sizes = iter((grids.prod(dim=1) // _MERGED).tolist())
-        place, mark = self.model.config.video_token_id, self.tokenizer.get_vocab()[_MARK]
-        runs = [[place] * next(sizes) if index == mark else [index] for index in ids]
+        mark, shown = self.tokenizer.get_vocab()[_MARK], iter(videos)
+        runs = [self._expand(next(shown)) if index == mark else [index] for index in ids]
         return {
             "input_ids": torch.tensor([list(chain.from_iterable(runs))]),
             "pixel_values_videos": torch.cat([video.pixel_values_videos for video in videos]),
             "video_grid_thw": grids,
             "video_second_per_grid": torch.tensor([video.second_per_grid for video in videos]),
+        }
+
+    def _expand(self, video: VideoFeatures) -> list[int]:
+        """By the processor's own function, where there is sound."""
+        grid = torch.as_tensor(video.video_grid_thw).tolist()
+        if video.audio is None:
+            return [self.model.config.video_token_id] * (math.prod(grid) // _MERGED)
+        lengths = self._features([video.audio])["feature_attention_mask"].sum(-1)
+        text = self.processor.replace_video_with_audio_token(
+            {"video_grid_thw": [grid], "video_second_per_grid": [video.second_per_grid]},
+            0,
+            {"num_audio_tokens": (((lengths - 1) // 2 - 1) // 2 + 1).numpy()},
+            0,
+            position_id_per_seconds=self.model.config.position_id_per_seconds,
+            seconds_per_chunk=self.model.config.seconds_per_chunk,
+        )
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _sounds(self, talk: Talk) -> dict[str, Any]:
+        """All sounds in the order of their places, alone or in a video."""
+        sounds = [
+            part.audio if isinstance(part, VideoFeatures) else part
+            for part in talk.content
+            if isinstance(part, VideoFeatures | np.ndarray)
+        ]
+        return self._features(sounds) | {"use_audio_in_video": True}
+
+    def _features(self, sounds: Sequence[Any]) -> dict[str, Any]:
+        output = self.processor.feature_extractor(
+            sounds,
+            sampling_rate=RATE,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return {
+            "input_features": output["input_features"],
+            "feature_attention_mask": output["attention_mask"],
         }
 
     @torch.inference_mode()
@@ -205,7 +254,7 @@ class ThinkerReference:
             self._places(ids, inputs),
         )
 
-    def _places(self, ids: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def _places(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         mask = inputs.get("feature_attention_mask")
         places, _ = self.model.get_rope_index(
             ids,
@@ -214,6 +263,7 @@ class ThinkerReference:
             inputs["attention_mask"],
             audio_seqlens=None if mask is None else mask.sum(1),
             second_per_grids=inputs.get("video_second_per_grid"),
+            use_audio_in_video=inputs.get("use_audio_in_video", False),
         )
         table: Tensor = places[:, 0].T
         return table
