@@ -25,7 +25,8 @@ import importlib.util
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -121,23 +122,28 @@ def generate_side(model: Any, num_tokens: int) -> Side:
     return run
 
 
-def ctranslate2_side(checkpoint: str, folder: str, num_tokens: int, num_threads: int) -> Side:
+@contextmanager
+def ctranslate2_side(
+    checkpoint: str, folder: str, num_tokens: int, num_threads: int
+) -> Iterator[Side]:
     """CTranslate2 in a process of its own: its threads would slow down the other sides' here."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    # As a daemon it ends with this process.
-    context.Process(
-        target=serve_ctranslate2,
-        args=(there, checkpoint, folder, num_tokens, num_threads),
-        daemon=True,
-    ).start()
+    process = context.Process(
+        target=serve_ctranslate2, args=(there, checkpoint, folder, num_tokens, num_threads)
+    )
+    process.start()
 
     def run(inputs: TokenIds) -> TokenIds:
         here.send(inputs)
         rows: TokenIds = here.recv()
         return rows
 
-    return run
+    try:
+        yield run
+    finally:
+        here.close()
+        process.join()
 
 
 def serve_ctranslate2(
@@ -213,9 +219,11 @@ def main() -> None:
         "torch only": engine_side(build_engine(checkpoint, args, attention="torch"), args.generate),
     }
     console = Console()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         if importlib.util.find_spec("ctranslate2") is not None:
-            sides["ctranslate2"] = ctranslate2_side(checkpoint, folder, args.generate, args.threads)
+            sides["ctranslate2"] = running.enter_context(
+                ctranslate2_side(checkpoint, folder, args.generate, args.threads)
+            )
         else:
             console.print("ctranslate2 is not installed, and is left out")
         inputs = make_inputs(args.requests, args.encoder)
