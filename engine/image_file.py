@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature
 
 if TYPE_CHECKING:
@@ -14,23 +17,42 @@ __all__ = ["image_features", "load_image_processor", "open_image"]
 
 
 def open_image(image: object) -> Image:
-    """Open a PNG or JPEG file, or take an image of Pillow, as RGB.
+    """Open a PNG or JPEG file, or take an image of Pillow or an array of pixels, as RGB.
+
+    Args:
+        image: the file, the image, or ``(height, width, 3)`` uint8, a tensor or of numpy.
 
     Raises:
-        ValueError: it is neither, or cannot be read as an image.
+        ValueError: it is none of these, or cannot be read as an image.
     """
     from PIL import Image as pillow
 
     if isinstance(image, pillow.Image):
         return image.convert("RGB")
+    if isinstance(image, Tensor | np.ndarray):
+        return pillow.fromarray(_check_pixels(image))
     if not isinstance(image, str | Path):
-        raise ValueError(f"image must be a file or an image of Pillow, got {type(image).__name__}")
+        raise ValueError(
+            "image must be a file, an image of Pillow or an array of pixels, "
+            f"got {type(image).__name__}"
+        )
     try:
         with pillow.open(image) as opened:
             return opened.convert("RGB")
     # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error
+
+
+def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
+    pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
+    height_width_channels = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
+    if pixels.dtype != np.uint8 or not height_width_channels:
+        raise ValueError(
+            "an array of pixels must be (height, width, 3) of uint8, red, green and blue, "
+            f"got {pixels.shape} of {pixels.dtype}"
+        )
+    return np.ascontiguousarray(pixels)
 
 
 def image_features(processor: Any, image: object) -> BatchFeature:

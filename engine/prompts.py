@@ -37,7 +37,7 @@ MultiModalData: TypeAlias = (
 )
 """What a prompt shows beside its text, by modality: as many as it has placeholders, in their order.
 
-- ``"image"``: PNG or JPEG files, or images of Pillow.
+- ``"image"``: PNG or JPEG files, images of Pillow, or pixels, ``(height, width, 3)`` uint8.
 - ``"audio"``: WAV files, mono samples of the rate that the checkpoint's feature extractor wants, or
   an :class:`AudioPrompt` of either, for samples of another rate.
 - ``"video"``: :class:`VideoFeatures`.
@@ -157,10 +157,10 @@ class ImagePrompt:
     """An image for the encoder of an encoder-decoder model.
 
     Attributes:
-        image: a PNG or JPEG file, or an image of Pillow.
+        image: a PNG or JPEG file, an image of Pillow, or pixels, ``(height, width, 3)`` uint8.
     """
 
-    image: str | Path | Image
+    image: str | Path | Image | Tensor | NDArray[Any]
 
 
 DecoderPrompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | EmbedsPrompt

@@ -87,7 +87,7 @@ def test_an_image_that_was_cut_off_is_refused(inputs: ImageEncoderInputs, tmp_pa
     [
         ("text", "encoder takes an image, but the encoder prompt is text"),
         (AudioPrompt("a.wav"), "the encoder prompt is audio"),
-        (ImagePrompt(3), "image must be a file or an image of Pillow, got int"),
+        (ImagePrompt(3), "image must be a file, an image of Pillow or an array of pixels, got int"),
     ],
 )
 def test_other_prompts_are_refused(

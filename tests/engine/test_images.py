@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -284,7 +285,8 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
     picture(0).save(file)
     engine.generate(shows(engine, picture(0), 7, 8, 9), NOTHING)
     ids = shows(engine, picture(0), 7, 8, 9).prompt_token_ids
-    for form in (file, str(file)):
+    pixels = np.asarray(picture(0))
+    for form in (file, str(file), pixels, torch.from_numpy(pixels.copy())):
         (output,) = engine.generate(TokensPrompt(ids, {"image": [form]}), NOTHING)
         assert output.num_cached_tokens == 8
 
@@ -296,7 +298,9 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
         (0, {"image": [picture(0)]}, "0 image placeholders .* but 1 image items were given"),
         (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 image items were given"),
         (1, {"image": ["no such file.png"]}, "image 0: image 'no such file.png' cannot be read"),
-        (1, {"image": [object()]}, "image 0: image must be a file or an image of Pillow"),
+        (1, {"image": [object()]}, "image 0: image must be a file, an image of Pillow"),
+        (1, {"image": [np.zeros((3, 8, 8), np.uint8)]}, r"must be \(height, width, 3\) of uint8"),
+        (1, {"image": [torch.zeros(8, 8, 3)]}, r"image 0: .* got \(8, 8, 3\) of float32"),
         (1, {"image": "picture.png"}, "must be a list of items, each image one, got str"),
         (1, {"image": picture(0)}, "must be a list of items, each image one, got Image"),
         (1, {"video": []}, "has 'video'; what can be shown is 'image'"),

@@ -130,7 +130,11 @@ def pixels(**changed: Any) -> Any:
 
 WRONG: dict[str, tuple[Modality, Any, str]] = {
     "a strip": ("image", picture(0, (1, 4000)), "image 0: the image of 1 x 4000 pixels cannot"),
-    "a number": ("image", 3, "image 0: image must be a file or an image of Pillow, got int"),
+    "a number": (
+        "image",
+        3,
+        "image 0: image must be a file, an image of Pillow or an array of pixels, got int",
+    ),
     "nothing to hear": ("audio", np.zeros(0, np.float32), "audio 0: the audio is empty"),
     "two frames": ("audio", tone(0.02), "audio 0: the audio is too short: it has 2 frames"),
     "too long": ("audio", tone(31.0), r"audio 0: .* is 31\.00 s long, but the model takes 30 s"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from omni.cli import app
@@ -117,6 +118,20 @@ def test_a_chat_says_and_shows_what_a_file_of_requests_does_in_messages(
     messages, by_hand, chat = made
     assert messages[0] == by_hand[0] == chat[0]
     assert same(messages[1], chat[1]) and same(by_hand[1], chat[1])
+
+
+def test_text_sound_and_tensors_are_written(tmp_path: Path, shown: list[str]) -> None:
+    tensors = ["--set", "stages.thinker.final_output=[text, tensors]"]
+    flags = ["--chat", "What?", *shown, *SHORT, *tensors, "-o", tmp_path / "out", "-q"]
+    result = omni("run", "omni_speech", *flags)
+    assert result.exit_code == 0, result.stderr
+    (line,) = stages(tmp_path / "out")
+    thinker = line["thinker"]
+    assert thinker["text"] and len(samples(tmp_path / "out" / line["code2wav"]["audio"]))
+    rows = thinker["num_prompt_tokens"] + len(thinker["token_ids"]) - 1
+    assert thinker["tensors"].keys() == {"hidden_states", "token_embeds", "position_ids"}
+    for name, file in thinker["tensors"].items():
+        assert len(load_file(tmp_path / "out" / file)[name]) == rows
 
 
 def test_without_files_a_chat_is_text_for_any_template(tmp_path: Path) -> None:

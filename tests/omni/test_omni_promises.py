@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from omni import Omni, OmniOutput
 from omni.orchestrator import Orchestrator
 from omni.pipeline import Pipeline
+from stages import AutoregressiveStage
 from tests.support.omni_stages import (
     Conversation,
     Turn,
@@ -59,6 +60,7 @@ def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
         max_model_len=320,
         max_num_seqs=4,
         max_num_batched_tokens=40,
+        encoder_cache_bytes=6_000,  # three items of about 2,000
     )
     return Rig(pipeline, answer)
 
@@ -117,6 +119,12 @@ def test_the_small_pools_do_hit_and_evict(rig: Rig):
         for name in ("thinker", "talker"):
             spent = omni.stats()[name].since(before[name])
             assert 0 < spent.cached_tokens < spent.prompt_tokens
+            stage = omni.pipeline.stages[name]
+            assert isinstance(stage, AutoregressiveStage)
+            engine = stage.engine.stats()
+            assert engine.kv is not None and engine.kv.evictions > 0
+            if name == "thinker":
+                assert engine.encoder_cache is not None and engine.encoder_cache.evictions > 0
 
 
 @pytest.mark.parametrize("streaming", [False, True])
