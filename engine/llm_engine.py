@@ -144,7 +144,7 @@ class LLMEngine:
         self._note_first_run(scheduled)
         try:
             sampled = self._runner.execute(scheduled)
-        except Exception as error:  # every request of the step fails with it, none is lost
+        except Exception as error:  # one request's fault, as a rule, and it is found out
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             outputs = self._fail_step(scheduled, error)
         else:
@@ -418,16 +418,18 @@ class LLMEngine:
         return group.output()
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """Fail the request that ran; of several, let each try again by itself."""
         for request in scheduled.preempted:
             self._runner.forget(request)
         self._scheduler.undo_swaps(scheduled)
-        groups = {
-            group.request_id: group
-            for item in scheduled.scheduled
-            for group in [self._group_of[item.request.request_id]]
-        }
+        if len(scheduled.scheduled) > 1:
+            self._scheduler.run_alone(scheduled)
+            for item in scheduled.scheduled:
+                self._runner.forget(item.request)
+            return []
         message = f"the step failed: {type(error).__name__}: {error}"
-        return [self._fail(group, message) for group in groups.values()]
+        groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
+        return [self._fail(group, message) for group in groups]
 
     def _forget(self, group: RequestGroup) -> None:
         self._groups.pop(group.request_id, None)

@@ -102,6 +102,8 @@ class Request:
         conditions: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
         is_paused: whether it rests, with what it holds, until somebody lets it go on.
+        alone_until: it shares no step with others before so many tokens are computed, since a step
+            that computed them for several requests failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
     """
 
@@ -124,6 +126,7 @@ class Request:
     positions: PromptPositions | None = None
     conditions: Conditions | None = None
     is_paused: bool = False
+    alone_until: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
@@ -148,6 +151,11 @@ class Request:
     def needs_input(self) -> bool:
         """Whether it cannot get past its newest token before more rows come."""
         return self.num_known_tokens < self.num_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what made a step fail, so that it has to run alone."""
+        return self.num_computed_tokens < self.alone_until
 
     def can_run_from(self, num_computed_tokens: int) -> bool:
         """Whether it has a token to run, if so many are computed."""

@@ -79,6 +79,10 @@ class Scheduler:
     the encoder's budget, or its cache, has no room in this step. A chunk of no token at all is left
     out.
 
+    When a step of several requests fails, nobody knows by whose fault. They begin anew, as after a
+    preemption, and each runs alone until it is past the tokens of that step: who fails alone is
+    the culprit, and the others go on together.
+
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time.
 
@@ -152,6 +156,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
         step = _Step(self._max_num_batched_tokens, EncoderBudget(self._max_num_encoder_tokens))
+        self._schedule_alone(step)
+        if step.scheduled:
+            return step.output()
         self._schedule_running(step)
         # After a preemption nobody is let in, lest the two take turns; unless nobody is left.
         if not step.preempted or not step.scheduled:
@@ -160,12 +167,31 @@ class Scheduler:
                 self._admit_waiting(step)
         return step.output()
 
+    def _schedule_alone(self, step: _Step) -> None:
+        """Let the first suspect that can run have the step to itself."""
+        everybody = (*self._running, *self._waiting)
+        if not any(request.is_suspect for request in everybody):
+            return
+        for request in sorted(everybody, key=lambda r: r.queue_key):
+            if not request.is_suspect:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                share = self._take_items(request, self._chunk(request, step.num_tokens), step)
+                if share.num_tokens and self._hold_slots(request, share.num_tokens, step):
+                    step.add(request, share)
+            elif len(self._running) < self._max_num_seqs:
+                self._consider(request, step)
+            if step.scheduled:
+                return
+
     def _schedule_running(self, step: _Step) -> None:
         num_served = 0
         while num_served < len(self._running):
             request = self._running[num_served]
             seats_behind = len(self._running) - num_served - 1
-            num_tokens = self._chunk(request, step.num_tokens - seats_behind)
+            num_tokens = (
+                0 if request.is_suspect else self._chunk(request, step.num_tokens - seats_behind)
+            )
             share = self._take_items(request, num_tokens, step)
             if not share.num_tokens:
                 num_served += 1
@@ -261,21 +287,25 @@ class Scheduler:
         for request in tuple(self._waiting):
             if not step.num_tokens or len(self._running) == self._max_num_seqs:
                 break
-            if self._kv.enable_prefix_caching:
-                request.extend_hashes(self._block_size)
-            prefix = self._find_prefix(request)
-            if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
-                continue
-            if not step.has_room_to_encode(request, prefix):
+            if not request.is_suspect and not self._consider(request, step):
                 break
-            if self._admit(request, prefix, step):
-                continue
-            if self._running:
-                break
-            # It fits into an empty pool, but not beside the content that it would build on.
-            self._kv.reset_prefix_cache()
-            if not self._admit(request, self._find_prefix(request), step):
-                break
+
+    def _consider(self, request: Request, step: _Step) -> bool:
+        """Let a waiting request in if it can run now; whether those behind it may be considered."""
+        if self._kv.enable_prefix_caching:
+            request.extend_hashes(self._block_size)
+        prefix = self._find_prefix(request)
+        if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
+            return True
+        if not step.has_room_to_encode(request, prefix):
+            return False
+        if self._admit(request, prefix, step):
+            return True
+        if self._running:
+            return False
+        # It fits into an empty pool, but not beside the content that it would build on.
+        self._kv.reset_prefix_cache()
+        return self._admit(request, self._find_prefix(request), step)
 
     def _find_prefix(self, request: Request) -> CachedPrefix:
         return self._kv.find_cached_prefix(
@@ -329,7 +359,7 @@ class Scheduler:
         self.num_preemptions += 1
         step.preempted.append(request)
         self._release_items(request)
-        if self._swap is not None:
+        if self._swap is not None and not request.is_suspect:
             copies = self._swap.swap_out(request.request_id, request.num_computed_tokens)
             if copies is not None:
                 step.swapped_out += copies
@@ -343,6 +373,16 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         self.add(request)
+
+    def run_alone(self, output: SchedulerOutput) -> None:
+        """After a step that failed: its requests begin anew, each alone until it is past it."""
+        for item in output.scheduled:
+            request = item.request
+            request.alone_until = request.num_computed_tokens + item.num_tokens
+            self._release_items(request)
+            self._running.remove(request)
+            self._kv.free(request.request_id)
+            self._queue_anew(request)
 
     def undo_swaps(self, output: SchedulerOutput) -> None:
         """After a step that failed: nobody knows which pages were copied.

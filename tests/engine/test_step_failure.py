@@ -1,0 +1,123 @@
+"""A step that fails costs the request whose fault it is, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
+from engine.model_runner import ModelRunner
+from engine.models.qwen2_5_vision import ImageTower
+from tests.support.pictures import picture
+from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+
+POISON = 700
+IMAGE = 8
+
+
+def build(checkpoint: str, **settings: Any) -> LLMEngine:
+    usual = {"block_size": BLOCK_SIZE, "num_blocks": 64, "max_num_seqs": 4, "max_model_len": 60}
+    return LLMEngine(EngineConfig(model=checkpoint, **(usual | settings)))
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that computes the token ``POISON`` fails, after the forward pass."""
+    plain = ModelRunner._forward
+
+    def forward(self: ModelRunner, inputs: Any, embeds: Tensor, *rest: Any) -> Any:
+        tensors = plain(self, inputs, embeds, *rest)
+        if POISON in inputs.token_ids.tolist():
+            raise RuntimeError("a poisoned token")
+        return tensors
+
+    monkeypatch.setattr(ModelRunner, "_forward", forward)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("num_blocks", [64, 24])
+@pytest.mark.parametrize("place", [0, 13, 29])
+def test_the_culprit_fails_alone_and_the_others_say_what_they_say_alone(
+    qwen2_checkpoint: str, caching: bool, preemption: str, num_blocks: int, place: int
+) -> None:
+    engine = build(
+        qwen2_checkpoint,
+        enable_prefix_caching=caching,
+        preemption=preemption,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=12,  # the poisoned token may come in a later chunk
+    )
+    asks = {f"r{n}": Ask(n % 2, 20 + n, n, 9, False, False, 0, None) for n in range(4)}
+    ids = list(range(30, 60))
+    ids[place] = POISON
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for number, (request_id, ask) in enumerate(asks.items()):
+        if number == 2:
+            engine.add_request("bad", TokensPrompt(tuple(ids)), greedy)
+        engine.add_request(request_id, ask.prompt, ask.params)
+    alone = Alone(qwen2_checkpoint)
+    done = {}
+    for _ in range(500):
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+        engine.check_integrity()
+        if not engine.has_unfinished_requests:
+            break
+    assert done.keys() == {"bad", *asks}
+    bad = done.pop("bad")
+    assert bad.error is not None and "a poisoned token" in bad.error
+    assert bad.outputs[0].finish_reason is FinishReason.ERROR
+    for request_id, output in done.items():
+        assert output.error is None
+        assert_same(output, alone.answer(asks[request_id]))
+
+
+def test_an_image_that_breaks_the_tower_fails_its_request_alone(
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(seeded("qwen2_5_omni"), part="thinker", max_num_batched_tokens=64)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    prompts = {
+        name: TokensPrompt((30, 31, IMAGE, 32, 33), {"image": [picture(number)]})
+        for number, name in enumerate(("good", "bad", "better"))
+    }
+    expected = {
+        name: engine.generate(prompt, greedy)[0].outputs[0].token_ids
+        for name, prompt in prompts.items()
+    }
+    engine.reset_prefix_cache()
+    plain = ImageTower.forward
+    seen: list[int] = []
+    marks = [float(p.sum()) for p in _pixels(engine, prompts["bad"])]
+
+    def forward(self: ImageTower, inputs: Any) -> list[Tensor]:
+        seen.append(len(inputs))
+        if any(float(item.features["pixel_values"].sum()) in marks for item in inputs):
+            raise RuntimeError("a broken image")
+        return plain(self, inputs)
+
+    monkeypatch.setattr(ImageTower, "forward", forward)
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy)
+    done = {}
+    while engine.has_unfinished_requests:
+        done.update({o.request_id: o for o in engine.step() if o.finished})
+        engine.check_integrity()
+    assert seen[0] > 1, "the three were meant to begin together"
+    assert done["bad"].error is not None and "a broken image" in done["bad"].error
+    for name in ("good", "better"):
+        assert done[name].outputs[0].token_ids == expected[name]
+    encoder = engine.stats().encoder_cache
+    assert encoder is not None and encoder.held_bytes == 0 and encoder.num_items == 2
+
+
+def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
+    (request,) = engine._inputs.process("probe", prompt, SamplingParams())
+    return [torch.as_tensor(item.features["pixel_values"]) for item in request.mm_inputs]
