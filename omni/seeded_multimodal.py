@@ -23,7 +23,21 @@ from transformers import (
 from omni.seeded_folder import quieten, save_checkpoint
 from omni.seeded_tokenizers import chat_tokenizer
 
-__all__ = ["build_llava", "build_qwen2_5_vl"]
+__all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
+
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    # Smaller than images are, in the first of two layers.
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+"""The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
 
 _NOISE_STD = 0.1
 # A tied head scores a token by its likeness to the stream's content; with large embeddings that
@@ -117,19 +131,7 @@ def build_qwen2_5_vl(
             "mrope_section": [2, 3, 3],
         },
     }
-    vision: dict[str, Any] = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        # Smaller than images are, in the first of two layers.
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": text["hidden_size"],
-    }
+    vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
     config = Qwen2_5_VLConfig(
         vision_config=vision,
         text_config=text | text_overrides,

@@ -21,6 +21,7 @@ from transformers import (
 
 from engine.config_log import quiet_config_log
 from omni.seeded_folder import quieten, save_checkpoint
+from omni.seeded_multimodal import QWEN_VISION
 from omni.seeded_tokenizers import train_byte_level
 
 __all__ = ["OMNI_BENCHMARK", "OMNI_SPEAKERS", "OmniSizes", "build_qwen2_5_omni"]
@@ -241,19 +242,7 @@ def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, 
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision: dict[str, Any] = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        # Smaller than images are, in the first of the layers.
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": sizes.width,
-    }
+    vision = QWEN_VISION | {"out_hidden_size": sizes.width}
     audio: dict[str, Any] = {
         "num_mel_bins": 32,
         "d_model": 32,

@@ -7,6 +7,7 @@ compared with one without.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,9 +110,9 @@ class FakeSpeechStage(Stage):
     def speakers(self) -> tuple[str, ...] | None:
         return self._speakers
 
+    @abstractmethod
     def read(self, prompt: Prompt) -> tuple[Sequence[int], Sequence[int], bool]:
         """A prompt's own units, those that tokens are made of, and whether it is the last."""
-        raise NotImplementedError
 
     def add_request(self, request: StageRequest) -> None:
         self._receive(request.request_id, request.prompt)
