@@ -189,12 +189,13 @@ class Omni:
         post: Callable[[_News], object],
         running: dict[int, Ticket],
     ) -> None:
-        for position, request in enumerate(batch):
-            running[position] = self._driver.submit(
-                request,
-                request.request_id or f"omni-{uuid.uuid4().hex}",
-                partial(_post, post, position),
-            )
+        with self._driver.together():
+            for position, request in enumerate(batch):
+                running[position] = self._driver.submit(
+                    request,
+                    request.request_id or f"omni-{uuid.uuid4().hex}",
+                    partial(_post, post, position),
+                )
 
 
 def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:

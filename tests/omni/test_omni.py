@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
+from omni.driver import Driver, Ticket
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
 
@@ -85,7 +86,16 @@ def test_a_bad_request_has_its_error_and_its_neighbours_finish(omni: Omni) -> No
     assert text(outputs[2]) == "b(a(z))"
 
 
-def test_the_second_of_two_requests_of_one_id_fails_alone(omni: Omni) -> None:
+def test_the_second_of_two_requests_of_one_id_fails_alone(
+    omni: Omni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Driver.submit
+
+    def slowly(self: Driver, *args: Any) -> Ticket:
+        time.sleep(0.05)  # in which the first would be done, if it began before the others
+        return submit(self, *args)
+
+    monkeypatch.setattr(Driver, "submit", slowly)
     outputs = omni.generate([OmniRequest("x", "same"), OmniRequest("y", "same"), "z"])
     assert [text(outputs[0]), text(outputs[2])] == ["b(a(x))", "b(a(z))"]
     assert "'same' belongs to a request that is still running" in str(outputs[1].error)
