@@ -102,6 +102,7 @@ class GeneratorEngine:
             whole=prompt.is_last,
             codes=codes,
             is_last=prompt.is_last,
+            is_cut_off=prompt.is_cut_off,
         )
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
@@ -125,6 +126,7 @@ class GeneratorEngine:
             )
         request.codes += codes
         request.is_last = prompt.is_last
+        request.is_cut_off = prompt.is_cut_off
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""

@@ -26,6 +26,7 @@ class GeneratorOutput:
         waveform: all of it, when finished; None before and for a request that failed.
         num_codes: codes that came so far.
         error: why the request failed; it failed alone.
+        is_cut_off: whether its last codes said that a limit of length cut them off.
         metrics: times; there is no first token.
     """
 
@@ -35,6 +36,7 @@ class GeneratorOutput:
     waveform: Waveform | None
     num_codes: int
     error: str | None = None
+    is_cut_off: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
@@ -79,6 +81,7 @@ class GeneratorRequest:
         whole: it came in one piece and is computed in one.
         codes: that came so far.
         is_last: whether all came.
+        is_cut_off: whether the last said that a limit of length cut them off.
         num_done: codes whose sound is made.
         pieces: that sound, ``(num_samples,)`` each.
         arrival: when it came, by ``time.monotonic``.
@@ -92,6 +95,7 @@ class GeneratorRequest:
     whole: bool
     codes: list[int] = field(default_factory=list)
     is_last: bool = False
+    is_cut_off: bool = False
     num_done: int = 0
     pieces: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
@@ -137,13 +141,20 @@ class GeneratorRequest:
             delta=Waveform(samples, sampling_rate),
             waveform=Waveform(torch.cat(self.pieces), sampling_rate) if finished else None,
             num_codes=len(self.codes),
+            is_cut_off=self.is_cut_off,
             metrics=self._metrics(finished),
         )
 
     def failure(self, message: str) -> GeneratorOutput:
         """The last output of a request that failed."""
         return GeneratorOutput(
-            self.request_id, True, None, None, len(self.codes), message, self._metrics(True)
+            request_id=self.request_id,
+            finished=True,
+            delta=None,
+            waveform=None,
+            num_codes=len(self.codes),
+            error=message,
+            metrics=self._metrics(True),
         )
 
     def _metrics(self, finished: bool) -> RequestMetrics:

@@ -222,11 +222,13 @@ class CodecPrompt:
         codes: without the token that ended them.
         speaker: whose voice; None takes the checkpoint's first choice.
         is_last: whether the codes end here.
+        is_cut_off: whether they end where a limit of length cut them off, and not by themselves.
     """
 
     codes: tuple[int, ...]
     speaker: str | None = None
     is_last: bool = True
+    is_cut_off: bool = False
 
 
 Prompt: TypeAlias = EncoderPrompt | ExplicitEncoderDecoderPrompt | SpeechPrompt | CodecPrompt

@@ -19,7 +19,8 @@ class GeneratorStage(Stage):
 
     Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
     close to that of the same codes at once, but not equal to it; see
-    :mod:`engine.generator_engine`. Codes that fit one chunk of the edge come whole.
+    :mod:`engine.generator_engine`. Codes that fit one chunk of the edge come whole. Speech whose
+    codes a limit of length cut off finishes with ``length``, like the codes.
 
     There is no prefix cache: every sample depends on nearly every code, so utterances share
     nothing. The switch for caching is kept, and changes nothing.
@@ -122,15 +123,22 @@ class GeneratorStage(Stage):
         self.engine.close()
 
     def _stage_output(self, output: GeneratorOutput) -> StageOutput:
-        reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
         return StageOutput(
             request_id=output.request_id,
             stage=self.name,
             finished=output.finished,
-            finish_reason=reason if output.finished else None,
+            finish_reason=_finish_reason(output),
             error=output.error,
             num_prompt_tokens=output.num_codes,
             audio=output.waveform,
             audio_delta=output.delta,
             metrics=output.metrics,
         )
+
+
+def _finish_reason(output: GeneratorOutput) -> FinishReason | None:
+    if not output.finished:
+        return None
+    if output.error is not None:
+        return FinishReason.ERROR
+    return FinishReason.LENGTH if output.is_cut_off else FinishReason.STOP

@@ -63,7 +63,12 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     codes = talker.token_ids
     if talker.finish_reason is FinishReason.STOP:
         codes = codes[:-1]
-    return CodecPrompt(codes, speaker=context.speaker, is_last=context.is_last)
+    return CodecPrompt(
+        codes,
+        speaker=context.speaker,
+        is_last=context.is_last,
+        is_cut_off=talker.finish_reason is FinishReason.LENGTH,
+    )
 
 
 def _only_source(context: TransformContext) -> StageOutput:

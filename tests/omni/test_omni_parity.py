@@ -87,6 +87,8 @@ def test_a_batch_of_mixed_requests_equals_transformers(
         outputs = omni.generate([each.request(f"r{i}") for i, each in enumerate(MIXED)])
         for output, answer in zip(outputs, answers, strict=True):
             assert_tokens(output, answer)
+            talker, vocoder = (output.stages[name] for name in ("talker", "code2wav"))
+            assert vocoder.finish_reason is talker.finish_reason
             samples = samples_of(output)
             assert samples.shape == answer.samples.shape
             # In windows the flow sees less of the utterance: the same length, another waveform.

@@ -64,6 +64,20 @@ def test_audio_comes_in_pieces_while_codes_do(stage: GeneratorStage) -> None:
     assert len(joined) == 30 * 480
 
 
+@pytest.mark.parametrize("num_first", [0, 20])
+def test_speech_whose_codes_were_cut_off_says_so(stage: GeneratorStage, num_first: int) -> None:
+    codes = random_codes(30)
+    cut_off = CodecPrompt(codes[num_first:], is_cut_off=True)
+    if num_first:
+        stage.add_request(StageRequest("a", CodecPrompt(codes[:num_first], is_last=False)))
+        drain(stage)
+        stage.extend_request("a", cut_off)
+    else:
+        stage.add_request(StageRequest("a", cut_off))
+    output = drain(stage)[-1]
+    assert (output.finished, output.finish_reason) == (True, FinishReason.LENGTH)
+
+
 def test_a_failed_request_says_why_and_has_no_audio(
     stage: GeneratorStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

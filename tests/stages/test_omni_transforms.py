@@ -97,6 +97,7 @@ def test_the_token_that_stopped_a_talker_is_no_code(
     prompt = talker_to_code2wav(context(output, speaker="Ethan", is_last=reason is not None))
     assert (prompt.codes, prompt.speaker) == (codes, "Ethan")
     assert prompt.is_last is (reason is not None)
+    assert prompt.is_cut_off is (reason is FinishReason.LENGTH)
 
 
 def test_a_source_that_does_not_fit_is_a_clear_error() -> None:
