@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engine.chat_template import render_chat
 from engine.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -22,7 +23,6 @@ from engine.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.tokenizer import render_chat
 
 __all__ = ["check_rows", "check_token_ids", "resolve_prompt", "tokenize"]
 

@@ -1,10 +1,9 @@
-"""Loading tokenizers, the ids that end a sequence, and chat templates."""
+"""Loading tokenizers, and the ids that end a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import (
@@ -12,21 +11,11 @@ from transformers import (
     GenerationConfig,
     LlavaConfig,
     PreTrainedConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
 )
 
-from engine.tokenizer import eos_token_ids, load_tokenizer, render_chat
+from engine.tokenizer import eos_token_ids, load_tokenizer
 from tests.support.tokenizers import byte_level
-
-MESSAGES = [{"role": "user", "content": "Hello, dog."}]
-
-
-@pytest.fixture
-def chat_tokenizer(qwen2_checkpoint: str) -> PreTrainedTokenizerFast:
-    tokenizer = load_tokenizer(qwen2_checkpoint)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    return tokenizer
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "bert"])
@@ -80,58 +69,3 @@ def test_the_tokenizer_names_eos_when_no_config_does():
     assert eos_token_ids(config, None, byte_level()) == {byte_level().eos_token_id}
     assert eos_token_ids(config, None, None) == frozenset()
     assert eos_token_ids(None, None, None) == frozenset()
-
-
-def test_chat_asks_for_the_assistants_message(chat_tokenizer: PreTrainedTokenizerFast):
-    text = render_chat(chat_tokenizer, MESSAGES)
-    assert "Hello, dog." in text
-    assert text == chat_tokenizer.apply_chat_template(
-        MESSAGES, tokenize=False, add_generation_prompt=True
-    )
-    assert text != chat_tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-
-
-def test_chat_without_a_template_is_a_clear_error():
-    with pytest.raises(ValueError, match="no chat template"):
-        render_chat(byte_level(), MESSAGES)
-
-
-def test_what_the_template_refuses_is_a_clear_error(
-    chat_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-):
-    template = "{{ raise_exception('roles must alternate') }}"
-    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match=r"refuses the messages.*roles must alternate"):
-        render_chat(chat_tokenizer, MESSAGES)
-
-
-def test_malformed_messages_are_named_by_their_place(chat_tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(ValueError, match="at least one message"):
-        render_chat(chat_tokenizer, [])
-    with pytest.raises(ValueError, match="message 1 lacks content"):
-        render_chat(chat_tokenizer, [*MESSAGES, {"role": "user"}])
-
-
-@pytest.mark.parametrize(
-    ("message", "mistake"),
-    [
-        ("hello", "message 1 must be a mapping of role and content, got 'hello'"),
-        ({"role": "user", "content": 3}, "message 1: content must be text or a list of parts"),
-        ({"role": "user", "content": ["x"]}, "message 1, part 0 must be a mapping whose type"),
-        ({"role": "user", "content": [{"text": "x"}]}, "message 1, part 0 must be a mapping whose"),
-        (
-            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
-            "type is one of text, image, audio, video, got {'type': 'input_audio'",
-        ),
-        ({"role": "user", "content": [{"type": "text"}]}, "part 0 is of type text, so its text"),
-        (
-            {"role": "user", "content": [{"type": "audio", "audio": "question.wav"}]},
-            r"part 0 carries 'audio'; .* multi_modal_data\['audio'\]",
-        ),
-    ],
-)
-def test_what_a_template_might_leave_out_silently_is_refused(
-    chat_tokenizer: PreTrainedTokenizerFast, message: Any, mistake: str
-):
-    with pytest.raises(ValueError, match=mistake):
-        render_chat(chat_tokenizer, [*MESSAGES, message])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 from omni.cli import app
 from omni.pipeline_config import PipelineConfig
 from tests.support.encoder_decoder_requests import tone, write_wav
+from tests.support.published_layout import publish_on_hub
 
 SHORT = ["--set", "stages.thinker.sampling.max_tokens=12"]
 SMALL = ("device=cpu", "dtype=float32", "max_model_len=512", "num_blocks=64")
@@ -185,18 +187,29 @@ def test_streaming_changes_neither_text_nor_codes(tmp_path: Path, chunk_size: st
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "speaks"),
-    [("qwen2_5_omni", "seeded:qwen2_5_omni", True), ("qwen2_5_vl", "seeded:qwen2_5_vl", False)],
+    ("name", "seeded_name", "speaks"),
+    [("qwen2_5_omni", "qwen2_5_omni", True), ("qwen2_5_vl", "qwen2_5_vl", False)],
 )
-def test_configs_of_published_checkpoints_run_on_small_ones_of_their_layout(
-    name: str, model: str, speaks: bool, tmp_path: Path, shown: list[str]
+def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
+    name: str,
+    seeded_name: str,
+    speaks: bool,
+    seeded: Callable[[str], str],
+    tmp_path: Path,
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A small checkpoint in the published layout stands where the download would."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    config = PipelineConfig.load(name)
+    (model,) = {stage.model for stage in config.stages.values()}
+    publish_on_hub(seeded(seeded_name), hub, model)
     changes = ["stages.code2wav.generation.num_steps=3"] if speaks else []
-    for stage, config in PipelineConfig.load(name).stages.items():
-        changes.append(f"stages.{stage}.model={model}")
-        if config.kind == "autoregressive":
+    for stage, each in config.stages.items():
+        if each.kind == "autoregressive":
             changes.append(f"stages.{stage}.sampling.max_tokens=8")
-            changes += [f"stages.{stage}.engine.{each}" for each in SMALL]
+            changes += [f"stages.{stage}.engine.{change}" for change in SMALL]
     flags = [flag for change in changes for flag in ("--set", change)]
     shown = shown if speaks else shown[2:]
     result = omni("run", name, "--chat", "What?", *shown, *flags, "-o", tmp_path, "-q")

@@ -1,0 +1,184 @@
+"""Chat messages become what the checkpoint's template makes of them, and nothing is left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from engine.chat_template import render_chat
+from engine.tokenizer import load_tokenizer
+from tests.support.tokenizers import byte_level
+
+MESSAGES = [{"role": "user", "content": "Hello, dog."}]
+
+
+@pytest.fixture
+def chat_tokenizer(qwen2_checkpoint: str) -> PreTrainedTokenizerFast:
+    tokenizer = load_tokenizer(qwen2_checkpoint)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
+
+
+def test_chat_asks_for_the_assistants_message(chat_tokenizer: PreTrainedTokenizerFast):
+    text = render_chat(chat_tokenizer, MESSAGES)
+    assert "Hello, dog." in text
+    assert text == chat_tokenizer.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True
+    )
+    assert text != chat_tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def test_chat_without_a_template_is_a_clear_error():
+    with pytest.raises(ValueError, match="no chat template"):
+        render_chat(byte_level(), MESSAGES)
+
+
+def test_what_the_template_refuses_is_a_clear_error(
+    chat_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match=r"refuses the messages.*roles must alternate"):
+        render_chat(chat_tokenizer, MESSAGES)
+
+
+def test_malformed_messages_are_named_by_their_place(chat_tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ValueError, match="at least one message"):
+        render_chat(chat_tokenizer, [])
+    with pytest.raises(ValueError, match="message 1 lacks content"):
+        render_chat(chat_tokenizer, [*MESSAGES, {"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "mistake"),
+    [
+        ("hello", "message 1 must be a mapping of role and content, got 'hello'"),
+        ({"role": "user", "content": 3}, "message 1: content must be text or a list of parts"),
+        ({"role": "user", "content": ["x"]}, "message 1, part 0 must be a mapping whose type"),
+        ({"role": "user", "content": [{"text": "x"}]}, "message 1, part 0 must be a mapping whose"),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "type is one of text, image, audio, video, got {'type': 'input_audio'",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "part 0 is of type text, so its text"),
+        (
+            {"role": "user", "content": [{"type": "audio", "audio": "question.wav"}]},
+            r"part 0 carries 'audio'; .* multi_modal_data\['audio'\]",
+        ),
+    ],
+)
+def test_what_a_template_might_leave_out_silently_is_refused(
+    chat_tokenizer: PreTrainedTokenizerFast, message: Any, mistake: str
+):
+    with pytest.raises(ValueError, match=mistake):
+        render_chat(chat_tokenizer, [*MESSAGES, message])
+
+
+# Templates of the three kinds that published checkpoints bring.
+READS_TEXT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }} {% endfor %}"
+PRINTS_ANYTHING = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+SKIPS_LISTS = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}"
+    "{% endif %} {% endfor %}"
+)
+READS_PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] }}"
+    "{% endfor %} {% endfor %}"
+)
+READS_EITHER = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
+    "{% else %}<{{ p['type'] }}>{% endif %}{% endfor %}{% endif %} {% endfor %}"
+)
+TEXT_ONLY = (READS_TEXT, PRINTS_ANYTHING, SKIPS_LISTS)
+
+
+def part(kind: str, text: str | None = None) -> dict[str, str]:
+    return {"type": kind} if text is None else {"type": kind, "text": text}
+
+
+@pytest.fixture
+def use(
+    chat_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], PreTrainedTokenizerFast]:
+    def use(template: str) -> PreTrainedTokenizerFast:
+        monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+        return chat_tokenizer
+
+    return use
+
+
+@pytest.mark.parametrize("template", [*TEXT_ONLY, READS_PARTS, READS_EITHER])
+def test_text_and_one_part_of_text_are_the_same_to_every_template(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    system = {"role": "system", "content": "Be brief."}
+    for content in ("Who?", [part("text", "Who?")]):
+        text = render_chat(use(template), [system, {"role": "user", "content": content}])
+        assert text.split() == ["system:", "Be", "brief.", "user:", "Who?"]
+
+
+@pytest.mark.parametrize("template", TEXT_ONLY)
+def test_a_template_that_reads_text_gets_parts_joined_by_line_breaks(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    content = [part("text", "One."), part("text", "Two.")]
+    text = render_chat(use(template), [{"role": "user", "content": content}])
+    assert text.strip() == "user: One.\nTwo."
+
+
+@pytest.mark.parametrize("template", TEXT_ONLY)
+def test_an_image_is_refused_where_the_template_reads_text_alone(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    content = [part("image"), part("text", "Who?")]
+    with pytest.raises(ValueError, match="message 1 shows image, but .* reads text alone"):
+        render_chat(use(template), [*MESSAGES, {"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("template", [READS_PARTS, READS_EITHER])
+def test_parts_are_handed_over_as_they_are_where_the_template_reads_them(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    messages = [{"role": "user", "content": [part("image"), part("text", "Who?")]}]
+    kept = json.dumps(messages)
+    assert render_chat(use(template), messages).strip() == "user: <image>Who?"
+    assert json.dumps(messages) == kept, "the caller's own messages are not touched"
+
+
+def test_whatever_a_template_raises_is_told_as_its_refusal(
+    use: Callable[[str], PreTrainedTokenizerFast],
+):
+    with pytest.raises(ValueError, match="refuses the messages: .*concatenate"):
+        render_chat(use("{{ messages[0]['content'] + 1 }}"), MESSAGES)
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_the_processors_template_is_the_checkpoints(
+    qwen2_checkpoint: str, tmp_path: Path, name: str, has_own: bool
+):
+    folder = shutil.copytree(qwen2_checkpoint, tmp_path / "model")
+    if not has_own:
+        for file in ("chat_template.jinja", "tokenizer_config.json"):
+            (folder / file).unlink(missing_ok=True)
+    (folder / name).write_text(json.dumps({"chat_template": READS_PARTS}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert render_chat(tokenizer, MESSAGES).strip() == "user: Hello, dog."
+    assert tokenizer.chat_template == READS_PARTS
+
+
+def test_a_damaged_template_file_is_named(qwen2_checkpoint: str, tmp_path: Path):
+    folder = shutil.copytree(qwen2_checkpoint, tmp_path / "model")
+    (folder / "chat_template.json").write_text("{ damaged")
+    with pytest.raises(ValueError, match="chat template in .*model cannot be loaded"):
+        load_tokenizer(folder)
