@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.encoder_input_maker import describe_prompt
+from engine.prompt_choice import PromptChoice
 from engine.prompt_tokens import check_token_ids, tokenize
 from engine.prompts import ChatPrompt, DecoderPrompt, EncoderPrompt, TextPrompt, TokensPrompt
 from engine.sampling_state import LogitsRule
@@ -67,6 +68,17 @@ class DecoderPromptRule:
             return self._default(encoder)
         ids = self._given(decoder)
         return ids if ids[0] in self._first_ids else [self.start_token_id, *ids]
+
+    def prompt_choice(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> PromptChoice | None:
+        """How the prompt goes on behind :meth:`prompt_ids` by the model's own choice, or None.
+
+        Args:
+            encoder: what the encoder gets.
+            decoder: what the user gave for the decoder; None means the default prompt.
+        """
+        return None
 
     def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
         """What the kind of model asks of the output of a request, or None.

@@ -14,6 +14,7 @@ from engine.encoder_input import EncoderInput, EncoderView
 from engine.encoder_input_maker import EncoderInputMaker, EncoderSide
 from engine.image_encoder_inputs import ImageEncoderInputs
 from engine.mllama_prompt import MllamaPromptRule
+from engine.prompt_choice import PromptChoice
 from engine.prompts import (
     ChatPrompt,
     CodecPrompt,
@@ -41,12 +42,14 @@ class EncoderDecoderInputs:
         encoder_view: which rows of the encoder's output the decoder's tokens see.
         prompt_token_ids: what the decoder begins with.
         logits_rule: what its output has to keep to, or None.
+        prompt_choice: how the decoder's prompt goes on, if the model itself chooses; else None.
     """
 
     encoder_input: EncoderInput | None
     encoder_view: EncoderView
     prompt_token_ids: list[int]
     logits_rule: LogitsRule | None = None
+    prompt_choice: PromptChoice | None = None
 
 
 class EncoderDecoderInputProcessor:
@@ -123,7 +126,8 @@ class EncoderDecoderInputProcessor:
         token_ids = self._decoder_rule.prompt_ids(encoder, decoder)
         view = self._encoder.encoder_view(encoder_input, token_ids)
         rule = self._decoder_rule.logits_rule(encoder)
-        return EncoderDecoderInputs(encoder_input, view, token_ids, rule)
+        choice = self._decoder_rule.prompt_choice(encoder, decoder)
+        return EncoderDecoderInputs(encoder_input, view, token_ids, rule, choice)
 
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:
         if isinstance(prompt, ExplicitEncoderDecoderPrompt):

@@ -15,6 +15,7 @@ from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
 from engine.encoder_input import EncoderInput, EncoderView
 from engine.mm_input import MultiModalInput
 from engine.mm_input_processor import MultiModalInputProcessor
+from engine.prompt_choice import PromptChoice
 from engine.prompt_items import refuse_items
 from engine.prompt_positions import PromptPositions
 from engine.prompt_tokens import resolve_prompt
@@ -63,6 +64,7 @@ class _Content:
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
     logits_rule: LogitsRule | None = None
+    prompt_choice: PromptChoice | None = None
     mm_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
     conditions: Conditions | None = None
@@ -121,7 +123,9 @@ class InputProcessor:
         """
         content = self._resolve(prompt, cache_salt)
         token_ids, params = content.token_ids, self._with_suppressed(params)
-        max_num_tokens = self._max_num_tokens(len(token_ids), params, content.positions)
+        choice = content.prompt_choice
+        num_prompt_tokens = len(token_ids) + (0 if choice is None else choice.num_tokens)
+        max_num_tokens = self._max_num_tokens(num_prompt_tokens, params, content.positions)
         seed = params.seed if params.seed is not None else self._draw_seed()
         return [
             Request(
@@ -147,6 +151,7 @@ class InputProcessor:
                 mm_inputs=content.mm_inputs,
                 positions=content.positions,
                 conditions=content.conditions,
+                prompt_choice=content.prompt_choice,
             )
             for index in range(params.n)
         ]
@@ -213,6 +218,7 @@ class InputProcessor:
                 encoder_input=inputs.encoder_input,
                 encoder_view=inputs.encoder_view,
                 logits_rule=inputs.logits_rule,
+                prompt_choice=inputs.prompt_choice,
             )
         token_ids, embeds = resolve_prompt(
             prompt,

@@ -112,7 +112,7 @@ class LLMEngine:
 
     def _check_fits(self, request: Request, num_encoder_tokens: int) -> None:
         # The last token is never computed, so it needs no slot.
-        num_slots = max(request.num_prompt_tokens, request.max_num_tokens - 1)
+        num_slots = max(request.max_prompt_tokens, request.max_num_tokens - 1)
         if not self._kv.fits(num_slots, num_encoder_tokens):
             num_blocks = self._kv.pages_for(num_slots, num_encoder_tokens)
             raise ValueError(
@@ -346,6 +346,9 @@ class LLMEngine:
         moved: dict[str, RequestGroup] = {}
         for token in sampled:
             group = self._group_of[token.request.request_id]
+            if token.token_id is not None and token.request.prompt_choice is not None:
+                self._complete_prompt(token.request, token.token_id)
+                continue
             moved[group.request_id] = group
             if token.token_id is None:
                 group.error = token.error
@@ -361,6 +364,13 @@ class LLMEngine:
                 moved[group.request_id] = group
                 self._finish(group, item.request, FinishReason.LENGTH)
         return [self._output(group) for group in moved.values()]
+
+    def _complete_prompt(self, request: Request, token_id: int) -> None:
+        """Take the token that the model chose for the prompt; nothing is put out for it."""
+        new = request.complete_prompt(token_id)
+        self._stats.prompt_tokens += len(new)
+        for each in new:
+            self._runner.append_token(request, each)
 
     def _accept(
         self,

@@ -334,7 +334,7 @@ class ModelRunner:
             return []
         rows = torch.tensor([row for _, row in sampling], device=self._device)
         logits = self._model.compute_logits(hidden_states.index_select(0, rows))
-        chosen = self._sampler.sample(logits, [request.sampling for request, _ in sampling])
+        chosen = self._sampler.sample(logits, [request.next_sampling for request, _ in sampling])
         return [
             SampledToken(request, None if error else token_id, logprobs, error)
             for (request, _), token_id, logprobs, error in zip(

@@ -133,8 +133,9 @@ class AudioPrompt:
     """Speech for the encoder of an encoder-decoder model, or sound that a prompt shows.
 
     The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
-    config. They cannot stand beside an explicit decoder prompt, which says the same in tokens, nor
-    in :data:`MultiModalData`.
+    config. Where that names no language, the model finds out which one is spoken. They cannot stand
+    beside an explicit decoder prompt, which says the same in tokens, nor in
+    :data:`MultiModalData`.
 
     Attributes:
         audio: a WAV file, or mono samples ``(num_samples,)``, floating point in -1 to 1.

@@ -14,6 +14,7 @@ from engine.conditions import Conditions
 from engine.encoder_input import EncoderInput, EncoderView
 from engine.mm_input import MultiModalInput
 from engine.outputs import RequestMetrics, TokenLogprobs
+from engine.prompt_choice import PromptChoice
 from engine.prompt_positions import PromptPositions
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
@@ -102,6 +103,8 @@ class Request:
         conditions: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
         is_paused: whether it rests, with what it holds, until somebody lets it go on.
+        prompt_choice: how the prompt goes on behind the tokens that are known, until the model has
+            chosen; None for a prompt that is known whole.
         alone_until: it shares no step with others before so many tokens are computed, since a step
             that computed them for several requests failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
@@ -125,6 +128,7 @@ class Request:
     mm_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
     conditions: Conditions | None = None
+    prompt_choice: PromptChoice | None = None
     is_paused: bool = False
     alone_until: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -162,6 +166,17 @@ class Request:
         return not self.is_paused and num_computed_tokens < self.num_known_tokens
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """Length of the prompt when it is known whole."""
+        choice = self.prompt_choice
+        return self.num_prompt_tokens + (0 if choice is None else choice.num_tokens)
+
+    @property
+    def next_sampling(self) -> SamplingState:
+        """What the sampler goes by for the next token."""
+        return self.sampling if self.prompt_choice is None else self.prompt_choice.sampling
+
+    @property
     def output_token_ids(self) -> Sequence[int]:
         """Generated ids."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -190,6 +205,21 @@ class Request:
         if view is None or self.num_computed_tokens >= view.start:
             return num_tokens
         return min(num_tokens, view.start - self.num_computed_tokens)
+
+    def complete_prompt(self, token_id: int) -> tuple[int, ...]:
+        """Let the prompt go on by a token that the model chose; returns all that came to it.
+
+        Raises:
+            RuntimeError: the prompt is known whole.
+        """
+        if self.prompt_choice is None:
+            raise RuntimeError(f"the prompt of request {self.request_id!r} is known whole")
+        new = (token_id, *self.prompt_choice.then)
+        self.token_ids.extend(new)
+        self.num_prompt_tokens += len(new)
+        self.sampling.extend_prompt(new)
+        self.prompt_choice = None
+        return new
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a sampled token."""

@@ -81,6 +81,11 @@ class SamplingState:
         self.rule = rule
         self._generated: list[int] = []
 
+    def extend_prompt(self, token_ids: Sequence[int]) -> None:
+        """Take note of tokens by which the prompt turned out to go on."""
+        if self.counts is not None:
+            self.counts.see(token_ids)
+
     def append(self, token_id: int) -> None:
         """Take note of an accepted token."""
         self.num_generated += 1

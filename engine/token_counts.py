@@ -25,6 +25,12 @@ class TokenCounts:
         self._ids = np.concatenate([distinct, np.zeros(_SPARE, dtype=np.int64)])
         self._generated = np.zeros(len(self._ids), dtype=np.float32)
 
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Take note of more tokens of the prompt."""
+        for token_id in token_ids:
+            if token_id not in self._slots:
+                self._add(token_id)
+
     def append(self, token_id: int) -> None:
         """Count one generated token."""
         slot = self._slots.get(token_id)

@@ -7,6 +7,7 @@ from typing import Any
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.decoder_prompt import DecoderPromptRule
+from engine.prompt_choice import PromptChoice
 from engine.prompt_tokens import tokenize
 from engine.prompts import (
     AudioPrompt,
@@ -31,8 +32,8 @@ class WhisperPromptRule(DecoderPromptRule):
         <|startoftranscript|> <|fr|> <|transcribe|> <|notimestamps|>
          always                multilingual models   unless timestamps are wanted
 
-    They are those of transformers' ``WhisperForConditionalGeneration.generate``, but for one: it
-    runs the model to detect a language that nobody named, and here that is an error.
+    They are those of transformers' ``WhisperForConditionalGeneration.generate``. Of a language that
+    nobody names the model itself chooses the token: the likeliest behind the first.
     """
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
@@ -50,6 +51,17 @@ class WhisperPromptRule(DecoderPromptRule):
                     "tokens into the decoder prompt, or leave it out"
                 )
         return super().prompt_ids(encoder, decoder)
+
+    def prompt_choice(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> PromptChoice | None:
+        """The language, where nobody names it, and what follows it."""
+        if decoder is not None:
+            return None
+        ids, detects = self._plan(encoder)
+        if not detects:
+            return None
+        return PromptChoice(tuple(self._setting("lang_to_id").values()), ids[1:])
 
     def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
         """The order of timestamps, where they are wanted."""
@@ -77,6 +89,11 @@ class WhisperPromptRule(DecoderPromptRule):
         return tokenize(TextPrompt(text, add_special_tokens=False), self._tokenizer)
 
     def _default(self, encoder: EncoderPrompt | None) -> list[int]:
+        ids, detects = self._plan(encoder)
+        return ids[:1] if detects else ids
+
+    def _plan(self, encoder: EncoderPrompt | None) -> tuple[list[int], bool]:
+        """The prompt, and whether a language that the model detects belongs behind its first id."""
         asked = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
         self._check_choices(asked)
         language = asked.language if asked.language is not None else self._setting("language")
@@ -86,19 +103,14 @@ class WhisperPromptRule(DecoderPromptRule):
             ids += self._forced_ids()
         if language is not None:
             ids[1:2] = [self._language_id(language)]
-        elif self._setting("lang_to_id") and (len(ids) == 1 or ids[1] is None):
-            raise ValueError(
-                "this checkpoint knows several languages and its generation config chooses none: "
-                'name the spoken one, as in AudioPrompt(..., language="en"); detecting it is not '
-                "supported"
-            )
+        detects = bool(self._setting("lang_to_id")) and (len(ids) == 1 or ids[1] is None)
         tasks = self._setting("task_to_id") or {}
         if task is not None:
             ids.append(self._task_id(task, tasks))
         elif language is not None and tasks and not set(ids) & set(tasks.values()):
             ids.append(tasks["transcribe"])
         wanted = self._wants_timestamps(encoder)
-        return self._with_timestamps([i for i in ids if i is not None], wanted)
+        return self._with_timestamps([i for i in ids if i is not None], wanted), detects
 
     def _check_choices(self, asked: AudioPrompt) -> None:
         chosen = asked.language is not None or asked.task is not None

@@ -70,7 +70,11 @@ Audio: TypeAlias = Annotated[
 ]
 Language: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="CODE", help="The language spoken in every --audio: en, fr, ..."),
+    typer.Option(
+        metavar="CODE",
+        help="The language spoken in every --audio: en, fr, ...; the model finds out if it is "
+        "left out.",
+    ),
 ]
 EncoderPrompts: TypeAlias = Annotated[
     list[str] | None,

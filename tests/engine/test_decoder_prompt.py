@@ -165,8 +165,8 @@ def generation_of(
 
 def begun_by_generate(
     model: WhisperForConditionalGeneration, settings: dict[str, Any] | None, **request: Any
-) -> list[int]:
-    """What ``generate`` gives the decoder to begin with, read off where it first runs."""
+) -> list[list[int]]:
+    """What ``generate`` gives the decoder, read off where it runs up to the first token."""
     seen: list[list[int]] = []
 
     def note(module: object, args: object, kwargs: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def begun_by_generate(
         )
     finally:
         hook.remove()
-    return seen[0]
+    return seen
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -205,7 +205,7 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-# Where nobody names a language, generate() runs the model to detect it.
+# Where nobody names a language, generate() runs the model once more to detect it.
 NAMED = [(s, w) for s in SETTINGS for w in WISHES if "language" in SETTINGS[s] | WISHES[w]]
 
 
@@ -221,7 +221,7 @@ def test_whisper_begins_as_generate_has_it(
         timestamps=wished.get("return_timestamps"),
     )
     found = whisper_rule(whisper, configured).prompt_ids(asked, None)
-    assert found == begun_by_generate(whisper, configured, **wished)
+    assert [found] == begun_by_generate(whisper, configured, **wished)
 
 
 def test_an_old_checkpoints_forced_ids_are_taken(
@@ -231,16 +231,42 @@ def test_an_old_checkpoints_forced_ids_are_taken(
     forced = [[1, known.lang_to_id["<|de|>"]], [2, known.task_to_id["translate"]]]
     settings = {"forced_decoder_ids": forced}
     found = whisper_rule(whisper, settings).prompt_ids(AudioPrompt("any.wav"), None)
-    assert found == begun_by_generate(whisper, settings)
+    assert [found] == begun_by_generate(whisper, settings)
     assert found[1:3] == [token_id for _, token_id in forced]
 
 
-def test_a_language_that_nobody_named_is_an_error(
+@pytest.mark.parametrize("wishes", [{}, {"task": "translate"}, {"return_timestamps": True}])
+@pytest.mark.parametrize("forced", [None, [[1, None]], [[1, None], [2, "transcribe"]]])
+def test_a_language_that_nobody_named_is_chosen_where_generate_detects_it(
+    wishes: dict[str, Any],
+    forced: list[list[Any]] | None,
     whisper: WhisperForConditionalGeneration,
 ) -> None:
-    for settings in ({}, {"forced_decoder_ids": [[1, None]]}, {"task": "translate"}):
-        with pytest.raises(ValueError, match='name the spoken one, as in .*language="en"'):
-            whisper_rule(whisper, settings).prompt_ids(AudioPrompt("any.wav"), None)
+    known: Any = whisper.generation_config
+    settings: dict[str, Any] = {}
+    if forced is not None:
+        ids = {None: None} | known.task_to_id
+        settings["forced_decoder_ids"] = [[place, ids[name]] for place, name in forced]
+    detecting, *_, expected = begun_by_generate(whisper, settings, **wishes)
+    rule = whisper_rule(whisper, settings)
+    asked = AudioPrompt(
+        "any.wav", task=wishes.get("task"), timestamps=wishes.get("return_timestamps")
+    )
+    choice = rule.prompt_choice(asked, None)
+    assert choice is not None
+    assert rule.prompt_ids(asked, None) == detecting
+    assert set(choice.candidates) == set(known.lang_to_id.values())
+    assert expected[1] in choice.candidates
+    assert (*detecting, expected[1], *choice.then) == tuple(expected)
+
+
+def test_a_named_language_or_a_prompt_of_ones_own_leaves_nothing_to_choose(
+    whisper: WhisperForConditionalGeneration,
+) -> None:
+    rule, audio = whisper_rule(whisper), AudioPrompt("any.wav")
+    assert rule.prompt_choice(AudioPrompt("any.wav", language="en"), None) is None
+    assert whisper_rule(whisper, {"language": "de"}).prompt_choice(audio, None) is None
+    assert rule.prompt_choice(audio, TokensPrompt((9, 10))) is None
 
 
 def test_an_english_model_needs_no_language_and_takes_none(
@@ -249,6 +275,7 @@ def test_an_english_model_needs_no_language_and_takes_none(
     settings = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
     rule = whisper_rule(whisper, settings)
     known: Any = whisper.generation_config
+    assert rule.prompt_choice(AudioPrompt("any.wav"), None) is None
     start = [known.decoder_start_token_id, known.no_timestamps_token_id]
     assert rule.prompt_ids(AudioPrompt("any.wav"), None) == start
     with pytest.raises(ValueError, match="knows English only"):
