@@ -240,7 +240,7 @@ def _input_limits(
             if isinstance(model, EncoderDecoderModel)
             else checkpoint.config.get_text_config().vocab_size
         ),
-        has_lm_head=model.vocab_size > 0,
+        num_logits=model.vocab_size,
         block_size=config.block_size,
         usable_tokens=usable_tokens,
         dtype=dtype,

@@ -38,8 +38,9 @@ class InputLimits:
     Attributes:
         max_model_len: longest sequence.
         hidden_size: width of prompt embeddings.
-        vocab_size: ids run from 0 to this.
-        has_lm_head: whether the checkpoint can generate.
+        vocab_size: ids of prompts run from 0 to this.
+        num_logits: ids that can be generated, from 0 to this; an image's placeholder may lie
+            beyond it. 0 for a checkpoint that cannot generate.
         block_size: tokens per block.
         usable_tokens: tokens that the whole pool holds.
         dtype: type of prompt embeddings inside the model.
@@ -48,7 +49,7 @@ class InputLimits:
     max_model_len: int
     hidden_size: int
     vocab_size: int
-    has_lm_head: bool
+    num_logits: int
     block_size: int
     usable_tokens: int
     dtype: torch.dtype
@@ -178,7 +179,7 @@ class InputProcessor:
             prompt_token_ids,
             seed,
             self._eos_token_ids,
-            self._limits.vocab_size,
+            self._num_choices,
             rule=rule,
             begin_suppress_token_ids=self._begin_suppressed,
         )
@@ -250,11 +251,17 @@ class InputProcessor:
     def _with_suppressed(self, params: SamplingParams) -> SamplingParams:
         """Add what an encoder-decoder or speech checkpoint never wants to see generated."""
         processor = self._encoder_decoder or self._speech
-        own = () if processor is None else processor.suppress_token_ids
+        named = () if processor is None else processor.suppress_token_ids
+        own = [token_id for token_id in named if token_id < self._num_choices]
         if not own:
             return params
         both = tuple(dict.fromkeys((*params.suppress_token_ids, *own)))
         return params.model_copy(update={"suppress_token_ids": both})
+
+    @property
+    def _num_choices(self) -> int:
+        """Ids that parameters may name; a checkpoint without a head only checks them."""
+        return self._limits.num_logits or self._limits.vocab_size
 
     @property
     def _begin_suppressed(self) -> tuple[int, ...]:
@@ -266,7 +273,7 @@ class InputProcessor:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
     def _check_head(self, params: SamplingParams) -> None:
-        if params.max_tokens and not self._limits.has_lm_head:
+        if params.max_tokens and not self._limits.num_logits:
             raise ValueError(
                 "the checkpoint has no language-model head and cannot generate; "
                 f"use max_tokens=0, got {params.max_tokens}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.engine_builder import build_engine_parts
-from engine.model_runner import SampledToken
+from engine.model_runner import SampledToken, SwapError
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.prompts import Prompt
 from engine.request import Request, RequestStatus
@@ -432,8 +432,14 @@ class LLMEngine:
         for request in scheduled.preempted:
             self._runner.forget(request)
         self._scheduler.undo_swaps(scheduled)
-        if len(scheduled.scheduled) > 1:
-            self._scheduler.run_alone(scheduled)
+        is_swap = isinstance(error, SwapError)
+        if is_swap or len(scheduled.scheduled) > 1:
+            if is_swap:  # of pages of others; nobody who was to run has
+                logger.error("requests that make room are recomputed from now on, not swapped")
+                self._scheduler.stop_swapping()
+                self._scheduler.restart(scheduled)
+            else:
+                self._scheduler.run_alone(scheduled)
             for item in scheduled.scheduled:
                 self._runner.forget(item.request)
             return []

@@ -30,7 +30,11 @@ from prefix_cache import (
     PagedMemory,
 )
 
-__all__ = ["ModelRunner", "SampledToken"]
+__all__ = ["ModelRunner", "SampledToken", "SwapError"]
+
+
+class SwapError(RuntimeError):
+    """Pages could not be copied to or from the host; nothing of the step has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Run the scheduled tokens, write their output rows, sample where a prompt has ended."""
+        """Run the scheduled tokens, write their output rows, sample where a prompt has ended.
+
+        Raises:
+            SwapError: copying pages failed.
+            Exception: whatever the model raises.
+        """
         self._swap_pages(output)
         for request in output.preempted:
             self.forget(request)
@@ -127,10 +136,13 @@ class ModelRunner:
         """First out, then in: what comes in may go where something else came from."""
         if self._swap_memory is None:
             return
-        for copy in output.swapped_out:
-            self._memory.copy_pages(copy, self._swap_memory)
-        for copy in output.swapped_in:
-            self._swap_memory.copy_pages(copy, self._memory)
+        try:
+            for copy in output.swapped_out:
+                self._memory.copy_pages(copy, self._swap_memory)
+            for copy in output.swapped_in:
+                self._swap_memory.copy_pages(copy, self._memory)
+        except Exception as error:  # the host's or the device's memory, whatever it is
+            raise SwapError(f"swapping failed: {type(error).__name__}: {error}") from error
 
     def _encode(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
         """Rows of the encoder inputs that come with this step, packed in its order, or None."""

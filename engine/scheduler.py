@@ -72,16 +72,20 @@ class Scheduler:
     When a running request finds no free block, the last running request in the order is
     preempted: its blocks go back, its tokens stay, and it waits to be recomputed (or to hit its
     own blocks, if they are still cached). With swap space its pages move to the host instead, as
-    long as there is room, and it goes on where it was. The first request
-    in the order can therefore always finish, because admission refuses what could never fit alone.
+    long as there is room, and it goes on where it was; once copying them has failed, requests are
+    recomputed instead. The first request in the order can therefore always finish, because
+    admission refuses what could never fit alone.
 
     Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which
     the encoder's budget, or its cache, has no room in this step. A chunk of no token at all is left
     out.
 
     When a step of several requests fails, nobody knows by whose fault. They begin anew, as after a
-    preemption, and each runs alone until it is past the tokens of that step: who fails alone is
-    the culprit, and the others go on together.
+    preemption, as *suspects*: each runs alone until it is past the tokens of that step. Who fails
+    alone is the culprit, and the others go on together. Steps of one suspect take turns with steps
+    of all others, and nobody who came later begins before a suspect that could. A fault that many
+    requests make together, and none alone, costs all of them their steps again and again, but
+    nobody's life.
 
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time.
@@ -121,6 +125,8 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._swapped: list[Request] = []
+        self._swaps_out = swap_space is not None
+        self._suspects_turn = True
         self.num_preemptions = 0
 
     @property
@@ -156,31 +162,34 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
         step = _Step(self._max_num_batched_tokens, EncoderBudget(self._max_num_encoder_tokens))
-        self._schedule_alone(step)
-        if step.scheduled:
-            return step.output()
+        alone, together = self._schedule_alone, self._schedule_together
+        for turn in (alone, together) if self._suspects_turn else (together, alone):
+            turn(step)
+            if step.scheduled:
+                self._suspects_turn = turn is not alone
+                break
+        return step.output()
+
+    def _schedule_together(self, step: _Step) -> None:
+        """Serve all but suspects."""
         self._schedule_running(step)
         # After a preemption nobody is let in, lest the two take turns; unless nobody is left.
         if not step.preempted or not step.scheduled:
             self._swap_in(step)
             if not any(r.can_run_from(r.num_computed_tokens) for r in self._swapped):
                 self._admit_waiting(step)
-        return step.output()
 
     def _schedule_alone(self, step: _Step) -> None:
         """Let the first suspect that can run have the step to itself."""
-        everybody = (*self._running, *self._waiting)
-        if not any(request.is_suspect for request in everybody):
-            return
-        for request in sorted(everybody, key=lambda r: r.queue_key):
-            if not request.is_suspect:
-                continue
+        suspects = [r for r in (*self._running, *self._waiting) if r.is_suspect]
+        is_blocked = False
+        for request in sorted(suspects, key=lambda r: r.queue_key):
             if request.status is RequestStatus.RUNNING:
                 share = self._take_items(request, self._chunk(request, step.num_tokens), step)
                 if share.num_tokens and self._hold_slots(request, share.num_tokens, step):
                     step.add(request, share)
-            elif len(self._running) < self._max_num_seqs:
-                self._consider(request, step)
+            elif not is_blocked and len(self._running) < self._max_num_seqs:
+                is_blocked = not self._consider(request, step)
             if step.scheduled:
                 return
 
@@ -287,15 +296,23 @@ class Scheduler:
         for request in tuple(self._waiting):
             if not step.num_tokens or len(self._running) == self._max_num_seqs:
                 break
-            if not request.is_suspect and not self._consider(request, step):
+            if request.is_suspect:
+                if self._runnable_prefix(request) is not None:
+                    break  # it comes before those behind it, in a step of its own
+            elif not self._consider(request, step):
                 break
 
-    def _consider(self, request: Request, step: _Step) -> bool:
-        """Let a waiting request in if it can run now; whether those behind it may be considered."""
+    def _runnable_prefix(self, request: Request) -> CachedPrefix | None:
+        """What a waiting request begins with; None while it cannot run, whoever else does."""
         if self._kv.enable_prefix_caching:
             request.extend_hashes(self._block_size)
         prefix = self._find_prefix(request)
-        if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
+        return prefix if not prefix.in_flight and request.can_run_from(prefix.num_tokens) else None
+
+    def _consider(self, request: Request, step: _Step) -> bool:
+        """Let a waiting request in if it can run now; whether those behind it may be considered."""
+        prefix = self._runnable_prefix(request)
+        if prefix is None:
             return True
         if not step.has_room_to_encode(request, prefix):
             return False
@@ -359,7 +376,7 @@ class Scheduler:
         self.num_preemptions += 1
         step.preempted.append(request)
         self._release_items(request)
-        if self._swap is not None and not request.is_suspect:
+        if self._swap is not None and self._swaps_out and not request.is_suspect:
             copies = self._swap.swap_out(request.request_id, request.num_computed_tokens)
             if copies is not None:
                 step.swapped_out += copies
@@ -377,12 +394,20 @@ class Scheduler:
     def run_alone(self, output: SchedulerOutput) -> None:
         """After a step that failed: its requests begin anew, each alone until it is past it."""
         for item in output.scheduled:
-            request = item.request
-            request.alone_until = request.num_computed_tokens + item.num_tokens
-            self._release_items(request)
-            self._running.remove(request)
-            self._kv.free(request.request_id)
-            self._queue_anew(request)
+            item.request.alone_until = item.request.num_computed_tokens + item.num_tokens
+        self.restart(output)
+
+    def restart(self, output: SchedulerOutput) -> None:
+        """After a step that did not run: its requests begin anew."""
+        for item in output.scheduled:
+            self._release_items(item.request)
+            self._running.remove(item.request)
+            self._kv.free(item.request.request_id)
+            self._queue_anew(item.request)
+
+    def stop_swapping(self) -> None:
+        """Swap nobody out any more; who is out comes back."""
+        self._swaps_out = False
 
     def undo_swaps(self, output: SchedulerOutput) -> None:
         """After a step that failed: nobody knows which pages were copied.
@@ -405,6 +430,8 @@ class Scheduler:
             request = item.request
             full_before = request.num_computed_tokens // self._block_size
             request.num_computed_tokens += item.num_tokens
+            if not request.is_suspect:
+                request.alone_until = 0
             self._release_items(request, passed_only=True)
             if not self._kv.enable_prefix_caching:
                 continue

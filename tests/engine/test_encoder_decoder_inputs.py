@@ -49,7 +49,7 @@ class Family:
             max_model_len=64,
             hidden_size=8,
             vocab_size=encoder.input_vocab_size,
-            has_lm_head=True,
+            num_logits=encoder.input_vocab_size,
             block_size=BLOCK_SIZE,
             usable_tokens=64,
             dtype=torch.float32,
@@ -270,7 +270,7 @@ def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> N
     ],
 )
 def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Family) -> None:
-    limits = InputLimits(64, 8, 768, True, 4, 64, torch.float32)
+    limits = InputLimits(64, 8, 768, 768, 4, 64, torch.float32)
     decoder_only = InputProcessor(bart.tokenizer, limits, eos_token_ids=[2], seed=0)
     with pytest.raises(ValueError, match="is not an encoder-decoder model, so it takes no "):
         decoder_only.process("r", prompt, SamplingParams())

@@ -6,76 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import Request, RequestStatus
-from engine.sampler import SamplingState
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
-from engine.stop_checker import CompletionText
-from prefix_cache import KVCacheManager
+from engine.request import RequestStatus
 from prefix_cache import check_integrity as check_blocks
-from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
-
-BLOCK_SIZE = 4
-
-
-class Harness:
-    """A scheduler over real blocks, and a model that always says token 7."""
-
-    def __init__(
-        self, *, num_blocks: int = 65, seats: int = 8, budget: int = 16, mix: str = "full"
-    ) -> None:
-        # Never the host's ids: what runs short here are the device's pages.
-        config = mixed_config(GROUP_MIXES[mix], num_blocks, BLOCK_SIZE, num_host_blocks=500)
-        self.kv = KVCacheManager(config, output_names=(), max_num_batched_tokens=budget)
-        self.scheduler = Scheduler(
-            self.kv, block_size=BLOCK_SIZE, max_num_seqs=seats, max_num_batched_tokens=budget
-        )
-        self.budget = budget
-        self.arrivals = 0
-
-    def add(
-        self, name: str, prompt: list[int], *, max_tokens: int = 4, priority: int = 0
-    ) -> Request:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        request = Request(
-            request_id=name,
-            token_ids=list(prompt),
-            num_prompt_tokens=len(prompt),
-            prompt_embeds=None,
-            params=params,
-            max_num_tokens=len(prompt) + max_tokens,
-            priority=priority,
-            arrival_index=self.arrivals,
-            cache_salt=None,
-            sampling=SamplingState(
-                params, prompt_token_ids=prompt, seed=0, eos_token_ids=(), vocab_size=100_000
-            ),
-            text=CompletionText(None, params, frozenset()),
-        )
-        self.arrivals += 1
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        assert output.num_tokens <= self.budget
-        sampling = [item.request for item in output.scheduled if item.samples]
-        self.scheduler.complete(output)
-        for request in sampling:
-            request.token_ids.append(7)
-            if request.num_tokens == request.max_num_tokens:
-                self.scheduler.finish(request)
-        check_blocks(self.kv)
-        return output
-
-    def shares(self) -> dict[str, int]:
-        """Run a step; who ran how many tokens."""
-        return {item.request.request_id: item.num_tokens for item in self.step().scheduled}
-
-
-def ids(start: int, count: int) -> list[int]:
-    return list(range(start, start + count))
+from tests.support.scheduler_harness import Harness, ids
 
 
 def test_prompts_share_the_budget_and_the_last_is_chunked() -> None:

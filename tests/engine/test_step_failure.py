@@ -12,6 +12,7 @@ from torch import Tensor
 from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
 from engine.model_runner import ModelRunner
 from engine.models.qwen2_5_vision import ImageTower
+from tests.support.faults import Faults
 from tests.support.pictures import picture
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
 
@@ -53,7 +54,7 @@ def test_the_culprit_fails_alone_and_the_others_say_what_they_say_alone(
         num_blocks=num_blocks,
         max_num_batched_tokens=12,  # the poisoned token may come in a later chunk
     )
-    asks = {f"r{n}": Ask(n % 2, 20 + n, n, 9, False, False, 0, None) for n in range(4)}
+    asks = {f"r{n}": Ask(n % 2, 8 + n, n, 30, False, False, 0, None) for n in range(4)}
     ids = list(range(30, 60))
     ids[place] = POISON
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -77,6 +78,7 @@ def test_the_culprit_fails_alone_and_the_others_say_what_they_say_alone(
     for request_id, output in done.items():
         assert output.error is None
         assert_same(output, alone.answer(asks[request_id]))
+    assert bool(engine.stats().num_preemptions) == (num_blocks < 64)
 
 
 def test_an_image_that_breaks_the_tower_fails_its_request_alone(
@@ -116,6 +118,93 @@ def test_an_image_that_breaks_the_tower_fails_its_request_alone(
         assert done[name].outputs[0].token_ids == expected[name]
     encoder = engine.stats().encoder_cache
     assert encoder is not None and encoder.held_bytes == 0 and encoder.num_items == 2
+
+
+def prompt(first: int, length: int) -> TokensPrompt:
+    return TokensPrompt(tuple(range(first, first + length)))
+
+
+def tokens(number: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True)
+
+
+def test_a_model_that_always_fails_ends_everybody_in_turn(
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(qwen2_checkpoint)
+
+    def forward(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine._runner, "_forward", forward)
+    outputs = engine.generate([prompt(30 * n, 9) for n in range(1, 9)], tokens(4))
+    assert all("out of order" in str(output.error) for output in outputs)
+    engine.check_integrity()
+
+
+def test_nobody_who_came_later_begins_before_a_suspect_that_could(qwen2_checkpoint: str) -> None:
+    engine = build(
+        qwen2_checkpoint,
+        num_blocks=25,
+        max_model_len=90,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=False,
+    )
+    Faults(engine).plan(["prepared"])
+    engine.add_request("first", prompt(30, 8), tokens(50))
+    engine.add_request("big", prompt(100, 64), tokens(20))
+    later, done = 0, []
+    while "big" not in done:
+        if later or engine.stats().num_preemptions:  # it had to go, and now has to come back
+            engine.add_request(f"later-{later}", prompt(30 + later % 40, 8), tokens(8))
+            later += 1
+        done += [output.request_id for output in engine.step() if output.finished]
+        assert later < 200, "'big' never gets another turn"
+    assert later and sum(name.startswith("later") for name in done) <= 4
+
+
+def test_who_is_cleared_stays_so_when_it_is_preempted(qwen2_checkpoint: str) -> None:
+    engine = build(
+        qwen2_checkpoint,
+        num_blocks=40,
+        max_num_seqs=6,
+        max_model_len=150,
+        max_num_batched_tokens=24,
+        enable_prefix_caching=False,
+    )
+    faults = Faults(engine)
+    faults.plan(["computed"])
+    outputs = engine.generate([prompt(30 + 20 * n, 16) for n in range(6)], tokens(100))
+    assert not any(output.error for output in outputs)
+    assert engine.stats().num_preemptions > 5
+    assert faults.count == 1
+    assert 0 < faults.num_suspect_steps <= len(faults.batches[0]), "once for each of the batch"
+
+
+def test_suspects_take_turns_with_the_others(qwen2_checkpoint: str) -> None:
+    engine = build(
+        qwen2_checkpoint,
+        num_blocks=600,
+        max_num_seqs=16,
+        max_model_len=300,
+        max_num_batched_tokens=32,
+        enable_prefix_caching=False,
+    )
+    faults = Faults(engine)
+    for number in range(8):
+        engine.add_request(f"low-{number}", prompt(30 + number, 200), tokens(95), priority=1)
+    while not faults.batches or len(faults.batches[-1]) < 8:
+        assert engine.has_unfinished_requests
+        engine.step()
+    faults.plan(["computed"])
+    engine.step()
+    assert faults.count == 1
+    engine.add_request("high", prompt(300, 10), tokens(1))
+    for _ in range(3):
+        if any(output.request_id == "high" and output.finished for output in engine.step()):
+            break
+    else:
+        pytest.fail("a newcomer of a higher priority waits for all suspects")
 
 
 def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
