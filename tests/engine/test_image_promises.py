@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine import EngineConfig, LLMEngine
 from prefix_cache import EncoderCacheStats
 from tests.support.pictures import PLACEHOLDER, ImageAsk, image_scripts
-from tests.support.request_stream import BLOCK_SIZE, Alone, Script, run_stream
+from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
 
 MAX_TEXT = 16
 ROW_BYTES = 64 * 4
@@ -94,12 +94,6 @@ def test_streams_do_hit_evict_and_preempt(family: Family) -> None:
     """Else the property above would prove nothing."""
     two_each: Script = [("add", ask(family, number, number % 4, 9, 2)) for number in range(10)]
     growing: Script = [("add", ask(family, number, 0, 24, 1)) for number in range(8)]
-    before, encoder_before = family.engine.stats(), encoder_stats(family.engine)
+    before = family.engine.stats()
     run_stream(family.engine, [*two_each, *two_each, *growing], family.alone)
-    after, encoder_after = family.engine.stats(), encoder_stats(family.engine)
-    assert before.kv is not None and after.kv is not None
-    assert after.cached_tokens > before.cached_tokens
-    assert after.kv.evictions > before.kv.evictions
-    assert after.num_preemptions > before.num_preemptions
-    assert encoder_after.hits > encoder_before.hits
-    assert encoder_after.evictions > encoder_before.evictions
+    assert_busy(before, family.engine.stats())

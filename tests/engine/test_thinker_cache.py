@@ -20,7 +20,7 @@ from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, Token
 from engine.mm_input import Modality
 from prefix_cache import EncoderCacheStats
 from tests.support.pictures import picture
-from tests.support.request_stream import BLOCK_SIZE, Alone, Script, run_stream
+from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
 from tests.support.thinker_asks import (
     KINDS,
     PLACEHOLDERS,
@@ -370,12 +370,6 @@ def test_streams_do_hit_evict_and_preempt(stream: Stream) -> None:
 
     script: Script = [("add", ask(number // 2, 9)) for number in range(12)]
     growing: Script = [("add", ask(number, 20)) for number in range(8)]
-    before, encoder_before = stream.engine.stats(), encoder_stats(stream.engine)
+    before = stream.engine.stats()
     run_stream(stream.engine, [*script, *script, *growing], stream.alone)
-    after, encoder_after = stream.engine.stats(), encoder_stats(stream.engine)
-    assert before.kv is not None and after.kv is not None
-    assert after.cached_tokens > before.cached_tokens
-    assert after.kv.evictions > before.kv.evictions
-    assert after.num_preemptions > before.num_preemptions
-    assert encoder_after.hits > encoder_before.hits
-    assert encoder_after.evictions > encoder_before.evictions
+    assert_busy(before, stream.engine.stats())

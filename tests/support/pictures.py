@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine import TokensPrompt
-from tests.support.request_stream import Ask, Script
+from tests.support.request_stream import Ask, Script, asks_of, streams_of
 
 __all__ = ["PLACEHOLDER", "ImageAsk", "image_scripts", "picture"]
 
@@ -53,27 +53,6 @@ class ImageAsk(Ask):
 
 def image_scripts(placeholder: int, max_text: int) -> st.SearchStrategy[Script]:
     """Streams in which pictures return at the same and at other places, and others at theirs."""
-    asks = st.builds(
-        ImageAsk,
-        family=st.integers(0, 1),
-        length=st.integers(1, max_text),
-        tail=st.integers(0, 5),
-        max_tokens=st.integers(0, 9),
-        as_embeds=st.just(False),
-        seeded=st.booleans(),
-        priority=st.integers(0, 1),
-        salt=st.sampled_from([None, None, None, "other"]),
-        placeholder=st.just(placeholder),
-        shown=st.lists(st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 3)), max_size=2).map(
-            tuple
-        ),
-    )
-    return st.lists(
-        st.one_of(
-            st.tuples(st.just("add"), asks),
-            st.tuples(st.just("step"), st.integers(1, 3)),
-            st.tuples(st.just("abort"), st.integers(0, 30)),
-        ),
-        min_size=4,
-        max_size=24,
-    )
+    shown = st.lists(st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 3)), max_size=2)
+    asks = asks_of(ImageAsk, max_text, placeholder=st.just(placeholder), shown=shown.map(tuple))
+    return streams_of(asks, max_size=24)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -23,9 +24,21 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
+from engine.stats import EngineStats
 from tests.support.greedy_reference import NEAR_TIE
 
-__all__ = ["BLOCK_SIZE", "Alone", "Ask", "Script", "assert_same", "run_stream", "scripts"]
+__all__ = [
+    "BLOCK_SIZE",
+    "Alone",
+    "Ask",
+    "Script",
+    "asks_of",
+    "assert_busy",
+    "assert_same",
+    "run_stream",
+    "scripts",
+    "streams_of",
+]
 
 BLOCK_SIZE = 4
 LONGEST_PROMPT = 80
@@ -70,17 +83,29 @@ Script = list[tuple[str, Ask | int]]
 
 def scripts(max_prompt: int) -> st.SearchStrategy[Script]:
     """Streams whose prompts are at most ``max_prompt`` tokens before their tails."""
-    asks = st.builds(
-        Ask,
-        family=st.integers(0, 2),
-        length=st.integers(1, max_prompt),
-        tail=st.integers(0, 5),
-        max_tokens=st.integers(0, 9),
-        as_embeds=st.booleans(),
-        seeded=st.booleans(),
-        priority=st.integers(0, 1),
-        salt=st.sampled_from([None, None, None, "other"]),
-    )
+    asks = asks_of(Ask, max_prompt, family=st.integers(0, 2), as_embeds=st.booleans())
+    return streams_of(asks, max_size=30)
+
+
+def asks_of(
+    kind: type[Ask], max_prompt: int, **fields: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Ask]:
+    """Requests of a kind: of two families and token ids, unless ``fields`` say otherwise."""
+    usual: dict[str, st.SearchStrategy[Any]] = {
+        "family": st.integers(0, 1),
+        "length": st.integers(1, max_prompt),
+        "tail": st.integers(0, 5),
+        "max_tokens": st.integers(0, 9),
+        "as_embeds": st.just(False),
+        "seeded": st.booleans(),
+        "priority": st.integers(0, 1),
+        "salt": st.sampled_from([None, None, None, "other"]),
+    }
+    return st.builds(kind, **usual | fields)
+
+
+def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrategy[Script]:
+    """Streams that add such requests, step, and abort."""
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), asks),
@@ -88,8 +113,19 @@ def scripts(max_prompt: int) -> st.SearchStrategy[Script]:
             st.tuples(st.just("abort"), st.integers(0, 30)),
         ),
         min_size=4,
-        max_size=30,
+        max_size=max_size,
     )
+
+
+def assert_busy(before: EngineStats, after: EngineStats) -> None:
+    """That what ran in between hit, evicted and preempted, items included if there are any."""
+    assert before.kv is not None and after.kv is not None
+    assert after.cached_tokens > before.cached_tokens
+    assert after.kv.evictions > before.kv.evictions
+    assert after.num_preemptions > before.num_preemptions
+    if before.encoder_cache is not None and after.encoder_cache is not None:
+        assert after.encoder_cache.hits > before.encoder_cache.hits
+        assert after.encoder_cache.evictions > before.encoder_cache.evictions
 
 
 class Alone:

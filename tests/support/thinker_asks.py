@@ -18,7 +18,7 @@ from engine.mm_input import Modality, MultiModalInput
 from engine.models.qwen2_5_omni_audio import AudioTower
 from engine.models.qwen2_5_vision import ImageTower
 from tests.support.pictures import picture
-from tests.support.request_stream import Ask, Script
+from tests.support.request_stream import Ask, Script, asks_of, streams_of
 from tests.support.thinker_reference import clip, tone
 
 __all__ = ["KINDS", "PLACEHOLDERS", "ThinkerAsk", "TowerRuns", "shows", "thinker_scripts"]
@@ -117,25 +117,6 @@ class ThinkerAsk(Ask):
 def thinker_scripts(placeholders: tuple[int, ...], max_text: int) -> st.SearchStrategy[Script]:
     """Streams in which items return at the same and at other places, and others at theirs."""
     item = st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 2), st.integers(0, 4))
-    asks = st.builds(
-        ThinkerAsk,
-        family=st.integers(0, 1),
-        length=st.integers(1, max_text),
-        tail=st.integers(0, 5),
-        max_tokens=st.integers(0, 9),
-        as_embeds=st.just(False),
-        seeded=st.booleans(),
-        priority=st.integers(0, 1),
-        salt=st.sampled_from([None, None, None, "other"]),
-        placeholders=st.just(placeholders),
-        shown=st.lists(item, max_size=2).map(tuple),
-    )
-    return st.lists(
-        st.one_of(
-            st.tuples(st.just("add"), asks),
-            st.tuples(st.just("step"), st.integers(1, 3)),
-            st.tuples(st.just("abort"), st.integers(0, 30)),
-        ),
-        min_size=4,
-        max_size=24,
-    )
+    shown = st.lists(item, max_size=2).map(tuple)
+    asks = asks_of(ThinkerAsk, max_text, placeholders=st.just(placeholders), shown=shown)
+    return streams_of(asks, max_size=24)
