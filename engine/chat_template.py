@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 __all__ = ["processor_chat_template", "render_chat"]
 
-# Where processors keep templates that their tokenizers do not know of.
-_PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+Message: TypeAlias = Mapping[str, Any]
+Form: TypeAlias = Literal["text", "parts"]
+
+# Where processors keep templates that their tokenizers do not know of, the first that has one.
+_PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 _PART_TYPES = ("text", "image", "audio", "video")
-_PROBE = "What does it read?"
+_MOST_TRIES = 16
+
+
+class _Shown(ValueError):
+    """An image or the like stands where a template is to be given text."""
 
 
 def processor_chat_template(folder: Path) -> Any:
     """The template of a checkpoint's processor, as a tokenizer holds one; None if it has none.
 
     Published checkpoints that see and hear keep the one that knows images and sound there, and
-    give their tokenizer none or one for text alone.
+    give their tokenizer none or one for text alone. Newer ones have a ``chat_template.jinja``,
+    which the tokenizer reads by itself.
 
     Raises:
-        ValueError: a file that should hold it cannot be read.
+        ValueError: a file that may hold it cannot be read.
     """
-    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
-        return None
-    from transformers import ProcessorMixin  # takes a second to import, and most do without
+    for file in (folder / name for name in _PROCESSOR_FILES):
+        if not file.is_file():
+            continue
+        try:
+            template = dict(json.loads(file.read_text("utf-8"))).get("chat_template")
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"the chat template in {file} cannot be loaded: {error}") from error
+        if template:
+            return template
+    return None
 
-    try:
-        settings, _ = ProcessorMixin.get_processor_dict(folder, local_files_only=True)
-    except Exception as error:  # parsers raise whatever they like
-        raise ValueError(
-            f"the processor's chat template in {folder} cannot be loaded: {error!r}"
-        ) from error
-    return settings.get("chat_template")
 
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """Turn chat messages into a prompt that asks for the assistant's next message.
 
-    Some templates read a message's content as text, some as a list of parts, some as either; what
-    a template cannot read it may leave out without a word. So it is given what it reads: text as
-    the one part of a list, or parts of text joined by line breaks.
+    Templates read a message's content as text, or as a list of parts, or as either, and not
+    always alike for every role; what they cannot read they may leave out without a word, or print
+    as Python prints a list. So the messages are tried with marks in the place of their words:
+    first as they are, then, role by role, as text (parts of text joined by line breaks) or as one
+    part. The first way in which all marks come out is taken.
 
     Args:
         tokenizer: of the checkpoint.
@@ -54,7 +66,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
 
     Raises:
         ValueError: no messages, a malformed one, no chat template, or the template refuses the
-            messages (an unknown role, roles that do not alternate, an image where it reads text).
+            messages (roles that do not alternate, an image where it reads text) or leaves out what
+            one of them says (of an unknown role).
     """
     if not messages:
         raise ValueError("a chat prompt needs at least one message")
@@ -65,54 +78,106 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    reads_text = _reads(tokenizer, _PROBE)
-    reads_parts = _reads(tokenizer, [_text_part(_PROBE)])
-    if reads_text != reads_parts:
-        messages = [
-            {**message, "content": _content(index, message["content"], reads_parts)}
-            for index, message in enumerate(messages)
-        ]
-    try:
-        return _render(tokenizer, messages)
-    except Exception as error:  # a template is a program, of anybody's
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    problems: list[Exception] = []
+    for forms in _tries(messages):
+        try:
+            converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
+            _check_read(tokenizer, converted)
+            return _render(tokenizer, converted)
+        except Exception as error:  # a template is a program, of anybody's
+            problems.append(error)
+    raise _most_telling(problems)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+def _most_telling(problems: Sequence[Exception]) -> ValueError:
+    """What to tell of the ways that failed; the first was that with the messages as they are."""
+    first = problems[0]
+    shown = next((each for each in problems if isinstance(each, _Shown)), None)
+    if shown is not None and not isinstance(first, TemplateError):
+        return shown
+    if isinstance(first, ValueError):
+        return first
+    return ValueError(f"the chat template refuses the messages: {first}")
+
+
+def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
+    """What form to give the content of each role, in the order in which to try: first, none."""
+    yield {}
+    given: dict[str, Form] = {}
+    for message in messages:
+        given.setdefault(message["role"], "text" if _is_text(message["content"]) else "parts")
+    ways: list[tuple[Form, Form]] = [
+        ("text", "parts") if form == "text" else ("parts", "text") for form in given.values()
+    ]
+    # No template has many roles, and nobody's messages shall cost many tries.
+    for forms in islice(product(*ways[:4]), _MOST_TRIES):
+        yield dict(zip(given, forms, strict=False))
+
+
+def _is_text(content: object) -> bool:
+    return isinstance(content, str)
+
+
+def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message:
+    content, form = message["content"], forms.get(message["role"])
+    if content is None or form is None or _is_text(content) is (form == "text"):
+        return message
+    if form == "parts":
+        return {**message, "content": [{"type": "text", "text": content}]}
+    shown = sorted({part["type"] for part in content} - {"text"})
+    if shown:
+        raise _Shown(
+            f"chat message {index} shows {' and '.join(shown)}, but the checkpoint's chat template "
+            f"reads text alone from the role {message['role']!r}"
+        )
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def _check_read(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+    """Refuse messages of whose words the template leaves some out.
+
+    Raises:
+        ValueError: it does.
+        Exception: whatever the template raises.
+    """
+    marks: dict[str, Message] = {}
+
+    def mark(words: str, message: Message) -> str:
+        if not words.strip():
+            return words
+        # With an apostrophe, which shows that words were quoted or escaped.
+        marks[f"mark {len(marks)} isn't a word"] = message
+        return next(reversed(marks))
+
+    text = _render(tokenizer, [_marked(message, mark) for message in messages]).casefold()
+    for each, message in marks.items():
+        if each not in text or repr(each) in text:
+            raise ValueError(
+                f"the checkpoint's chat template leaves out what a message of the role "
+                f"{message['role']!r} says, given as "
+                f"{'text' if _is_text(message['content']) else 'a list of parts'}"
+            )
+
+
+def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
+    content = message["content"]
+    if content is None:
+        return message
+    if isinstance(content, str):
+        return {**message, "content": mark(content, message)}
+    parts = [
+        {**part, "text": mark(part["text"], message)} if part["type"] == "text" else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     return str(
         tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
     )
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase, content: str | list[dict[str, str]]) -> bool:
-    """Whether the template puts out what such a content says, and not how Python prints it."""
-    try:
-        text = _render(tokenizer, [{"role": "user", "content": content}])
-    except Exception:  # it may refuse this content, or any lone message; either is told later
-        return False
-    return _PROBE in text and repr(_PROBE) not in text
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _content(
-    index: int, content: str | Sequence[Mapping[str, Any]] | None, as_parts: bool
-) -> str | Sequence[Mapping[str, Any]] | None:
-    if content is None or isinstance(content, str) is not as_parts:
-        return content
-    if isinstance(content, str):
-        return [_text_part(content)]
-    shown = sorted({part["type"] for part in content} - {"text"})
-    if shown:
-        raise ValueError(
-            f"chat message {index} shows {' and '.join(shown)}, but the checkpoint's chat template "
-            "reads text alone"
-        )
-    return "\n".join(part["text"] for part in content)
 
 
 def _check_message(name: str, message: object) -> None:
@@ -121,9 +186,12 @@ def _check_message(name: str, message: object) -> None:
         raise ValueError(f"{name} must be a mapping of role and content, got {message!r}")
     missing = [key for key in ("role", "content") if key not in message]
     if missing:
-        raise ValueError(f"{name} lacks {' and '.join(missing)}; it has {sorted(message)}")
-    content = message["content"]
-    if content is None or isinstance(content, str):
+        given = sorted(map(str, message))
+        raise ValueError(f"{name} lacks {' and '.join(missing)}; it has {given}")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise ValueError(f"{name}: role must be a str, got {role!r}")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
     if not isinstance(content, Sequence):
         raise ValueError(f"{name}: content must be text or a list of parts, got {content!r}")
@@ -141,7 +209,7 @@ def _check_part(name: str, part: object) -> None:
         if not isinstance(part.get("text"), str):
             raise ValueError(f"{name} is of type text, so its text must be a str")
         return
-    carried = sorted(set(part) - {"type"})
+    carried = sorted(map(str, set(part) - {"type"}))
     if carried:
         raise ValueError(
             f"{name} carries {', '.join(map(repr, carried))}; the part only says where the {kind} "

@@ -206,6 +206,7 @@ def _input_processor(
         multimodal = MultiModalInputProcessor.from_checkpoint(
             checkpoint,
             model,
+            tokenizer,
             cache_bytes=config.encoder_cache_bytes,
             row_bytes=_row_bytes(model, limits.dtype),
         )

@@ -19,16 +19,19 @@ __all__ = ["image_features", "load_image_processor", "open_image"]
 def open_image(image: object) -> Image:
     """Open a PNG or JPEG file, or take an image of Pillow or an array of pixels, as RGB.
 
+    It is turned as its EXIF data says, and 16 bits of grey become 8.
+
     Args:
         image: the file, the image, or ``(height, width, 3)`` uint8, a tensor or of numpy.
 
     Raises:
-        ValueError: it is none of these, or cannot be read as an image.
+        ValueError: it is none of these, cannot be read as an image, or its pixels are numbers of
+            which nobody says what is white.
     """
     from PIL import Image as pillow
 
     if isinstance(image, pillow.Image):
-        return image.convert("RGB")
+        return _upright_rgb(image)
     if isinstance(image, Tensor | np.ndarray):
         return pillow.fromarray(_check_pixels(image))
     if not isinstance(image, str | Path):
@@ -38,10 +41,27 @@ def open_image(image: object) -> Image:
         )
     try:
         with pillow.open(image) as opened:
-            return opened.convert("RGB")
+            return _upright_rgb(opened)
     # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error
+
+
+def _upright_rgb(image: Image) -> Image:
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        # Pillow's own conversion takes all that is above 255 for white.
+        grey = np.asarray(upright).astype(np.uint32)
+        return pillow.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+    if upright.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are of mode {upright.mode!r}, of which nobody says what is white; "
+            "convert it to RGB"
+        )
+    return upright.convert("RGB")
 
 
 def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
 from engine.byte_sizes import format_bytes
 from engine.checkpoint import Checkpoint
 from engine.encoder_input_maker import features_hash
@@ -41,6 +43,7 @@ class MultiModalInputProcessor:
         makers: of features, for every modality that the model takes.
         max_item_tokens: most rows of one item, for which the encoder cache has room.
         row_bytes: of one of them.
+        tokenizer: of the checkpoint, or None; names placeholders in messages.
     """
 
     def __init__(
@@ -50,15 +53,23 @@ class MultiModalInputProcessor:
         *,
         max_item_tokens: int,
         row_bytes: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._model = model
         self._makers = makers
         self._max_item_tokens = max_item_tokens
         self._row_bytes = row_bytes
+        self._tokenizer = tokenizer
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, model: MultiModalModel, *, cache_bytes: int, row_bytes: int
+        cls,
+        checkpoint: Checkpoint,
+        model: MultiModalModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        cache_bytes: int,
+        row_bytes: int,
     ) -> MultiModalInputProcessor:
         """Load the processors that a checkpoint brings; one that it lacks is told when needed."""
         return cls(
@@ -66,6 +77,7 @@ class MultiModalInputProcessor:
             load_feature_makers(checkpoint.path, model),
             max_item_tokens=cache_bytes // row_bytes,
             row_bytes=row_bytes,
+            tokenizer=tokenizer,
         )
 
     def process(
@@ -117,9 +129,15 @@ class MultiModalInputProcessor:
                 f"part of type {modality}"
             )
             raise ValueError(
-                f"the prompt has {num_places} {modality} placeholders (token {placeholder}), but "
-                f"{num_items} {modality} items were given; {mend}"
+                f"the prompt has {num_places} {modality} placeholders ({self._named(placeholder)}),"
+                f" but {num_items} {modality} items were given; {mend}"
             )
+
+    def _named(self, placeholder: int) -> str:
+        """A placeholder as it is written, where the checkpoint has a tokenizer."""
+        if self._tokenizer is None:
+            return f"token {placeholder}"
+        return f"{self._tokenizer.convert_ids_to_tokens(placeholder)}, token {placeholder}"
 
     def _expand(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None

@@ -43,6 +43,12 @@ def tokenize(
         text, add_special_tokens = render_chat(tokenizer, prompt.messages), False
     elif isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.prompt, prompt.add_special_tokens
+        if not isinstance(add_special_tokens, bool):
+            raise ValueError(
+                "add_special_tokens must be True or False, got "
+                f"{type(add_special_tokens).__name__}; name the argument that was meant, such as "
+                "multi_modal_data="
+            )
     else:
         text, add_special_tokens = prompt, True
     _check_text(text)

@@ -40,7 +40,12 @@ def chunkable(function: _TransformT) -> _TransformT:
 
         @chunkable
         def codes(context: TransformContext) -> CodecPrompt:
-            return CodecPrompt(context.sources[0].token_ids, is_last=context.is_last)
+            (talker,) = context.sources
+            return CodecPrompt(
+                talker.token_ids,
+                is_last=context.is_last,
+                is_cut_off=talker.finish_reason is FinishReason.LENGTH,
+            )
     """
     setattr(function, _CHUNKABLE, True)
     return function

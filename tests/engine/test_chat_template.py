@@ -60,6 +60,9 @@ def test_malformed_messages_are_named_by_their_place(chat_tokenizer: PreTrainedT
     [
         ("hello", "message 1 must be a mapping of role and content, got 'hello'"),
         ({"role": "user", "content": 3}, "message 1: content must be text or a list of parts"),
+        ({"role": "user", "content": None}, "message 1: content must be text or .*, got None"),
+        ({"role": 3, "content": "x"}, "message 1: role must be a str, got 3"),
+        ({"role": "user", 3: 1}, r"message 1 lacks content; it has \['3', 'role'\]"),
         ({"role": "user", "content": ["x"]}, "message 1, part 0 must be a mapping whose type"),
         ({"role": "user", "content": [{"text": "x"}]}, "message 1, part 0 must be a mapping whose"),
         (
@@ -140,7 +143,7 @@ def test_an_image_is_refused_where_the_template_reads_text_alone(
     use: Callable[[str], PreTrainedTokenizerFast], template: str
 ):
     content = [part("image"), part("text", "Who?")]
-    with pytest.raises(ValueError, match="message 1 shows image, but .* reads text alone"):
+    with pytest.raises(ValueError, match="1 shows image, but .* text alone from the role 'user'"):
         render_chat(use(template), [*MESSAGES, {"role": "user", "content": content}])
 
 
@@ -159,6 +162,101 @@ def test_whatever_a_template_raises_is_told_as_its_refusal(
 ):
     with pytest.raises(ValueError, match="refuses the messages: .*concatenate"):
         render_chat(use("{{ messages[0]['content'] + 1 }}"), MESSAGES)
+
+
+# As published templates do: the system's words are text, the user's are parts, or the reverse.
+BY_ROLE = (
+    "{% if messages[0]['role'] == 'system' %}SYS:{{ messages[0]['content'] | trim }} {% endif %}"
+    "{% for m in messages if m['role'] != 'system' %}{{ m['role'] }}: "
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] }}"
+    "{% endfor %} {% endfor %}"
+)
+BY_ROLE_STRICT = BY_ROLE.replace(
+    "{{ messages[0]['content'] | trim }}", "{{ '' + messages[0]['content'] }}"
+)
+NEEDS_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [BY_ROLE, BY_ROLE_STRICT])
+@pytest.mark.parametrize("system_parts", [False, True])
+@pytest.mark.parametrize("user", [[part("image"), part("text", "Who?")], "Who?"])
+def test_each_role_gets_the_form_that_the_template_reads_of_it(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str, system_parts: bool, user: Any
+):
+    system = [part("text", "Be brief.")] if system_parts else "Be brief."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    image = "" if user == "Who?" else "<image>"
+    assert render_chat(use(template), messages) == f"SYS:Be brief. user: {image}Who? "
+
+
+@pytest.mark.parametrize("template", [*TEXT_ONLY, READS_PARTS, READS_EITHER])
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_template_that_wants_a_system_message_reads_every_form(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str, as_parts: bool
+):
+    said = [("system", "Be brief."), ("user", "Who?"), ("assistant", "I."), ("user", "Why?")]
+    messages = [
+        {"role": role, "content": [part("text", words)] if as_parts else words}
+        for role, words in said
+    ]
+    text = render_chat(use(NEEDS_SYSTEM + template), messages)
+    assert text == "system: Be brief. user: Who? assistant: I. user: Why? "
+    with pytest.raises(ValueError, match="refuses the messages: system first"):
+        render_chat(use(NEEDS_SYSTEM + template), messages[1:])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'][0]['text'] if m['role'] == 'developer' }}"
+        "{% endfor %}{{ messages[-1]['content'] }}",
+    ],
+)
+def test_words_that_a_template_leaves_out_are_an_error(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    developer = [part("text", "Be brief."), part("text", "Be kind.")]
+    messages = [{"role": "developer", "content": developer}, *MESSAGES]
+    with pytest.raises(ValueError, match="leaves out what a message of the role 'developer' says"):
+        render_chat(use(template), messages)
+
+
+def test_escaped_words_are_an_error(use: Callable[[str], PreTrainedTokenizerFast]):
+    with pytest.raises(ValueError, match="leaves out"):
+        render_chat(use("{{ messages[0]['content'] | string | escape }}"), MESSAGES)
+
+
+@pytest.mark.parametrize("template", [READS_PARTS, BY_ROLE, SKIPS_LISTS])
+def test_a_call_of_a_tool_needs_no_words(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    messages = [*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]
+    text = render_chat(use(template), messages)
+    assert text.count("Hello, dog.") == 2
+    either = "{% for m in messages %}{{ m['content'] or m['tool_calls'][0]['name'] }} {% endfor %}"
+    assert render_chat(use(either), [*MESSAGES, call]) == "Hello, dog. look "
+
+
+def test_many_roles_cost_few_tries(
+    use: Callable[[str], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer, calls = use("{{ '' }}"), []
+    apply = tokenizer.apply_chat_template
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        calls.append(True)
+        return apply(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    messages = [{"role": f"role {number}", "content": "x"} for number in range(40)]
+    with pytest.raises(ValueError, match="leaves out what a message of the role 'role 0' says"):
+        render_chat(tokenizer, messages)
+    assert len(calls) <= 17
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
@@ -180,5 +278,5 @@ def test_the_processors_template_is_the_checkpoints(
 def test_a_damaged_template_file_is_named(qwen2_checkpoint: str, tmp_path: Path):
     folder = shutil.copytree(qwen2_checkpoint, tmp_path / "model")
     (folder / "chat_template.json").write_text("{ damaged")
-    with pytest.raises(ValueError, match="chat template in .*model cannot be loaded"):
+    with pytest.raises(ValueError, match=r"in .*chat_template\.json cannot be loaded"):
         load_tokenizer(folder)

@@ -295,7 +295,12 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
     ("num_places", "data", "message"),
     [
         (1, {}, "1 image placeholders .* but 0 image items were given"),
-        (0, {"image": [picture(0)]}, "0 image placeholders .* but 1 image items were given"),
+        (
+            0,
+            {"image": [picture(0)]},
+            r"0 image placeholders \(<\S+>, token \d+\), but 1 image items were given; write a "
+            "placeholder where each image belongs",
+        ),
         (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 image items were given"),
         (1, {"image": ["no such file.png"]}, "image 0: image 'no such file.png' cannot be read"),
         (1, {"image": [object()]}, "image 0: image must be a file, an image of Pillow"),

@@ -194,6 +194,16 @@ def test_a_step_that_fails_while_it_detects_changes_nothing(
     engine.check_integrity()
 
 
+def test_penalties_count_the_prompt_that_the_model_chose(folder: str, heard: list[Heard]) -> None:
+    engine = build(folder)
+    engine.add_request("a", unnamed(heard[0]), SAMPLING["penalties"])
+    engine.step()
+    (request,) = engine._live("a")
+    assert request.sampling.counts is not None
+    assert set(request.sampling.counts.token_ids) == set(heard[0].prompt)
+    assert not request.sampling.counts.generated.any()
+
+
 def test_nothing_is_put_out_before_the_language_is_known(folder: str, heard: list[Heard]) -> None:
     engine = build(folder)
     engine.add_request("a", unnamed(heard[0]), GREEDY)

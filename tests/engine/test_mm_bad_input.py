@@ -283,7 +283,7 @@ def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
     assert isinstance(model, MultiModalModel)
     model.sound_in_video = None
     processor = MultiModalInputProcessor.from_checkpoint(
-        whole, model, cache_bytes=1 << 20, row_bytes=ROW_BYTES
+        whole, model, None, cache_bytes=1 << 20, row_bytes=ROW_BYTES
     )
     ids = (model.placeholders["video"],)
     processor.process(ids, TokensPrompt(ids, {"video": [clip(0)]}))
