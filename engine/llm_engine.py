@@ -313,10 +313,13 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built."""
+        items = self._items.cache.stats() if self._items is not None else None
         return replace(
             self._stats,
+            encoder_runs=self._stats.encoder_runs if items is None else items.encoded,
+            encoder_hits=self._stats.encoder_hits if items is None else items.hits,
             num_preemptions=self._scheduler.num_preemptions,
-            encoder_cache=self._items.cache.stats() if self._items is not None else None,
+            encoder_cache=items,
             kv=self._kv.stats(),
         )
 
@@ -335,10 +338,13 @@ class LLMEngine:
 
     def _note_first_run(self, scheduled: SchedulerOutput) -> None:
         for item in scheduled.scheduled:
+            self._stats.encoder_runs += item.runs_encoder
             if item.request.times.first_scheduled is None:
                 item.request.times.first_scheduled = time.monotonic()
                 self._stats.prompt_tokens += item.request.num_prompt_tokens
                 self._stats.cached_tokens += item.request.num_cached_tokens or 0
+                is_known = item.request.encoder_input is not None and not item.runs_encoder
+                self._stats.encoder_hits += is_known
 
     def _process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]

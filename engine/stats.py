@@ -19,6 +19,9 @@ class EngineStats:
         prompt_tokens: tokens of all prompts that began to run.
         cached_tokens: of these, tokens that the prefix cache saved.
         generated_tokens: tokens sampled.
+        encoder_runs: images and the like, and inputs of an encoder-decoder model's encoder, that
+            were encoded.
+        encoder_hits: how often one was needed whose encoding was there.
         num_preemptions: how often a request had to give its blocks back.
         encoder_cache: outputs of towers for images and the like; None for a model without.
         kv: the pool now; None before the first look.
@@ -29,6 +32,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    encoder_runs: int = 0
+    encoder_hits: int = 0
     num_preemptions: int = 0
     encoder_cache: EncoderCacheStats | None = None
     kv: KVCacheStats | None = None

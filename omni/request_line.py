@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -15,6 +16,31 @@ FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
 ITEM_KEYS = ("audio", "images")
 FORMS_WITH_ITEMS = ("prompt", "prompt_token_ids")
+KEYS_OF_FILES = (
+    *("image", "images", "image_url", "audio", "audio_url", "input_audio"),
+    *("path", "url", "file"),
+)
+"""Keys by which a part carries its file in other programs."""
+
+
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "list" if isinstance(value, list | tuple) else None
+
+
+def _text_or_mapping(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "mapping" if isinstance(value, dict | BaseModel) else None
+
+
+def _either(choose: Callable[[Any], str | None], wanted: str) -> Discriminator:
+    """Choose between two forms, and say what is wanted where a value has neither."""
+    # Pydantic's own message would speak of tags, which no user has seen.
+    return Discriminator(
+        choose, custom_error_type="neither_form", custom_error_message=f"Input should be {wanted}"
+    )
 
 
 class _Strict(BaseModel):
@@ -32,6 +58,11 @@ class ContentPart(_Strict):
             puts a placeholder for.
         text: of a part that is text.
     """
+
+    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        KEYS_OF_FILES,
+        "files go into the request's 'images' and 'audio' lists, in the order of their parts",
+    )
 
     type: Literal["text", "image", "audio"]
     text: str | None = None
@@ -53,8 +84,8 @@ class ChatMessage(_Strict):
 
     role: str
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("parts")],
-        Discriminator(lambda value: "parts" if isinstance(value, list | tuple) else "text"),
+        Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("list")],
+        _either(_text_or_list, "text or a list of parts"),
     ]
 
 
@@ -79,22 +110,14 @@ class AudioFile(_Strict):
         return self._given("language", "task", "timestamps")
 
 
-def _text_or_messages(value: Any) -> str:
-    return "text" if isinstance(value, str) else "messages"
-
-
-def _text_or_mapping(value: Any) -> str:
-    return "text" if isinstance(value, str) else "mapping"
-
-
 class _Forms(_Strict):
     """The forms of a prompt that every model knows."""
 
     prompt: (
         Annotated[
             Annotated[str, Tag("text")]
-            | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("messages")],
-            Discriminator(_text_or_messages),
+            | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("list")],
+            _either(_text_or_list, "text or a list of chat messages"),
         ]
         | None
     ) = None
@@ -121,11 +144,11 @@ class PromptForm(_Forms):
 
 OneSide: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
-    Discriminator(_text_or_mapping),
+    _either(_text_or_mapping, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
 ]
 OneAudio: TypeAlias = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")] | Annotated[AudioFile, Tag("mapping")],
-    Discriminator(_text_or_mapping),
+    _either(_text_or_mapping, "the name of a file, or a mapping that has one as 'file'"),
 ]
 
 

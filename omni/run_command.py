@@ -90,17 +90,21 @@ def summary_table(
     """Sum up a run: what every stage ran, what its cache saved, and how long it was at it."""
     title = f"requests: {num_requests}, failed: {num_failed}; {seconds:.1f} s with loading"
     table = Table(title=title, title_justify="left")
-    table.add_column("stage")
-    for heading in ("input tokens", "hit tokens", "generated tokens", "seconds at work"):
+    table.add_column("stage", no_wrap=True)
+    columns = {
+        "input tokens": [str(stage.prompt_tokens) for stage in stats.values()],
+        "hit tokens": [str(stage.cached_tokens) for stage in stats.values()],
+        "generated tokens": [str(stage.generated_tokens) for stage in stats.values()],
+    }
+    if any(stage.encoder_runs or stage.encoder_hits for stage in stats.values()):
+        columns["encoder runs / hits"] = [
+            f"{stage.encoder_runs} / {stage.encoder_hits}" for stage in stats.values()
+        ]
+    columns["seconds at work"] = [f"{stage.busy_s:.2f}" for stage in stats.values()]
+    for heading in columns:
         table.add_column(heading, justify="right")
-    for name, stage in stats.items():
-        table.add_row(
-            name,
-            str(stage.prompt_tokens),
-            str(stage.cached_tokens),
-            str(stage.generated_tokens),
-            f"{stage.busy_s:.2f}",
-        )
+    for row in zip(stats, *columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

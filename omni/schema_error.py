@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,8 +17,24 @@ __all__ = ["dotted", "explain_validation_error"]
 
 Place = tuple[str | int, ...]
 
-_WORDS = {"a valid array": "a list", "an object": "a mapping"}
-"""Pydantic speaks of JSON where a user may have written YAML."""
+_WORDS = {
+    "a valid array": "a list",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+    "an object": "a mapping",
+    "a valid dictionary": "a mapping",
+    "a valid string": "text",
+}
+"""Pydantic speaks of JSON or Python where a user may have written YAML."""
+
+_SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
+"""What pydantic calls the value; the place names it already."""
+
+_COUNT = re.compile(" after validation, not [0-9]+$")
+"""How many items of a list were right; the value shows how many came."""
+
+_LONGEST_VALUE = 80
+"""Characters of a value that a message repeats."""
 
 
 def explain_validation_error(
@@ -45,10 +62,10 @@ def explain_validation_error(
     """
     messages = []
     findings = error.errors(include_url=False)
-    with_wrong_items = {finding["loc"][:-1] for finding in findings}
+    around_findings = _around(findings)
     for finding in findings:
         # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
-        if finding["type"] == "too_short" and finding["loc"] in with_wrong_items:
+        if finding["type"] == "too_short" and finding["loc"] in around_findings:
             continue
         place, message = _explain(finding, model, data)
         line = _nearest_line(place, lines or {})
@@ -65,6 +82,12 @@ def dotted(place: Place) -> str:
     return text
 
 
+def _around(findings: Sequence[ErrorDetails]) -> set[Place]:
+    """List the places that have a finding somewhere inside."""
+    locs = [finding["loc"] for finding in findings]
+    return {loc[:length] for loc in locs for length in range(len(loc))}
+
+
 def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[Place, str]:
     loc, context = finding["loc"], finding.get("ctx", {})
     place = _keys_of(loc, data)
@@ -72,24 +95,44 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
         place = (*place, loc[-1])
     match finding["type"]:
         case "extra_forbidden":
-            return place, "unknown key" + suggest(str(loc[-1]), _known_keys(model, loc[:-1]))
+            return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1]))
         case "missing":
             return place, "missing; it must be given"
         case "union_tag_not_found":
             return (*place, "kind"), "missing; it must be given"
         case "union_tag_invalid":
             tags = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
-            return (*place, "kind"), f"unknown kind {context['tag']!r}" + suggest(
+            return (*place, "kind"), f"unknown kind {_shown(context['tag'])}" + suggest(
                 context["tag"], tags
             )
         case "value_error":
             cause = context["error"]
             return place + (cause.place if isinstance(cause, PlacedError) else ()), str(cause)
+        case "too_short" | "string_too_short" if not finding["input"]:
+            return place, _nothing_given(finding["type"], context["min_length"])
         case _:
-            wanted = finding["msg"].removeprefix("Input ")
-            for theirs, ours in _WORDS.items():
-                wanted = wanted.replace(theirs, ours)
-            return place, f"{wanted}, got {finding['input']!r}{_number_hint(finding)}"
+            got = _shown(finding["input"]) + _number_hint(finding)
+            return place, f"{_wanted(finding['msg'])}, got {got}"
+
+
+def _wanted(message: str) -> str:
+    """Put what pydantic says of a value into a user's words."""
+    wanted = _COUNT.sub("", _SUBJECT.sub("", message))
+    for theirs, ours in _WORDS.items():
+        wanted = wanted.replace(theirs, ours)
+    return wanted
+
+
+def _nothing_given(finding_type: str, needed: int) -> str:
+    unit = "character" if finding_type == "string_too_short" else "item"
+    count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
+    return f"must not be empty; at least {count} needed"
+
+
+def _shown(value: Any) -> str:
+    """Write a value as it came, or its beginning: it may be a whole conversation."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def _keys_of(loc: Place, data: Any) -> Place:
@@ -107,8 +150,18 @@ def _keys_of(loc: Place, data: Any) -> Place:
     return tuple(place)
 
 
-def _known_keys(model: type[BaseModel], loc: Place) -> list[str]:
-    """List the keys that the mapping at ``loc`` may have."""
+def _key_hint(key: str, model: type[BaseModel]) -> str:
+    """Say what could have been meant by an unknown key of a model.
+
+    A model may have ``unknown_key_hints``: what more to say of keys that users are known to try.
+    """
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
+    return suggest(key, known) + (f"; {hints[key]}" if key in hints else "")
+
+
+def _model_at(model: type[BaseModel], loc: Place) -> type[BaseModel]:
+    """Find the model of the mapping at ``loc``."""
     annotation: Any = model
     for part in loc:
         if isinstance(part, int):
@@ -121,8 +174,7 @@ def _known_keys(model: type[BaseModel], loc: Place) -> list[str]:
         else:
             members = _members(annotation)
             annotation = next((m for m in members if part in _tags(m)), members[0])
-    members = _members(annotation)
-    return [field.alias or name for name, field in members[0].model_fields.items()]
+    return _members(annotation)[0]
 
 
 def _members(annotation: Any) -> list[type[BaseModel]]:

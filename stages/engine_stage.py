@@ -64,6 +64,8 @@ class EngineStage(Stage):
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
             generated_tokens=stats.generated_tokens,
+            encoder_runs=stats.encoder_runs,
+            encoder_hits=stats.encoder_hits,
         )
 
     def describe(self) -> Mapping[str, Any]:

@@ -105,6 +105,10 @@ class StageStats:
         prompt_tokens: tokens of all inputs that were scheduled.
         cached_tokens: of these, tokens that the cache saved.
         generated_tokens: tokens generated.
+        encoder_runs: images, sounds and the like, and inputs of an encoder-decoder model's encoder,
+            that were encoded.
+        encoder_hits: how often one was needed whose encoding was there. What a prefix of cached
+            tokens shows is not needed, and counts for neither.
     """
 
     num_steps: int = 0
@@ -112,6 +116,8 @@ class StageStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    encoder_runs: int = 0
+    encoder_hits: int = 0
 
     def since(self, earlier: StageStats) -> StageStats:
         """What was added since an earlier reading."""

@@ -152,6 +152,7 @@ def test_a_second_round_encodes_nothing_and_says_the_same(family: Family) -> Non
         assert encodes.total == num_inputs
         outputs = engine.generate(prompts, GREEDY)
         assert encodes.total == num_inputs
+    assert (engine.stats().encoder_runs, engine.stats().encoder_hits) == (num_inputs, num_inputs)
     for case, output in zip(family.cases, outputs, strict=True):
         assert_parity(family, case, output)
 
@@ -174,6 +175,7 @@ def test_without_caching_every_request_encodes(family: Family) -> None:
     with counted_encodes(engine) as encodes:
         first, second = engine.generate([case.prompt] * 2, GREEDY)
         assert encodes.total == 2
+    assert (engine.stats().encoder_runs, engine.stats().encoder_hits) == (2, 0)
     assert_parity(family, case, first)
     assert_parity(family, case, second)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import wave
 from pathlib import Path
 
@@ -28,6 +29,43 @@ def encode(eighths: list[int], width: int) -> bytes:
     if width == 1:
         return bytes(value + 128 for value in eighths)
     return b"".join((v << 8 * (width - 1)).to_bytes(width, "little", signed=True) for v in eighths)
+
+
+PLAIN_SUFFIX = bytes.fromhex("0000 1000 8000 00aa00389b71")
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    return name + struct.pack("<I", len(content)) + content + bytes(len(content) % 2)
+
+
+def riff(*chunks: bytes, size: int | None = None) -> bytes:
+    content = b"WAVE" + b"".join(chunks)
+    return b"RIFF" + struct.pack("<I", len(content) if size is None else size) + content
+
+
+def fmt(
+    kind: int = 1,
+    channels: int = 1,
+    rate: int = 100,
+    bits: int = 16,
+    *,
+    extensible: bool = False,
+    align: int | None = None,
+    valid: int | None = None,
+    subformat: bytes | None = None,
+) -> bytes:
+    frame = channels * ((bits + 7) // 8) if align is None else align
+    shown = 0xFFFE if extensible else kind
+    content = struct.pack("<HHIIHH", shown, channels, rate, rate * frame, frame, bits)
+    if extensible:
+        content += struct.pack("<HHI", 22, bits if valid is None else valid, 0)
+        content += subformat or struct.pack("<I", kind) + PLAIN_SUFFIX
+    return chunk(b"fmt ", content)
+
+
+def read(path: Path, content: bytes) -> np.ndarray:
+    path.write_bytes(content)
+    return read_wav(path, longest_s=1.0)[0]
 
 
 samples = st.lists(st.integers(-128, 127), min_size=1, max_size=20)
@@ -88,18 +126,40 @@ def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
         read_wav(path, longest_s=1.5)
 
 
-def float_wav() -> bytes:
-    body = b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 3, 1, 100, 400, 4, 32)
-    body += b"data" + struct.pack("<If", 4, 0.5)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
+def wrong_format(**changes: object) -> bytes:
+    return riff(fmt(**changes), chunk(b"data", bytes(48)))
 
+
+AMBISONIC = bytes.fromhex("01000000 2107 d311 8644 c8c1ca000000")
 
 WRONG = {
     "nothing": (b"", "is not a WAV file of PCM samples: it ends too early"),
     "text": (b"hello, this is a text and no sound\n" * 9, "is not a WAV file of PCM samples"),
     "a header alone": (b"RIFF\x04\0\0\0WAVE", "is not a WAV file of PCM samples"),
-    "other samples": (float_wav(), "is not a WAV file of PCM samples: unknown format: 3"),
     "a FLAC file": (b"fLaC\0\0\0\x22" + bytes(60), "is not a WAV file of PCM samples"),
+    "another RIFF file": (b"RIFF\x04\0\0\0AVI " + bytes(60), "it does not begin as one"),
+    "ADPCM": (wrong_format(kind=2, bits=4), r"kind 2 \(ADPCM\); convert it to 16-bit PCM"),
+    "A-law": (wrong_format(kind=6, bits=8), r"kind 6 \(A-law\); convert it to 16-bit PCM"),
+    "mu-law": (wrong_format(kind=7, bits=8), r"kind 7 \(mu-law\); convert it to 16-bit PCM"),
+    "a strange kind": (wrong_format(kind=4711), "of kind 4711; convert it to 16-bit PCM"),
+    "extensible mu-law": (wrong_format(kind=7, bits=8, extensible=True), r"kind 7 \(mu-law\)"),
+    "extensible in itself": (wrong_format(kind=0xFFFE, extensible=True), "kind 65534"),
+    "ambisonic": (wrong_format(extensible=True, subformat=AMBISONIC), "kind 010000002107"),
+    "no extension": (wrong_format(kind=0xFFFE), "its format ends too early"),
+    "half a format": (riff(chunk(b"fmt ", bytes(14))), "its format ends too early"),
+    "no channels": (wrong_format(channels=0), "it has no channels"),
+    "no rate": (wrong_format(rate=0), "says that it has 0 samples per second"),
+    "no bits": (wrong_format(bits=0), "integers of 0 bits"),
+    "wide integers": (wrong_format(bits=64), "integers of 64 bits"),
+    "odd floats": (wrong_format(kind=3, bits=31), "floats of 31 bits"),
+    "half floats": (wrong_format(kind=3, bits=16), "floats of 16 bits"),
+    "a wrong frame": (wrong_format(channels=2, align=3), "states 3 bytes for 2 channels of 2"),
+    "too many valid bits": (wrong_format(valid=17, extensible=True), "17 valid bits of 16"),
+    "no samples": (riff(fmt()), "it ends before its samples"),
+    "no format": (riff(chunk(b"data", bytes(4))), "its samples come before their format"),
+    "a late format": (riff(chunk(b"data", b"12"), fmt()), "come before their format"),
+    "zeros": (riff(bytes(9000)), "none of its first 1000 chunks holds samples"),
+    "an endless chunk": (riff(b"LIST\xff\xff\xff\xff" + fmt()), "it ends before its samples"),
 }
 
 
@@ -122,3 +182,158 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_wav(tmp_path / "no.wav", longest_s=1.0)
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_wav(tmp_path, longest_s=1.0)
+
+
+KINDS = [(1, 8), (1, 16), (1, 24), (1, 32), (3, 32), (3, 64)]
+
+
+def noise(kind: int, bits: int, count: int) -> bytes:
+    draw = np.random.default_rng(bits + kind)
+    if kind == 3:
+        return (2 * draw.standard_normal(count)).astype(f"<f{bits // 8}").tobytes()
+    return draw.bytes(count * bits // 8)
+
+
+def as_scipy_reads(path: Path) -> np.ndarray:
+    """What scipy gives, in -1 to 1 and averaged. It reads 24 bits as the upper ones of 32."""
+    _, found = pytest.importorskip("scipy.io.wavfile").read(path)
+    if found.dtype == np.uint8:
+        found = (found.astype(np.float64) - 128) / 128
+    elif found.dtype.kind == "i":
+        found = found / 2.0 ** (8 * found.dtype.itemsize - 1)
+    return found.reshape(len(found), -1).mean(axis=1, dtype=np.float64).astype(np.float32)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("extensible", [False, True])
+@pytest.mark.parametrize(("kind", "bits"), KINDS)
+def test_every_kind_is_read_as_scipy_reads_it(
+    kind: int, bits: int, extensible: bool, channels: int, tmp_path: Path
+) -> None:
+    header = fmt(kind, channels, bits=bits, extensible=extensible)
+    data = noise(kind, bits, 57 * channels)
+    found = read(tmp_path / "a.wav", riff(header, chunk(b"data", data)))
+    assert found.dtype == np.float32
+    assert found.shape == (57,)
+    np.testing.assert_array_equal(found, as_scipy_reads(tmp_path / "a.wav"))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "f4", "f8"])
+def test_what_scipy_writes_is_read(dtype: str, channels: int, tmp_path: Path) -> None:
+    wavfile = pytest.importorskip("scipy.io.wavfile")
+    kind = 3 if dtype[0] == "f" else 1
+    data = np.frombuffer(noise(kind, 8 * int(dtype[1]), 57 * channels), f"<{dtype}")
+    wavfile.write(tmp_path / "a.wav", 8_000, data.reshape(57, channels))
+    found, rate = read_wav(tmp_path / "a.wav", longest_s=1.0)
+    assert rate == 8_000
+    np.testing.assert_array_equal(found, as_scipy_reads(tmp_path / "a.wav"))
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+def test_floats_beyond_1_are_kept(dtype: str, tmp_path: Path) -> None:
+    values = np.array([0.5, -3.0, 1e6], dtype)
+    header = fmt(3, bits=8 * values.itemsize)
+    found = read(tmp_path / "a.wav", riff(header, chunk(b"data", values.tobytes())))
+    np.testing.assert_array_equal(found, values.astype(np.float32))
+
+
+@pytest.mark.parametrize("extensible", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_floats_that_are_no_samples_are_refused(
+    value: float, extensible: bool, channels: int, tmp_path: Path
+) -> None:
+    header = fmt(3, channels, bits=64, extensible=extensible)
+    data = chunk(b"data", np.array([0.0, 0.5, value, 0.0]).tobytes())
+    with pytest.raises(ValueError, match=r"a\.wav' holds samples that are NaN, infinite or too"):
+        read(tmp_path / "a.wav", riff(header, data))
+
+
+def test_opposite_infinities_of_two_channels_are_refused(tmp_path: Path) -> None:
+    data = chunk(b"data", np.array([np.inf, -np.inf], "<f4").tobytes())
+    with pytest.raises(ValueError, match="NaN, infinite"):
+        read(tmp_path / "a.wav", riff(fmt(3, 2, bits=32), data))
+
+
+@pytest.mark.parametrize("valid", [0, 20, 24])
+def test_fewer_valid_bits_are_the_upper_ones(valid: int, tmp_path: Path) -> None:
+    header = fmt(bits=24, extensible=True, valid=valid)
+    found = read(tmp_path / "a.wav", riff(header, chunk(b"data", encode([-128, 3], 3))))
+    np.testing.assert_array_equal(found, np.array([-128, 3]) / 128)
+
+
+def test_other_chunks_of_odd_sizes_are_passed_over(tmp_path: Path) -> None:
+    others = chunk(b"LIST", b"data"), chunk(b"JUNK", bytes(5)), chunk(b"fact", bytes(4))
+    content = riff(others[1], fmt(bits=8), *others, chunk(b"data", encode([1, 2, 3], 1)), others[0])
+    np.testing.assert_array_equal(read(tmp_path / "a.wav", content), np.array([1, 2, 3]) / 128)
+
+
+@pytest.mark.parametrize("size", [0, 2**31 - 1, 2**31 - 44, 2**32 - 1, 2**32 - 45])
+@pytest.mark.parametrize("extensible", [False, True])
+def test_a_stream_may_state_any_size_that_is_none(
+    size: int, extensible: bool, tmp_path: Path
+) -> None:
+    data = b"data" + struct.pack("<I", size) + encode([1, 2, 3], 2)
+    content = riff(fmt(extensible=extensible), data, size=size)
+    np.testing.assert_array_equal(read(tmp_path / "a.wav", content), np.array([1, 2, 3]) / 128)
+
+
+def test_a_stream_whose_header_was_written_as_that_of_an_empty_file_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.wav", b"")
+    content = path.read_bytes() + encode([1, 2, 3], 2)
+    np.testing.assert_array_equal(read(path, content), np.array([1, 2, 3]) / 128)
+
+
+def test_chunks_after_no_samples_are_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is empty: it holds no samples"):
+        read(tmp_path / "a.wav", riff(fmt(), chunk(b"data", b""), chunk(b"LIST", bytes(20))))
+
+
+@pytest.mark.parametrize("stated", [2**30, 2**32 - 1])
+def test_a_file_that_is_too_long_is_not_read(stated: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    path.write_bytes(riff(fmt(), b"data" + struct.pack("<I", stated)))
+    with path.open("r+b") as file:
+        file.truncate(44 + 2**30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"a\.wav' is 5368709\.12 s long"):
+            read_wav(path, longest_s=1.0)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    channels=st.integers(1, 3),
+    extensible=st.booleans(),
+    keep=st.floats(0, 1),
+    damage=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4),
+)
+def test_a_damaged_file_is_read_or_refused_by_name(
+    kind: tuple[int, int],
+    channels: int,
+    extensible: bool,
+    keep: float,
+    damage: list[tuple[float, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tmp_path_factory.mktemp("wav") / "a.wav"
+    header = fmt(kind[0], channels, bits=kind[1], extensible=extensible)
+    data = chunk(b"data", noise(*kind, 5 * channels))
+    content = bytearray(riff(chunk(b"JUNK", b"odd"), header, data))
+    for place, value in damage:
+        content[int(place * (len(content) - 1))] = value
+    try:
+        found = read(path, bytes(content[: round(keep * len(content))]))
+    except ValueError as error:
+        assert str(error).startswith(f"audio {str(path)!r} ")
+    else:
+        assert found.dtype == np.float32
+        assert found.ndim == 1
+        assert len(found) > 0
+        assert np.isfinite(found).all()

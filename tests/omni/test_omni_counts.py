@@ -62,8 +62,13 @@ def test_a_repeated_picture_and_sound_run_no_tower(omni: Omni, runs: Counter[str
     ask(omni, Conversation((Turn(1), Turn(2, sound=0)), system=1))
     assert (runs["vision"], runs["audio"]) == (1, 1)
     # As many placeholders, but another picture.
-    ask(omni, Conversation((Turn(0, picture=1),)))
+    _, added = ask(omni, Conversation((Turn(0, picture=1),)))
     assert (runs["vision"], runs["audio"]) == (2, 1)
+    assert (added["thinker"].encoder_runs, added["thinker"].encoder_hits) == (1, 0)
+    _, added = ask(omni, Conversation((Turn(2, picture=1, item_first=False),)))
+    assert (added["thinker"].encoder_runs, added["thinker"].encoder_hits) == (0, 1)
+    assert omni.stats()["thinker"].encoder_runs == runs["vision"] + runs["audio"]
+    assert omni.stats()["talker"].encoder_runs == 0
 
 
 def test_a_voice_is_encoded_once(omni: Omni, runs: Counter[str]):

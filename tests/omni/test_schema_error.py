@@ -1,0 +1,105 @@
+"""Messages made of pydantic's findings: one a mistake, short, and in plain words."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from omni.schema_error import explain_validation_error
+
+
+class Wheel(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    unknown_key_hints: ClassVar[dict[str, str]] = {"tyre": "tyres are the shop's"}
+
+    kind: Literal["wheel"] = "wheel"
+    size: int = 1
+
+
+class Sail(BaseModel):
+    kind: Literal["sail"]
+
+
+class Axle(BaseModel):
+    wheels: tuple[Wheel, ...] = Field(default=(), min_length=1)
+
+
+class Car(BaseModel):
+    axles: tuple[Axle, ...] = Field(default=(), min_length=1)
+    by_name: dict[str, Axle] = Field(default={}, min_length=1)
+    name: str = Field(default="car", min_length=1)
+    plate: str = Field(default="plate", min_length=3)
+    seats: tuple[int, ...] = Field(default=(1, 2), min_length=2)
+    drive: Annotated[Wheel | Sail, Field(discriminator="kind")] | None = None
+
+
+def explain(data: dict[str, Any], *, as_json: bool) -> str:
+    with pytest.raises(ValidationError) as caught:
+        if as_json:
+            Car.model_validate_json(json.dumps(data), strict=True)
+        else:
+            Car.model_validate(data, strict=True)
+    return explain_validation_error(caught.value, Car, data)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "a wrong item is not also too few items": (
+        {"axles": [{"wheels": [{"size": "a"}]}]},
+        "axles[0].wheels[0].size: should be a valid integer, got 'a'",
+    ),
+    "nor in a mapping": (
+        {"by_name": {"front": {"wheels": [{"size": "a"}]}}},
+        "by_name.front.wheels[0].size: should be a valid integer, got 'a'",
+    ),
+    "an empty list inside a list is told itself": (
+        {"axles": [{"wheels": []}]},
+        "axles[0].wheels: must not be empty; at least 1 item is needed",
+    ),
+    "an empty mapping": ({"by_name": {}}, "by_name: must not be empty; at least 1 item is needed"),
+    "an empty text": ({"name": ""}, "name: must not be empty; at least 1 character is needed"),
+    "an empty text of three characters": (
+        {"plate": ""},
+        "plate: must not be empty; at least 3 characters are needed",
+    ),
+    "a short text": ({"plate": "a"}, "plate: should have at least 3 characters, got 'a'"),
+    "a short list": ({"seats": [1]}, "seats: should have at least 2 items, got [1]"),
+    "a number as text": ({"name": 5}, "name: should be text, got 5"),
+    "text as a list": ({"seats": "two"}, "seats: should be a list, got 'two'"),
+    "text as a mapping": ({"by_name": "two"}, "by_name: should be a mapping, got 'two'"),
+    "a key that has a hint": (
+        {"drive": {"kind": "wheel", "tyre": 1}},
+        "drive.tyre: unknown key; known are 'kind', 'size'; tyres are the shop's",
+    ),
+    "a key without one": (
+        {"drive": {"kind": "wheel", "siz": 1}},
+        "drive.siz: unknown key; did you mean 'size'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_once_in_plain_words(mistake: str) -> None:
+    data, expected = MISTAKES[mistake]
+    assert explain(data, as_json=True) == expected
+
+
+def test_python_values_are_spoken_of_alike() -> None:
+    assert explain({"name": 5}, as_json=False) == "name: should be text, got 5"
+    assert explain({"seats": 5}, as_json=False) == "seats: should be a list, got 5"
+    assert explain({"by_name": 5}, as_json=False) == "by_name: should be a mapping, got 5"
+
+
+@pytest.mark.parametrize("length", [78, 79])
+def test_only_a_value_longer_than_80_characters_is_shortened(length: int) -> None:
+    told = explain({"seats": "x" * length}, as_json=True).partition("got ")[2]
+    assert told == ("'" + "x" * 78 + "'" if length == 78 else "'" + "x" * 76 + "...")
+
+
+def test_a_long_kind_is_shortened_too() -> None:
+    message = explain({"drive": {"kind": "x" * 500}}, as_json=True)
+    assert message.startswith("drive.kind: unknown kind 'xxx")
+    assert message.endswith("...; known are 'wheel', 'sail'")
+    assert len(message) < 150
