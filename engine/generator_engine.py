@@ -5,8 +5,9 @@ utterance at once. A layer sees one block to the left or right at most, but the 
 and then the passes (four for each step of the solver) add up, so that in the end every sample
 depends on nearly every code. Speech that is given out before its last code is known therefore
 cannot equal that of the whole utterance; it equals it nearly, and nearer with wider windows. What
-does hold: equal noise at equal places, no dependence on how the codes arrived or on who else ran,
-and the very same speech for an utterance that fits the first window.
+does hold: equal noise at equal places, no dependence on how the codes arrived or, but for rounding
+in batches of other sizes, on who else ran, and the very same speech for an utterance that fits the
+first window.
 """
 
 from __future__ import annotations
