@@ -126,6 +126,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._swapped: list[Request] = []
         self._swaps_out = swap_space is not None
+        self._has_suspects = False
         self._suspects_turn = True
         self.num_preemptions = 0
 
@@ -181,7 +182,10 @@ class Scheduler:
 
     def _schedule_alone(self, step: _Step) -> None:
         """Let the first suspect that can run have the step to itself."""
+        if not self._has_suspects:
+            return
         suspects = [r for r in (*self._running, *self._waiting) if r.is_suspect]
+        self._has_suspects = bool(suspects)
         is_blocked = False
         for request in sorted(suspects, key=lambda r: r.queue_key):
             if request.status is RequestStatus.RUNNING:
@@ -394,8 +398,13 @@ class Scheduler:
     def run_alone(self, output: SchedulerOutput) -> None:
         """After a step that failed: its requests begin anew, each alone until it is past it."""
         for item in output.scheduled:
-            item.request.alone_until = item.request.num_computed_tokens + item.num_tokens
+            self.suspect(item.request, item.request.num_computed_tokens + item.num_tokens)
         self.restart(output)
+
+    def suspect(self, request: Request, num_tokens: int) -> None:
+        """Have a request run alone until so many of its tokens are computed."""
+        request.alone_until = num_tokens
+        self._has_suspects = True
 
     def restart(self, output: SchedulerOutput) -> None:
         """After a step that did not run: its requests begin anew."""

@@ -238,6 +238,9 @@ def test_a_call_of_a_tool_needs_no_words(
     messages = [*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]
     text = render_chat(use(template), messages)
     assert text.count("Hello, dog.") == 2
+    parts = "{% for m in messages %}{% for p in m['content'] or [] %}{{ p['text'] }}{% endfor %}"
+    parts += "{{ m['tool_calls'][0]['name'] if m['tool_calls'] }} {% endfor %}"
+    assert render_chat(use(parts), [*MESSAGES, call]) == "Hello, dog. look "
     either = "{% for m in messages %}{{ m['content'] or m['tool_calls'][0]['name'] }} {% endfor %}"
     assert render_chat(use(either), [*MESSAGES, call]) == "Hello, dog. look "
 

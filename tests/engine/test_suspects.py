@@ -22,7 +22,7 @@ def begun(harness: Harness, requests: list[Request]) -> list[str]:
 def suspect(harness: Harness, name: str, start: int, length: int, *, priority: int = 0) -> Request:
     """A request that has not begun, and whose whole prompt was in a step that failed."""
     request = harness.add(name, ids(start, length), priority=priority)
-    request.alone_until = length
+    harness.scheduler.suspect(request, length)
     return request
 
 
