@@ -46,7 +46,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from omni.seeded_checkpoints import resolve_model
+from omni.seeded.checkpoints import resolve_model
 
 START = (2, 0)
 """What the decoder begins with, on every side."""

@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.request import Request
-from omni.seeded_checkpoints import resolve_model
+from engine.requests.request import Request
+from omni.seeded.checkpoints import resolve_model
 from prefix_cache import KVCacheManager, StageOutputCache
 
 TokenIds = list[list[int]]

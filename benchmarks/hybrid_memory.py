@@ -30,11 +30,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.request import Request
-from engine.sampler import SamplingState
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.stop_checker import CompletionText
+from engine.interface.sampling_params import SamplingParams
+from engine.requests.request import Request
+from engine.sampling.sampler import SamplingState
+from engine.scheduling.scheduler import Scheduler
+from engine.text.stop_checker import CompletionText
 from prefix_cache import (
     CrossAttentionSpec,
     EncoderBlocks,

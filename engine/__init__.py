@@ -9,21 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
-from engine.generator_config import (
+from engine.interface.config import EngineConfig
+from engine.interface.generator_config import (
     GenerationParams,
     GeneratorConfig,
     GeneratorSettings,
     StreamWindow,
 )
-from engine.outputs import (
+from engine.interface.outputs import (
     CompletionOutput,
     FinishReason,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
-from engine.prompts import (
+from engine.interface.prompts import (
     AudioPrompt,
     AudioTask,
     ChatPrompt,
@@ -40,17 +40,17 @@ from engine.prompts import (
     TokensPrompt,
     VideoFeatures,
 )
-from engine.sampling_params import SamplingParams
+from engine.interface.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.encoder_engine import EncoderEngine
-    from engine.encoder_request import EncoderOutput
-    from engine.generator_engine import GeneratorEngine
-    from engine.generator_request import GeneratorOutput
-    from engine.llm_engine import LLMEngine
-    from engine.memory_plan import MemoryPlan
-    from engine.stats import EngineStats
-    from engine.waveform import Waveform
+    from engine.encoder.encoder_engine import EncoderEngine
+    from engine.encoder.encoder_request import EncoderOutput
+    from engine.generator.generator_engine import GeneratorEngine
+    from engine.generator.generator_request import GeneratorOutput
+    from engine.interface.stats import EngineStats
+    from engine.llm.llm_engine import LLMEngine
+    from engine.media.waveform import Waveform
+    from engine.resources.memory_plan import MemoryPlan
 
 __all__ = [
     "AudioPrompt",
@@ -90,14 +90,14 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
-    "EncoderEngine": "engine.encoder_engine",
-    "EncoderOutput": "engine.encoder_request",
-    "EngineStats": "engine.stats",
-    "GeneratorEngine": "engine.generator_engine",
-    "GeneratorOutput": "engine.generator_request",
-    "LLMEngine": "engine.llm_engine",
-    "MemoryPlan": "engine.memory_plan",
-    "Waveform": "engine.waveform",
+    "EncoderEngine": "engine.encoder.encoder_engine",
+    "EncoderOutput": "engine.encoder.encoder_request",
+    "EngineStats": "engine.interface.stats",
+    "GeneratorEngine": "engine.generator.generator_engine",
+    "GeneratorOutput": "engine.generator.generator_request",
+    "LLMEngine": "engine.llm.llm_engine",
+    "MemoryPlan": "engine.resources.memory_plan",
+    "Waveform": "engine.media.waveform",
 }
 
 

@@ -20,7 +20,7 @@ from omni import (
     SamplingParams,
     StageInputs,
 )
-from omni.seeded_checkpoints import resolve_model
+from omni.seeded.checkpoints import resolve_model
 
 OPENING = "You are a helpful assistant. The user asks a question, and the assistant answers: "
 PROMPTS = [OPENING + question for question in ("why is the sky blue?", "what is a cache?")]

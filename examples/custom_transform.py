@@ -21,7 +21,7 @@ from omni import (
     StageInputs,
     TransformContext,
 )
-from omni.seeded_checkpoints import resolve_model
+from omni.seeded.checkpoints import resolve_model
 
 
 def question_with_draft(context: TransformContext) -> Prompt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from omni import EmbedsPrompt, EngineConfig, LLMEngine, Prompt, SamplingParams, TokensPrompt
-from omni.seeded_checkpoints import resolve_model
+from omni.seeded.checkpoints import resolve_model
 
 
 def main() -> None:

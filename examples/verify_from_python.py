@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from omni import Omni, OmniRequest
-from omni.verify import verify
+from omni.verification.verify import verify
 
 OPENING = (
     "The library has three floors: history and maps below, music in the middle, and poetry at "

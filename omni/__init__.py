@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         TokensPrompt,
         Waveform,
     )
-    from omni.omni import Omni
-    from omni.pipeline import Pipeline
-    from omni.pipeline_config import PipelineConfig
-    from omni.request import OmniOutput, OmniRequest
+    from omni.pipelines.pipeline import Pipeline
+    from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.requests.request import OmniOutput, OmniRequest
+    from omni.runtime.omni import Omni
     from stages import (
         AutoregressiveStage,
         EncoderStage,
@@ -86,10 +86,10 @@ _HOMES = {
         "TokensPrompt",
         "Waveform",
     ),
-    "omni.omni": ("Omni",),
-    "omni.pipeline": ("Pipeline",),
-    "omni.pipeline_config": ("PipelineConfig",),
-    "omni.request": ("OmniOutput", "OmniRequest"),
+    "omni.runtime.omni": ("Omni",),
+    "omni.pipelines.pipeline": ("Pipeline",),
+    "omni.pipelines.pipeline_config": ("PipelineConfig",),
+    "omni.requests.request": ("OmniOutput", "OmniRequest"),
     "stages": (
         "AutoregressiveStage",
         "EncoderStage",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni.cli import app
+from omni.commands.cli import app
 
 __all__: list[str] = []
 

@@ -5,8 +5,8 @@ Knows no model, no tokenizer and no request queue: ids, hashes, sizes and tensor
 
 from __future__ import annotations
 
-from prefix_cache.block import KVCacheBlock, LargePage
-from prefix_cache.block_hash import (
+from prefix_cache.blocks.block import KVCacheBlock, LargePage
+from prefix_cache.blocks.block_hash import (
     BlockHash,
     ContentSpan,
     content_hash,
@@ -14,17 +14,32 @@ from prefix_cache.block_hash import (
     whole_input_block_hashes,
     whole_input_hash,
 )
-from prefix_cache.block_pool import BlockPool
-from prefix_cache.cached_prefix import CachedPrefix, EncoderBlocks
-from prefix_cache.chunk_stops import ChunkStops
-from prefix_cache.coordinator import MANAGER_TYPES, KVCacheCoordinator
-from prefix_cache.cross_attention_manager import CrossAttentionManager
-from prefix_cache.encoder_cache import EncoderCache, EncoderCacheStats
-from prefix_cache.full_attention_manager import FullAttentionManager
-from prefix_cache.integrity import IntegrityError, check_integrity, check_pool_integrity
-from prefix_cache.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
-from prefix_cache.kv_cache_manager import ENCODER_HIDDEN_STATES, KVCacheManager
-from prefix_cache.kv_cache_spec import (
+from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.blocks.page_arena import PageArena
+from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
+from prefix_cache.kv_cache.integrity import IntegrityError, check_integrity, check_pool_integrity
+from prefix_cache.kv_cache.kv_cache_manager import ENCODER_HIDDEN_STATES, KVCacheManager
+from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
+from prefix_cache.kv_cache.page_accounting import (
+    held_bytes,
+    needed_bytes,
+    one_size_groups,
+    request_bytes,
+)
+from prefix_cache.kv_cache.pending_blocks import PendingBlocks
+from prefix_cache.kv_cache.swap_space import PageCopy, SwapSpace
+from prefix_cache.layer_types.chunk_stops import ChunkStops
+from prefix_cache.layer_types.coordinator import MANAGER_TYPES, KVCacheCoordinator
+from prefix_cache.layer_types.cross_attention_manager import CrossAttentionManager
+from prefix_cache.layer_types.full_attention_manager import FullAttentionManager
+from prefix_cache.layer_types.mamba_manager import MambaManager
+from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
+from prefix_cache.layer_types.window_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
+from prefix_cache.specs.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
+from prefix_cache.specs.kv_cache_spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -35,22 +50,10 @@ from prefix_cache.kv_cache_spec import (
     SlidingWindowSpec,
     StateTensor,
 )
-from prefix_cache.kv_cache_stats import KVCacheStats
-from prefix_cache.mamba_manager import MambaManager
-from prefix_cache.page_accounting import (
-    held_bytes,
-    needed_bytes,
-    one_size_groups,
-    request_bytes,
-)
-from prefix_cache.page_arena import PageArena
-from prefix_cache.paged_memory import LayerKVCache, PagedMemory
-from prefix_cache.pending_blocks import PendingBlocks
-from prefix_cache.single_type_manager import SingleTypeKVCacheManager
-from prefix_cache.stage_output_cache import StageOutputCache, StageOutputCacheStats
-from prefix_cache.swap_space import PageCopy, SwapSpace
-from prefix_cache.whole_input_cache import WholeInputCache
-from prefix_cache.window_manager import ChunkedLocalAttentionManager, SlidingWindowManager
+from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
+from prefix_cache.stores.paged_memory import LayerKVCache, PagedMemory
+from prefix_cache.stores.stage_output_cache import StageOutputCache, StageOutputCacheStats
+from prefix_cache.stores.whole_input_cache import WholeInputCache
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stages.omni_transforms import talker_to_code2wav, thinker_to_talker
 from stages.stage import (
     FINAL_OUTPUTS,
     Stage,
@@ -19,7 +18,8 @@ from stages.stage import (
     Transform,
     TransformContext,
 )
-from stages.transforms import (
+from stages.transforms.qwen2_5_omni import talker_to_code2wav, thinker_to_talker
+from stages.transforms.registry import (
     chunkable,
     hidden_states_as_prompt_embeds,
     register_transform,

@@ -15,9 +15,9 @@ from engine import (
     RequestOutput,
     SamplingParams,
 )
-from engine.checkpoint import Checkpoint
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.models.registry import SUPPORTED_ARCHITECTURES
-from engine.pooling import Pooling, pool, resolve_pooling
 from stages.engine_stage import EngineStage
 from stages.stage import StageInputs, StageOutput, StageRequest
 from stages.tensor_selection import select_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine import FinishReason, GeneratorConfig, Prompt
-from engine.generator_engine import GeneratorEngine, GeneratorOutput
+from engine.generator.generator_engine import GeneratorEngine, GeneratorOutput
 from stages.stage import Stage, StageInputs, StageOutput, StageRequest, StageStats
 
 __all__ = ["GeneratorStage"]
@@ -19,7 +19,7 @@ class GeneratorStage(Stage):
 
     Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
     close to that of the same codes at once, but not equal to it; see
-    :mod:`engine.generator_engine`. Codes that fit one chunk of the edge come whole. Speech whose
+    ``engine.generator``. Codes that fit one chunk of the edge come whole. Speech whose
     codes a limit of length cut off finishes with ``length``, like the codes.
 
     There is no prefix cache: every sample depends on nearly every code, so utterances share

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from omni.seeded_checkpoints import resolve_model
+from omni.seeded.checkpoints import resolve_model
 
 # Tiny tensors: a second thread costs more than it brings, and examples that pass quickly alone
 # miss any deadline on a busy machine.

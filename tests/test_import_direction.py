@@ -36,11 +36,11 @@ def test_prefix_cache_knows_no_model_library():
     "planted",
     [
         "import omni",
-        "import omni.cli as cli",
+        "import omni.commands.cli as cli",
         "from stages.stage import Stage",
         "def f():\n    from omni import Omni",
         "if TYPE_CHECKING:\n    import stages",
-        "importlib.import_module('omni.cli')",
+        "importlib.import_module('omni.commands.cli')",
         "import_module('stages')",
         "__import__('omni')",
     ],

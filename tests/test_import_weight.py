@@ -16,7 +16,7 @@ LIGHT = {
     "a package": "import engine, stages, omni",
     "a prompt": "from engine import EngineConfig, SamplingParams, TokensPrompt; TokensPrompt((1,))",
     "validate": (
-        "from omni.cli import app\n"
+        "from omni.commands.cli import app\n"
         "app(['validate', 'two_step'], standalone_mode=False)\n"
         "app(['validate', 'encode_then_generate'], standalone_mode=False)"
     ),

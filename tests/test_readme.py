@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from omni.cli import app
+from omni.commands.cli import app
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.import_graph import ROOT
 

@@ -42,7 +42,7 @@ class AttentionMetadata:
             of each key that this step stores: one per query token, or, without causality, one per
             token that the encoder gave in this step, maybe none.
         row_mapping: ``(num_written,)`` int64 on the device: the row of layer 0's key; see
-            :mod:`prefix_cache.paged_memory`.
+            :mod:`prefix_cache.stores.paged_memory`.
         num_decodes: how many of the leading requests have exactly one query token.
         max_query_len: longest query of the step.
         max_seq_len: longest sequence of the step.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.distance_bias import check_bias
-from engine.state_layer import StateMetadata
+from engine.attention.state_layer import StateMetadata
 from prefix_cache import AttentionSpec, LayerKVCache
 
 __all__ = ["Attention", "AttentionStep"]

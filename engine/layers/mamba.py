@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
+from engine.attention.state_layer import StateLayer
 from engine.layers.activation import activation_of
 from engine.layers.causal_conv import CausalConv
 from engine.layers.fused_state_update import fused_state_update
@@ -22,7 +23,6 @@ from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.selective_scan import selective_scan
-from engine.state_layer import StateLayer
 from prefix_cache import MambaSpec, StateTensor
 
 __all__ = ["MambaConfig", "MambaMixer"]

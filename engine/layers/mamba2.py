@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
+from engine.attention.state_layer import StateLayer
 from engine.layers.activation import activation_of
 from engine.layers.causal_conv import CausalConv
 from engine.layers.fused_state_update import fused_state_update
 from engine.layers.linear import Linear
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.ssd_scan import SsdInputs, ssd_scan, ssd_step
-from engine.state_layer import StateLayer
 from prefix_cache import MambaSpec, StateTensor
 
 __all__ = ["Mamba2Config", "Mamba2Mixer"]

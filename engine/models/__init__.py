@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.models.base import CausalModel
-from engine.models.decoder import DecoderModel
-from engine.models.decoder_config import DecoderConfig
+from engine.models.decoders.decoder import DecoderModel
+from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.multimodal import MultiModalModel
 from engine.models.registry import SUPPORTED_ARCHITECTURES, load_model, max_positions

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from engine.attention.layer import Attention, AttentionStep
+from engine.attention.state_layer import StateLayer
 from engine.layers import Linear
-from engine.state_layer import StateLayer
 
 __all__ = ["CausalModel"]
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from engine.encoder_input import EncoderInput, EncoderView
 from engine.models.base import CausalModel
 from engine.models.encoder_module import EncoderModule
+from engine.requests.encoder_input import EncoderInput, EncoderView
 
 __all__ = ["EncoderDecoderModel"]
 

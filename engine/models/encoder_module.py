@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.encoder_input import EncoderInput
 from engine.models.model_settings import ModelSettings
+from engine.requests.encoder_input import EncoderInput
 
 __all__ = ["EncoderModule", "TextEncoder", "build_empty", "check_num_tokens", "stacked_feature"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
-from engine.mm_input import Modality, MultiModalInput
+from engine.inputs.audio_in_video import SoundInVideo
 from engine.models.base import CausalModel
-from engine.sound_in_video import SoundInVideo
+from engine.requests.multimodal_input import Modality, MultiModalInput
 
 __all__ = ["ItemTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
 

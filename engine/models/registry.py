@@ -8,31 +8,31 @@ from functools import partial
 import torch
 from transformers import PreTrainedConfig
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import LayerOps, can_pack
-from engine.models.bamba import build_bamba
-from engine.models.bart import bart_config, build_bart
 from engine.models.base import CausalModel
-from engine.models.decoder import build_decoder
+from engine.models.decoders.decoder import build_decoder
+from engine.models.decoders.gemma2 import gemma2_config
+from engine.models.decoders.gemma3 import gemma3_config
+from engine.models.decoders.llama import llama_config
+from engine.models.decoders.ministral import ministral_config
+from engine.models.decoders.mistral import mistral_config
+from engine.models.decoders.qwen2 import qwen2_config
+from engine.models.decoders.qwen3 import qwen3_config
 from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.gemma2 import gemma2_config
-from engine.models.gemma3 import gemma3_config
-from engine.models.jamba import build_jamba
-from engine.models.llama import llama_config
-from engine.models.llava import build_llava
-from engine.models.ministral import ministral_config
-from engine.models.mistral import mistral_config
-from engine.models.mllama import build_mllama
+from engine.models.hybrids.bamba import build_bamba
+from engine.models.hybrids.jamba import build_jamba
+from engine.models.llava.llava import build_llava
+from engine.models.mllama.mllama import build_mllama
 from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
-from engine.models.qwen2 import qwen2_config
-from engine.models.qwen2_5_omni_talker import build_qwen2_5_omni_talker
-from engine.models.qwen2_5_omni_thinker import build_qwen2_5_omni_thinker
-from engine.models.qwen2_5_vl import build_qwen2_5_vl
-from engine.models.qwen3 import qwen3_config
-from engine.models.seq2seq_config import Seq2SeqConfig
-from engine.models.t5 import build_t5, t5_config
-from engine.models.whisper import build_whisper, whisper_config
+from engine.models.qwen2_5_omni.talker import build_qwen2_5_omni_talker
+from engine.models.qwen2_5_omni.thinker import build_qwen2_5_omni_thinker
+from engine.models.qwen2_5_vl.qwen2_5_vl import build_qwen2_5_vl
+from engine.models.seq2seq.bart import bart_config, build_bart
+from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig
+from engine.models.seq2seq.t5 import build_t5, t5_config
+from engine.models.whisper.whisper import build_whisper, whisper_config
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "load_model", "max_positions"]
 

@@ -103,7 +103,7 @@ INLINE float tanh_fast(float x) {
     return z < 0.390625f ? near : far;
 }
 
-/* Paged keys and values of one layer; see prefix_cache/paged_memory.py for the layout. */
+/* Paged keys and values of one layer; see prefix_cache/stores/paged_memory.py for the layout. */
 typedef struct {
     const float *keys, *values; /* row 0 of this layer in page 0 */
     int64_t page_stride;        /* from a page to the next, all layers */

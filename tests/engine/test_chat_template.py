@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.chat_template import render_chat
-from engine.tokenizer import load_tokenizer
+from engine.text.chat_template import render_chat
+from engine.text.tokenizer import load_tokenizer
 from tests.support.tokenizers import byte_level
 
 MESSAGES = [{"role": "user", "content": "Hello, dog."}]

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoint import Checkpoint
-from omni.seeded_checkpoints import build_causal_lm
+from engine.checkpoints.checkpoint import Checkpoint
+from omni.seeded.checkpoints import build_causal_lm
 
 NORM = "model.norm.weight"
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine import EngineConfig, LLMEngine
-from engine import checkpoint as checkpoint_module
-from engine.checkpoint import Checkpoint
-from engine.generator_config import GeneratorConfig
-from engine.generator_engine import GeneratorEngine
+from engine.checkpoints import checkpoint as checkpoint_module
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.generator.generator_engine import GeneratorEngine
+from engine.interface.generator_config import GeneratorConfig
 
 PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}
 EMBEDDING = "thinker.model.embed_tokens.weight"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine import GenerationParams
-from engine.checkpoint import Checkpoint
-from engine.models.code2wav import Code2Wav, initial_noise
-from engine.speakers import Speaker, Speakers, load_speakers
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.models.qwen2_5_omni.code2wav import Code2Wav, initial_noise
+from engine.models.qwen2_5_omni.speakers import Speaker, Speakers, load_speakers
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
 BLOCK = 4

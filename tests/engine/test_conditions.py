@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.conditions import Conditions
-from engine.prompt_positions import PromptPositions
-from engine.request import position_spans
+from engine.requests.prompt_positions import PromptPositions
+from engine.requests.request import position_spans
+from engine.requests.streamed_rows import Conditions
 
 ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 FILLER = torch.tensor([7.0, 8.0, 9.0])

@@ -27,10 +27,10 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.decoder_prompt import DecoderPromptRule, T5PromptRule
-from engine.tokenizer import load_tokenizer
-from engine.whisper_prompt import WhisperPromptRule
-from omni.seeded_encoder_decoders import build_whisper
+from engine.inputs.decoder_prompt import DecoderPromptRule, T5PromptRule
+from engine.models.whisper.whisper_prompt import WhisperPromptRule
+from engine.text.tokenizer import load_tokenizer
+from omni.seeded.encoder_decoders import build_whisper
 
 
 def bart_tokenizer() -> PreTrainedTokenizerBase:

@@ -27,8 +27,8 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.encoder_input import EncoderInput
 from engine.models import EncoderDecoderModel
+from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_requests import (
     SAMPLING_RATE,
     Case,

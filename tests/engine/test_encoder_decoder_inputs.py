@@ -22,12 +22,12 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.checkpoint import Checkpoint
-from engine.encoder_decoder_inputs import EncoderDecoderInputProcessor
-from engine.input_processor import InputLimits, InputProcessor
-from engine.request_group import RequestGroup
-from engine.tokenizer import load_tokenizer
-from omni.seeded_encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.encoder_decoder_inputs import EncoderDecoderInputProcessor
+from engine.inputs.input_processor import InputLimits, InputProcessor
+from engine.requests.request_group import RequestGroup
+from engine.text.tokenizer import load_tokenizer
+from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
 from tests.support.fixed_encoder import FixedEncoder
 
 TEXT = "The rain in spain falls mainly on the"

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.checkpoint import Checkpoint
-from engine.encoder_input import EncoderInput, EncoderView
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import NativeLayerOps
 from engine.models import EncoderDecoderModel, load_model, max_positions
-from engine.models.mllama import MllamaModel
-from engine.models.seq2seq import relative_buckets
+from engine.models.mllama.mllama import MllamaModel
+from engine.models.seq2seq.seq2seq import relative_buckets
 from engine.native import load_kernels
-from omni.seeded_encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
+from engine.requests.encoder_input import EncoderInput, EncoderView
+from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
 from prefix_cache import CrossAttentionSpec
 from tests.support.encoder_decoder_reference import EncoderDecoderReference, assert_greedy_choices
 from tests.support.encoder_decoder_run import EncoderDecoderRun, generate

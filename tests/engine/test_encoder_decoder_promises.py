@@ -27,7 +27,7 @@ from engine import (
     Prompt,
     TokensPrompt,
 )
-from engine.request import RequestStatus
+from engine.requests.request import RequestStatus
 from prefix_cache import PageCopy
 from tests.support.encoder_decoder_requests import noise_image, tone
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts

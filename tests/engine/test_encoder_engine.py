@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from engine import EmbedsPrompt, EngineConfig, TextPrompt, TokensPrompt
-from engine.encoder_engine import EncoderEngine, EncoderOutput
-from omni.seeded_checkpoints import build_causal_lm, build_text_encoder
+from engine.encoder.encoder_engine import EncoderEngine, EncoderOutput
+from omni.seeded.checkpoints import build_causal_lm, build_text_encoder
 
 HIDDEN = 64
 VOCAB = 768
@@ -365,7 +365,9 @@ def test_an_input_that_cannot_be_pooled_fails_alone(bert: str, monkeypatch: pyte
             raise RuntimeError("out of luck")
         return real(rows)
 
-    monkeypatch.setattr("engine.encoder_engine.pool", lambda _, rows, __: pooler(rows[None])[0])
+    monkeypatch.setattr(
+        "engine.encoder.encoder_engine.pool", lambda _, rows, __: pooler(rows[None])[0]
+    )
     good, bad = run(engine, [TokensPrompt(token_ids(n)) for n in (4, 5)])
     assert good.error is None
     assert bad.error == "the encoder failed: RuntimeError: out of luck"

@@ -22,7 +22,7 @@ from engine import (
     StreamWindow,
     TokensPrompt,
 )
-from engine.models.code2wav import flow_times
+from engine.models.qwen2_5_omni.code2wav import flow_times
 from prefix_cache import IntegrityError
 from tests.support.vocoder_reference import VocoderReference, random_codes
 

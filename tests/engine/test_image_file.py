@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from engine.image_file import open_image
+from engine.media.image_file import open_image
 
 ORIENTATION = 0x0112
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)

@@ -23,10 +23,10 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.mm_input import MultiModalInput
 from engine.models.multimodal import MultiModalModel
-from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
+from engine.requests.multimodal_input import MultiModalInput
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import SchedulerOutput
 from prefix_cache import EncoderCacheStats
 from tests.support.pictures import PLACEHOLDER, picture
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.input_batch import InputBatch, StepInputs
+from engine.execution.input_batch import InputBatch, StepInputs
 
 MAX_MODEL_LEN = 12
 BLOCK_SIZE = 2

@@ -16,6 +16,7 @@ from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
 
 from engine.attention import AttentionStep
+from engine.attention.state_layer import StateLayer, StateMetadata
 from engine.layers import (
     Mamba2Config,
     Mamba2Mixer,
@@ -27,7 +28,6 @@ from engine.layers import (
 from engine.layers.causal_conv import CausalConv
 from engine.layers.packed_layout import Chunks, TimeOrder
 from engine.layers.ssd_scan import SsdInputs, ssd_scan
-from engine.state_layer import StateLayer, StateMetadata
 from prefix_cache import MambaSpec, StateTensor
 
 HIDDEN = 32

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine import EngineConfig, LLMEngine
-from engine.byte_sizes import format_bytes
-from engine.kv_cache_report import report_kv_cache
-from engine.memory_plan import MemoryPlan, plan_memory
+from engine.resources.byte_sizes import format_bytes
+from engine.resources.kv_cache_report import report_kv_cache
+from engine.resources.memory_plan import MemoryPlan, plan_memory
 from prefix_cache import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -53,7 +53,7 @@ def planned(
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     told = SimpleNamespace(available=num_bytes)
-    monkeypatch.setattr("engine.memory_plan.psutil.virtual_memory", lambda: told)
+    monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: told)
 
 
 def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:

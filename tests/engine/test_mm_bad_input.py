@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.checkpoint import Checkpoint
-from engine.mm_input import Modality
-from engine.mm_input_processor import MultiModalInputProcessor
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.multimodal_inputs import MultiModalInputProcessor
 from engine.models import MultiModalModel, load_model
+from engine.requests.multimodal_input import Modality
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
 from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
@@ -313,7 +313,7 @@ def test_items_beyond_every_budget_take_turns(
 def test_a_tower_that_fails_leaves_nothing_behind(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.models.qwen2_5_omni_audio import AudioTower
+    from engine.models.qwen2_5_omni.audio_tower import AudioTower
 
     def fail(tower: AudioTower, inputs: object) -> None:
         raise RuntimeError("out of memory")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.models import SUPPORTED_ARCHITECTURES, CausalModel, load_model
-from omni.seeded_checkpoints import build_causal_lm
+from omni.seeded.checkpoints import build_causal_lm
 from tests.support.packed_model import run_packed
 
 LENGTHS = (23, 9, 40)

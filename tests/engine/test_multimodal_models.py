@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
 
-from engine.checkpoint import Checkpoint
-from engine.mm_input import MultiModalInput
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.models import MultiModalModel, load_model, max_positions
-from omni.seeded_multimodal import build_llava, build_qwen2_5_vl
+from engine.requests.multimodal_input import MultiModalInput
+from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.greedy_reference import assert_greedy
 from tests.support.multimodal_run import (

@@ -18,7 +18,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.stop_checker import CompletionText
+from engine.text.stop_checker import CompletionText
 from tests.support.request_stream import (
     BLOCK_SIZE,
     Alone,

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from engine import ChatPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from engine.checkpoint import Checkpoint
-from engine.tokenizer import eos_token_ids, load_tokenizer
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from tests.support.published_layout import publish
 
 MODELS = [("llava", None), ("qwen2_5_vl", None), ("qwen2_5_omni", "thinker")]

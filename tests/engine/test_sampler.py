@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import SamplingParams
-from engine.sampler import Sampler, SamplerOutput, SamplingState
+from engine.sampling.sampler import Sampler, SamplerOutput, SamplingState
 
 VOCAB = 64
 EOS = 3

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from engine import SamplingParams
-from engine.penalties import apply_masks, apply_penalties
-from engine.sampling_state import SamplingState
-from engine.token_draw import shape_distribution
+from engine.sampling.penalties import apply_masks, apply_penalties
+from engine.sampling.sampling_state import SamplingState
+from engine.sampling.token_draw import shape_distribution
 
 EOS = 3
 

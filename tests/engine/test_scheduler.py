@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import RequestStatus
+from engine.requests.request import RequestStatus
 from prefix_cache import check_integrity as check_blocks
 from tests.support.scheduler_harness import Harness, ids
 

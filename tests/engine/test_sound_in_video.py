@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2_5OmniProcessor
 
-from engine.mm_input import MultiModalInput
-from engine.sound_in_video import SoundInVideo
+from engine.inputs.audio_in_video import SoundInVideo
+from engine.requests.multimodal_input import MultiModalInput
 
 WAY = SoundInVideo(begin_id=1, end_id=2, places_per_chunk=50)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.speakers import SPEAKERS_FILE, Speakers, load_speakers
+from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speakers, load_speakers
 
 
 def entry(**changes: Any) -> dict[str, Any]:

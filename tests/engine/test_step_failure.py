@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
-from engine.model_runner import ModelRunner
-from engine.models.qwen2_5_vision import ImageTower
+from engine.execution.model_runner import ModelRunner
+from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 from tests.support.faults import Faults
 from tests.support.pictures import picture
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import StopStringCriteria
 
 from engine import FinishReason, SamplingParams
-from engine.stop_checker import CompletionText, StopChecker
+from engine.text.stop_checker import CompletionText, StopChecker
 from tests.support.tokenizers import byte_level, llama_style
 
 EOS = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import Request, RequestStatus
+from engine.requests.request import Request, RequestStatus
 from tests.support.scheduler_harness import Harness, ids
 
 

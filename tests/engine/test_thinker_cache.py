@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.mm_input import Modality
+from engine.requests.multimodal_input import Modality
 from prefix_cache import EncoderCacheStats
 from tests.support.pictures import picture
 from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from engine.checkpoint import Checkpoint
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.models import load_model
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from engine import SamplingParams
-from engine.sampler import Sampler, SamplingState
-from engine.timestamp_rule import TimestampRule
+from engine.models.whisper.timestamp_rule import TimestampRule
+from engine.sampling.sampler import Sampler, SamplingState
 
 VOCAB, END, WITHOUT = 40, 20, 24
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from engine.tokenizer import eos_token_ids, load_tokenizer
+from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from tests.support.tokenizers import byte_level
 
 

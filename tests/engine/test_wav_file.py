@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.wav_file import read_wav
+from engine.media.wav_file import read_wav
 
 
 def write(path: Path, data: bytes, *, width: int = 2, channels: int = 1, rate: int = 100) -> Path:

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from omni import AutoregressiveStage, Pipeline
-from omni import verify as verification
-from omni.cli import app
-from omni.config_file import shipped_configs
-from omni.pipeline_config import PipelineConfig
+from omni.commands.cli import app
+from omni.pipelines.config_file import shipped_configs
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.verification import verify as verification
 from tests.support.encoder_decoder_requests import tone, write_wav
 
 OFFLINE = [
@@ -434,7 +434,7 @@ def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys\n"
         "from typer.testing import CliRunner, Result\n"
-        "from omni.cli import app\n"
+        "from omni.commands.cli import app\n"
         "result = CliRunner().invoke(app, ['--help'])\n"
         "assert result.exit_code == 0 and 'verify' in result.output, result.output\n"
         "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)\n"
@@ -446,7 +446,7 @@ def test_demo_shows_texts_hits_and_time_saved(
     monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
 ) -> None:
     monkeypatch.setattr(
-        "omni.demo._MODELS",
+        "omni.commands.demo._MODELS",
         {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
         | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
     )

@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from omni.cli import app
-from omni.pipeline_config import PipelineConfig
+from omni.commands.cli import app
+from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.published_layout import publish_on_hub
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from omni.explanation import describe_memory, draw_graph
-from omni.pipeline_config import PipelineConfig
+from omni.commands.explanation import describe_memory, draw_graph
+from omni.pipelines.pipeline_config import PipelineConfig
 
 
 def test_every_edge_of_a_graph_is_drawn_sources_first() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
-from omni.driver import Driver, Ticket
+from omni.runtime.driver import Driver, Ticket
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.model_runner import ModelRunner
-from engine.models.qwen2_5_omni_talker import Qwen2_5OmniTalker
-from omni.orchestrator import Orchestrator
+from engine.execution.model_runner import ModelRunner
+from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
+from omni.runtime.orchestrator import Orchestrator
 from tests.support.omni_stages import Conversation, Turn, assert_same, build_pipeline
 
 ASKED = {

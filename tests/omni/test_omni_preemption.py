@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import LLMEngine, TokensPrompt
-from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.requests.request import Request
+from engine.scheduling.scheduler import Scheduler
 from omni import Omni, OmniOutput, OmniRequest
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
-from omni.seeded_omni import OMNI_SPEAKERS
+from omni.pipelines.pipeline import Pipeline
+from omni.runtime.orchestrator import Orchestrator
+from omni.seeded.omni import OMNI_SPEAKERS
 from stages import AutoregressiveStage
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture

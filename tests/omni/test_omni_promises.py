@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni import Omni, OmniOutput
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
+from omni.pipelines.pipeline import Pipeline
+from omni.runtime.orchestrator import Orchestrator
 from stages import AutoregressiveStage
 from tests.support.omni_stages import (
     Conversation,

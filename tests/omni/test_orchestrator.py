@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import FinishReason, Prompt, SamplingParams
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
-from omni.request import OmniOutput, OmniRequest
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
 

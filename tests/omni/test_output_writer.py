@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform
-from engine.wav_file import read_wav
-from omni.output_writer import OutputWriter, file_name
-from omni.request import OmniOutput
+from engine.media.wav_file import read_wav
+from omni.requests.output_writer import OutputWriter, file_name
+from omni.requests.request import OmniOutput
 from stages import StageOutput
 
 FINAL = {"writer": ("text",), "encoder": ("tensors",)}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine import SamplingParams
-from omni import pipeline as pipeline_module
-from omni.pipeline import Pipeline
-from omni.pipeline_config import PipelineConfig
+from omni.pipelines import pipeline as pipeline_module
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.pipeline_config import PipelineConfig
 from stages import Stage, TransformContext
 from tests.support.fake_stage import FakeStage
 

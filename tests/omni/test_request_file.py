@@ -22,8 +22,8 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from omni.request import OmniRequest
-from omni.request_file import RequestError, read_requests
+from omni.requests.request import OmniRequest
+from omni.requests.request_file import RequestError, read_requests
 
 OWN = SamplingParams(temperature=0.0, max_tokens=7, stop=("end",))
 STAGES = {"writer": OWN, "encoder": None}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omni.request_file import RequestError, read_requests
+from omni.requests.request_file import RequestError, read_requests
 
 
 def error_of(folder: Path, line: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from engine import SamplingParams
 from omni import Omni, OmniRequest
-from omni.orchestrator import Orchestrator
+from omni.runtime.orchestrator import Orchestrator
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
 
 ASKED = Conversation((Turn(0),))

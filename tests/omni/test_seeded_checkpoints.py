@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from omni.model_reference import SEEDED_NAMES
-from omni.seeded_checkpoints import (
+from omni.pipelines.model_reference import SEEDED_NAMES
+from omni.seeded.checkpoints import (
     SEEDED_MODELS,
     build_causal_lm,
     build_text_encoder,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig
-from engine.generator_config import GenerationParams, GeneratorConfig
-from omni.config_error import ConfigError
-from omni.pipeline_config import PipelineConfig
+from engine.interface.generator_config import GenerationParams, GeneratorConfig
+from omni.documents.document_error import ConfigError
+from omni.pipelines.pipeline_config import PipelineConfig
 
 SPEECH = """\
 name: speech

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from engine import CodecPrompt, EngineConfig, Prompt, SpeechPrompt
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
-from omni.request import OmniRequest
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniRequest
+from omni.runtime.orchestrator import Orchestrator
 from stages import AutoregressiveStage, TransformContext, thinker_to_talker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
 from tests.support.speech_pipeline import drain, speech_stages

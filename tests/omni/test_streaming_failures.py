@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import CodecPrompt, FinishReason, Prompt
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
-from omni.request import OmniOutput, OmniRequest
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
 from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from tests.support.fake_speech import Vocoder
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole

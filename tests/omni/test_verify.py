@@ -22,9 +22,9 @@ from omni import (
     StageInputs,
     tolerance,
 )
-from omni import verify as verify_module
-from omni.seeded_checkpoints import build_causal_lm
-from omni.verify import verify
+from omni.seeded.checkpoints import build_causal_lm
+from omni.verification import verify as verify_module
+from omni.verification.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
@@ -278,8 +278,8 @@ def test_what_cannot_be_verified_is_a_clear_error(
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are right, so the stages behind it have different inputs, and rightly so."""
-    from omni.output_comparison import Comparison
-    from omni.verify_report import NearTie
+    from omni.verification.output_comparison import Comparison
+    from omni.verification.verify_report import NearTie
 
     compared: list[str] = []
 

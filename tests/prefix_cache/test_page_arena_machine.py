@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, PageArena, check_pool_integrity
-from prefix_cache.block_pool import HIGH_PRIORITY, LOW_PRIORITY
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 
 NUM_LARGE_PAGES = 6

@@ -133,7 +133,7 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(
 def test_a_registered_name_resolves_and_cannot_be_taken_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stages.transforms._REGISTRY", {})
+    monkeypatch.setattr("stages.transforms.registry._REGISTRY", {})
     register_transform("mine")(custom)
     register_transform("mine")(custom)
     assert registered_transforms() == ("mine",)

@@ -14,7 +14,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from engine.encoder_input import EncoderInput
+from engine.requests.encoder_input import EncoderInput
 
 __all__ = ["EncoderDecoderReference", "assert_greedy_choices"]
 

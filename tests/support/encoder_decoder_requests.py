@@ -32,7 +32,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.encoder_input import EncoderInput
+from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_reference import EncoderDecoderReference
 from tests.support.greedy_reference import GreedyAnswer
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata, AttentionStep, get_backend
-from engine.encoder_input import EncoderInput
 from engine.models import EncoderDecoderModel
+from engine.requests.encoder_input import EncoderInput
 from prefix_cache import AttentionSpec, CrossAttentionSpec, PagedMemory, group_layers
 from tests.support.packed_model import scatter_pages
 from tests.support.paged_batch import metadata_for, with_garbage

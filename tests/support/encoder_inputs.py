@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from engine.encoder_input import EncoderInput
+from engine.requests.encoder_input import EncoderInput
 
 __all__ = ["image_input", "speech_input", "text_input"]
 

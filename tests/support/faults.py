@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from engine import LLMEngine
-from engine.request import RequestStatus
-from engine.scheduler_output import SchedulerOutput
+from engine.requests.request import RequestStatus
+from engine.scheduling.scheduler_output import SchedulerOutput
 
 __all__ = ["POINTS", "Faults"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.encoder_input import EncoderInput, EncoderView
+from engine.requests.encoder_input import EncoderInput, EncoderView
 
 __all__ = ["FixedEncoder"]
 

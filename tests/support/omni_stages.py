@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import ChatPrompt, EngineConfig, SamplingParams
-from engine.generator_config import GenerationParams, GeneratorConfig
+from engine.interface.generator_config import GenerationParams, GeneratorConfig
 from omni import OmniOutput, OmniRequest, Pipeline
-from omni.seeded_omni import OMNI_SPEAKERS
+from omni.seeded.omni import OMNI_SPEAKERS
 from stages import AutoregressiveStage, GeneratorStage, StageInputs, StageOutput
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attention, AttentionMetadata, AttentionStep, get_backend
+from engine.attention.state_layer import StateLayer, StateMetadata
 from engine.models import CausalModel
-from engine.state_layer import StateLayer, StateMetadata
 from prefix_cache import (
     KVCacheConfig,
     KVCacheGroup,

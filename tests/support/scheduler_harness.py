@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.request import Request
-from engine.sampler import SamplingState
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.scheduler_output import SchedulerOutput
-from engine.stop_checker import CompletionText
+from engine.interface.sampling_params import SamplingParams
+from engine.requests.request import Request
+from engine.sampling.sampler import SamplingState
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.text.stop_checker import CompletionText
 from prefix_cache import KVCacheManager, SwapSpace
 from prefix_cache import check_integrity as check_blocks
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config

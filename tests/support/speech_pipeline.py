@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omni.orchestrator import Orchestrator
-from omni.pipeline import Pipeline
-from omni.request import OmniOutput, OmniRequest
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
 

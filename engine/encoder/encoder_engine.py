@@ -1,0 +1,344 @@
+"""Runs a bidirectional text encoder: one forward pass per batch, outputs cached by whole inputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.encoder.encoder_model import EncoderModel
+from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
+from engine.encoder.encoder_queue import EncoderQueue
+from engine.encoder.encoder_request import EncoderOutput, EncoderRequest
+from engine.encoder.pooling import Pooling, pool, resolve_pooling
+from engine.inputs.multimodal_data import refuse_items
+from engine.inputs.prompt_tokens import resolve_prompt
+from engine.interface.config import EngineConfig
+from engine.interface.prompts import Prompt
+from engine.interface.stats import EngineStats
+from engine.llm.engine_builder import resolve_device, resolve_dtype
+from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
+from engine.text.tokenizer import load_tokenizer
+from prefix_cache import ContentSpan, content_hash, whole_input_hash
+
+__all__ = ["EncoderEngine", "EncoderOutput"]
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderEngine:
+    """Runs one encoder: batching by length, outputs kept in the stage-output cache.
+
+    A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. Cached
+    or not, an answer takes the same way: rows are written to blocks, gathered from them, and
+    pooled; a hit only skips the forward pass. ::
+
+        waiting ──► found? ──────────────────────────────► gather ─► pool ─► output
+                      └ no ─► batch ─► forward ─► write ─────┘
+                                                    └ publish (when caching)
+
+    One thread drives it. Every call leaves the engine consistent, also one that raises.
+
+    Args:
+        config: what to run and with how much. ``max_num_batched_tokens`` bounds the padded size
+            of a batch, and thereby the longest input: such an encoder cannot be chunked.
+        output_names: give these outputs only (``hidden_states``, ``pooled``, ...); None gives all.
+        pooling: see :data:`engine.encoder.pooling.Pooling`.
+
+    Attributes:
+        tokenizer: of the checkpoint, or None.
+        hidden_size: width of embeddings that it takes.
+        max_model_len: longest input.
+        memory_plan: what it reserved.
+        pooling: what ``auto`` has become.
+
+    Raises:
+        ValueError: the checkpoint, a limit or an output name does not work out.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        output_names: Collection[str] | None = None,
+        pooling: Pooling = "auto",
+    ) -> None:
+        checkpoint = Checkpoint.open(
+            config.model,
+            part=config.part,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        # Says what is wrong with the weight files, if anything is, before they are loaded.
+        checkpoint.weight_files  # noqa: B018
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
+        self.config = config
+        self._model = EncoderModel(
+            str(checkpoint.path),
+            checkpoint.config,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(
+            str(checkpoint.path), trust_remote_code=config.trust_remote_code
+        )
+        self.hidden_size = self._model.hidden_size
+        self.max_model_len = _max_model_len(config, self._model)
+        self.pooling = resolve_pooling(pooling, self._model.pooler)
+        self._output_names = self._check_output_names(output_names)
+        stored = self._stored_names()
+        self.memory_plan = self._plan_memory(stored)
+        self._store = EncoderOutputStore(self.memory_plan.num_blocks, config.block_size, stored)
+        self._enable_prefix_caching = config.enable_prefix_caching
+        self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
+        self._requests: dict[str, EncoderRequest] = {}
+        self._arrivals = count()
+        self._stats = EngineStats()
+        for line in self.memory_plan.lines():
+            logger.info("%s: %s", config.model, line)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue an input.
+
+        Args:
+            request_id: unique among the live ones.
+            prompt: text, chat messages, token ids, or embeddings if the model takes them.
+            priority: lower runs earlier.
+            cache_salt: outputs are shared only within one salt.
+
+        Raises:
+            ValueError: this input cannot run; the engine is unchanged.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        refuse_items(prompt)
+        token_ids, embeds = resolve_prompt(
+            prompt,
+            self.tokenizer,
+            vocab_size=self._model.vocab_size,
+            hidden_size=self.hidden_size,
+            dtype=self._model.dtype,
+        )
+        self._check_fits(len(token_ids))
+        spans: tuple[ContentSpan, ...] = ()
+        if embeds is not None:
+            if not self._model.takes_embeds:
+                raise ValueError(f"{self._model.architecture} takes token ids, not embeddings")
+            embeds = embeds.cpu()
+            spans = (ContentSpan("prompt_embeds", 0, len(token_ids), content_hash(embeds)),)
+        request = EncoderRequest(
+            request_id=request_id,
+            content=torch.tensor(token_ids) if embeds is None else embeds,
+            input_hash=whole_input_hash(token_ids, spans=spans, salt=cache_salt),
+            priority=priority,
+            arrival_index=next(self._arrivals),
+        )
+        self._requests[request_id] = request
+        self._queue.add(request)
+
+    def step(self) -> list[EncoderOutput]:
+        """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""
+        if not self._requests:
+            return []
+        started, clock = time.monotonic(), time.perf_counter()
+        outputs = self._answer_cached(started)
+        batch = self._queue.next_batch(share=self._enable_prefix_caching)
+        held = self._hold_blocks(batch)
+        if held:
+            outputs += self._run(held, started)
+        self._stats.num_steps += 1
+        self._stats.busy_s += time.perf_counter() - clock
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop an input that waits; an unknown id is ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._queue.remove(request)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has work."""
+        return bool(self._requests)
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether outputs are reused; may be set while no request is live."""
+        return self._enable_prefix_caching
+
+    @enable_prefix_caching.setter
+    def enable_prefix_caching(self, value: bool) -> None:
+        if self._requests:
+            raise ValueError(
+                f"caching cannot be switched while {len(self._requests)} requests are live"
+            )
+        self._enable_prefix_caching = value
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that was cached."""
+        self._store.reset()
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return replace(self._stats, kv=self._store.stats())
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
+        self._store.check_integrity()
+
+    def close(self) -> None:
+        """Drop all requests."""
+        for request_id in tuple(self._requests):
+            self.abort(request_id)
+
+    def _answer_cached(self, started: float) -> list[EncoderOutput]:
+        """Answer every waiting input whose outputs are there."""
+        if not self._enable_prefix_caching:
+            return []
+        outputs: list[EncoderOutput] = []
+        for request in self._queue.waiting():
+            item = self._store.find(request)
+            if item is not None:
+                self._queue.remove(request)
+                outputs.append(self._answer(item, started, cached=True))
+        return outputs
+
+    def _hold_blocks(self, batch: Sequence[EncoderRequest]) -> list[HeldInput]:
+        """Take blocks for as much of a batch as they last; the head always fits alone."""
+        held: list[HeldInput] = []
+        for request in batch:
+            item = self._store.hold(request)
+            if item is None:
+                break
+            self._queue.remove(request)
+            held.append(item)
+        return held
+
+    def _run(self, held: Sequence[HeldInput], started: float) -> list[EncoderOutput]:
+        """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""
+        try:
+            rows = self._model.forward([item.request.content for item in held])
+            self._store.write(held, rows)
+        except Exception as error:
+            if len(held) > 1:
+                return [output for item in held for output in self._run([item], started)]
+            return [self._fail(held[0], error, started)]
+        return [self._answer(item, started, cached=False) for item in held]
+
+    def _answer(self, item: HeldInput, started: float, *, cached: bool) -> EncoderOutput:
+        """Gather an input's rows and pool them: the same way for a hit and a miss."""
+        request = item.request
+        try:
+            tensors = self._gather(item)
+        except Exception as error:
+            return self._fail(item, error, started)
+        if self._enable_prefix_caching and not cached:
+            self._store.publish(item)
+        self._retire(item)
+        self._stats.cached_tokens += request.num_tokens if cached else 0
+        return request.output(
+            tensors, started=started, num_cached_tokens=request.num_tokens if cached else 0
+        )
+
+    # Not inference_mode: users may go on with the tensors as they like.
+    @torch.no_grad()
+    def _gather(self, item: HeldInput) -> Mapping[str, Tensor]:
+        rows = self._store.gather(item)
+        if "pooled" in self._output_names:
+            rows["pooled"] = pool(self.pooling, rows["hidden_states"], self._model.pooler)
+        return {name: tensor for name, tensor in rows.items() if name in self._output_names}
+
+    def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
+        logger.error("request %s failed", item.request.request_id, exc_info=error)
+        self._retire(item)
+        message = f"the encoder failed: {type(error).__name__}: {error}"
+        return item.request.output({}, started=started, error=message)
+
+    def _retire(self, item: HeldInput) -> None:
+        self._store.release(item)
+        del self._requests[item.request.request_id]
+        self._stats.prompt_tokens += item.request.num_tokens
+
+    def _check_fits(self, num_tokens: int) -> None:
+        if num_tokens > self.max_model_len:
+            raise ValueError(
+                f"the input has {num_tokens} tokens, but max_model_len is {self.max_model_len}"
+            )
+        budget = self.config.max_num_batched_tokens
+        if num_tokens > budget:
+            raise ValueError(
+                f"the input has {num_tokens} tokens, but max_num_batched_tokens is {budget}: a "
+                "bidirectional encoder needs its whole input in one step"
+            )
+        if not self._store.can_ever_hold(num_tokens):
+            raise ValueError(
+                f"the request can never fit: {num_tokens} tokens, the whole cache holds "
+                f"{self.memory_plan.num_tokens}; raise num_blocks"
+            )
+
+    def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:
+        known = {*self._model.row_nbytes, "pooled"}
+        unknown = sorted(set(wanted or ()) - known)
+        if unknown:
+            raise ValueError(
+                f"{self._model.architecture} has no output {', '.join(map(repr, unknown))}; "
+                f"it gives {', '.join(sorted(known))}"
+            )
+        return frozenset(known if wanted is None else wanted)
+
+    def _stored_names(self) -> frozenset[str]:
+        """Rows to keep: what is wanted, and what that is made from."""
+        pooled_from = {"hidden_states"} if "pooled" in self._output_names else set()
+        return (self._output_names - {"pooled"}) | pooled_from
+
+    def _plan_memory(self, stored: Collection[str]) -> MemoryPlan:
+        config, model = self.config, self._model
+        block_nbytes = {name: model.row_nbytes[name] * config.block_size for name in stored}
+        num_blocks = resolve_num_blocks(
+            # Rows lie on the host, wherever the model runs.
+            config,
+            max(1, sum(block_nbytes.values())),
+            lambda num_tokens, count: -(-num_tokens // config.block_size) * count,
+            self.max_model_len,
+            torch.device("cpu"),
+        )
+        return MemoryPlan(
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            weights_bytes=model.nbytes,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            page_bytes=0,
+            max_model_len=self.max_model_len,
+            stage_output_bytes={
+                name: num_blocks * nbytes for name, nbytes in sorted(block_nbytes.items())
+            },
+        )
+
+
+def _max_model_len(config: EngineConfig, model: EncoderModel) -> int:
+    limit = model.max_positions
+    if config.max_model_len is None:
+        return config.max_num_batched_tokens if limit is None else limit
+    if limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is longer than the {limit} positions of "
+            f"{model.architecture} in {config.model!r}"
+        )
+    return config.max_model_len

@@ -1,0 +1,308 @@
+"""Runs one vocoder: utterances of codec tokens in, waveforms out, whole or window by window.
+
+What streaming can and cannot keep: the vocoder's flow is an equation that is solved over the whole
+utterance at once. A layer sees one block to the left or right at most, but the layers of a pass
+and then the passes (four for each step of the solver) add up, so that in the end every sample
+depends on nearly every code. Speech that is given out before its last code is known therefore
+cannot equal that of the whole utterance; it equals it nearly, and nearer with wider windows. What
+does hold: equal noise at equal places, no dependence on how the codes arrived or, but for rounding
+in batches of other sizes, on who else ran, and the very same speech for an utterance that fits the
+first window.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from operator import index
+from typing import Any
+
+import torch
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.generator.generator_request import (
+    CodeWindow,
+    GeneratorOutput,
+    GeneratorRequest,
+    WindowSizes,
+)
+from engine.interface.generator_config import GeneratorConfig
+from engine.interface.prompts import CodecPrompt, Prompt
+from engine.interface.stats import EngineStats
+from engine.llm.engine_builder import resolve_device
+from engine.models.qwen2_5_omni.code2wav import SAMPLING_RATE, Code2Wav, initial_noise
+from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
+from engine.resources.byte_sizes import format_bytes
+from prefix_cache import IntegrityError
+
+__all__ = ["GeneratorEngine", "GeneratorOutput"]
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorEngine:
+    """Batches utterances, or windows of them, that have the same length.
+
+    ::
+
+        came whole      codes ───────────────────────────► one pass ──► waveform
+        came in chunks  codes ─► window ─► pass ─► delta
+                          more ─► window ─► pass ─► delta ─► ... ──► waveform
+
+    Nothing is kept from one request for another but the voices. One thread drives it. Every call
+    leaves the engine consistent, also one that raises.
+
+    Args:
+        config: what to run, and how.
+
+    Attributes:
+        config: the same.
+        speakers: the voices of the checkpoint.
+        sampling_rate: of the waveforms.
+        samples_per_code: of the waveforms.
+        max_codes: of the longest utterance.
+
+    Raises:
+        ValueError: the checkpoint is no vocoder, lacks voices, or the window is too wide for it.
+    """
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        checkpoint = Checkpoint.open(config.model, part=config.part, revision=config.revision)
+        self.config = config
+        self._model = Code2Wav(checkpoint, resolve_device(config.device))
+        self.speakers: Speakers = load_speakers(checkpoint.path)
+        for name in self.speakers.names:
+            self._model.check_speaker(self.speakers.get(name))
+        self.sampling_rate = SAMPLING_RATE
+        self.samples_per_code = self._model.samples_per_code
+        self.max_codes = self._model.max_codes
+        self._window = _window_sizes(config, self._model)
+        self._requests: dict[str, GeneratorRequest] = {}
+        self._arrivals = count()
+        self._stats = EngineStats()
+
+    def add_request(self, request_id: str, prompt: Prompt, *, priority: int = 0) -> None:
+        """Queue an utterance, or its first chunk.
+
+        Args:
+            request_id: unique among the live ones.
+            prompt: a ``CodecPrompt``; one with ``is_last`` is computed as a
+                whole, one without in windows.
+            priority: lower runs earlier.
+
+        Raises:
+            ValueError: this utterance cannot run; the engine is unchanged.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        prompt = _codec_prompt(prompt)
+        codes = self._check_codes(prompt, num_before=0)
+        self._requests[request_id] = GeneratorRequest(
+            request_id=request_id,
+            speaker=self.speakers.get(prompt.speaker),
+            priority=priority,
+            arrival_index=next(self._arrivals),
+            whole=prompt.is_last,
+            codes=codes,
+            is_last=prompt.is_last,
+            is_cut_off=prompt.is_cut_off,
+        )
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next codes of a live utterance; one that is not live (it failed) is ignored.
+
+        Raises:
+            ValueError: its last codes came before, or these cannot follow; the engine is
+                unchanged.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.is_last:
+            raise ValueError(f"request {request_id!r} has all its codes: its last chunk came")
+        prompt = _codec_prompt(prompt)
+        codes = self._check_codes(prompt, num_before=len(request.codes))
+        if prompt.speaker is not None and prompt.speaker != request.speaker.name:
+            raise ValueError(
+                f"request {request_id!r} speaks as {request.speaker.name!r}; "
+                f"a later chunk cannot go on as {prompt.speaker!r}"
+            )
+        request.codes += codes
+        request.is_last = prompt.is_last
+        request.is_cut_off = prompt.is_cut_off
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a request cannot go on before its next chunk comes; False if it is not live."""
+        request = self._requests.get(request_id)
+        return request is not None and request.needs_input(self._window)
+
+    def step(self) -> list[GeneratorOutput]:
+        """Run one batch; return the outputs that moved. Nothing to run: nothing."""
+        clock = time.perf_counter()
+        silent = [request for request in self._requests.values() if request.is_done]
+        outputs = [self._advance(request, torch.zeros(0)) for request in silent]
+        batch = self._next_batch()
+        if batch:
+            outputs += self._run(batch)
+        if outputs:
+            self._stats.num_steps += 1
+            self._stats.busy_s += time.perf_counter() - clock
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop an utterance; an unknown id is ignored."""
+        self._requests.pop(request_id, None)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether it has utterances, be it that they wait for input."""
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built; ``prompt_tokens`` are codes that became sound."""
+        return replace(self._stats)
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the engine resolved, for people."""
+        seconds = self.samples_per_code / self.sampling_rate
+        window = self._window
+        return {
+            "dtype": "float32",
+            "device": str(self._model.device),
+            "sampling_rate": self.sampling_rate,
+            "max_codes": self.max_codes,
+            "speakers": list(self.speakers.names),
+            "window": (
+                f"{window.first} to {window.chunk} codes ({window.first * seconds:.2f} to "
+                f"{window.chunk * seconds:.2f} s), with {window.left} before and {window.right} "
+                "after"
+            ),
+            "memory": [
+                f"weights        {format_bytes(self._model.nbytes)} "
+                f"(float32 on {self._model.device})"
+            ],
+        }
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if a request's sound is not that of its codes."""
+        for request in self._requests.values():
+            found = sum(len(piece) for piece in request.pieces)
+            expected = request.num_done * self.samples_per_code
+            if found != expected or request.num_done > len(request.codes):
+                raise IntegrityError(
+                    f"request {request.request_id!r}: {found} samples != {request.num_done} of "
+                    f"{len(request.codes)} codes * {self.samples_per_code}"
+                )
+
+    def close(self) -> None:
+        """Drop all requests."""
+        self._requests.clear()
+
+    def _next_batch(self) -> list[tuple[GeneratorRequest, CodeWindow]]:
+        """The first in the order that can run, and those after it with windows as long."""
+        batch: list[tuple[GeneratorRequest, CodeWindow]] = []
+        order = sorted(self._requests.values(), key=lambda r: (r.priority, r.arrival_index))
+        for request in order:
+            window = request.next_window(self._window)
+            if window is None or (batch and window.num_codes != batch[0][1].num_codes):
+                continue
+            batch.append((request, window))
+            if len(batch) == self.config.max_batch_size:
+                break
+        return batch
+
+    def _run(self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]) -> list[GeneratorOutput]:
+        """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""
+        now = time.monotonic()
+        for request, _ in batch:
+            request.started = now if request.started is None else request.started
+        try:
+            samples = self._compute(batch)
+        except Exception as error:
+            if len(batch) > 1:
+                return [output for item in batch for output in self._run([item])]
+            return [self._fail(batch[0][0], error)]
+        outputs = []
+        for (request, window), row in zip(batch, samples, strict=True):
+            first, stop = window.kept - window.start, window.kept_stop - window.start
+            kept = row[first * self.samples_per_code : stop * self.samples_per_code]
+            request.num_done = window.kept_stop
+            self._stats.prompt_tokens += window.kept_stop - window.kept
+            # A copy, so that the window's margins are not kept with it.
+            outputs.append(self._advance(request, kept.clone()))
+        return outputs
+
+    def _compute(self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]) -> torch.Tensor:
+        """``(B, window * samples_per_code)``."""
+        model, params = self._model, self.config.generation
+        codes = torch.tensor([request.codes[w.start : w.stop] for request, w in batch])
+        noise = [
+            initial_noise(
+                params.seed,
+                window.start * model.frames_per_code,
+                window.stop * model.frames_per_code,
+                model.mel_dim,
+            )
+            for _, window in batch
+        ]
+        speakers = [request.speaker for request, _ in batch]
+        samples: torch.Tensor = model(codes, torch.stack(noise), speakers, params)
+        if not samples.isfinite().all():
+            raise ValueError("the vocoder gave samples that are not finite")
+        return samples
+
+    def _advance(self, request: GeneratorRequest, samples: torch.Tensor) -> GeneratorOutput:
+        request.pieces.append(samples)
+        if request.is_done:
+            del self._requests[request.request_id]
+        return request.output(samples, self.sampling_rate)
+
+    def _fail(self, request: GeneratorRequest, error: Exception) -> GeneratorOutput:
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        del self._requests[request.request_id]
+        return request.failure(f"the vocoder failed: {type(error).__name__}: {error}")
+
+    def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[int]:
+        try:
+            codes = [index(code) for code in prompt.codes]
+        except TypeError as error:
+            raise ValueError(f"codes must be integers: {error}") from error
+        if num_before + len(codes) > self.max_codes:
+            raise ValueError(
+                f"the utterance has {num_before + len(codes)} codes; "
+                f"this vocoder takes {self.max_codes} at most"
+            )
+        for place, code in enumerate(codes, num_before):
+            if not 0 <= code < self._model.num_codes:
+                raise ValueError(
+                    f"code {place} is {code}, but the vocoder knows codes "
+                    f"0 to {self._model.num_codes - 1}"
+                )
+        return codes
+
+
+def _codec_prompt(prompt: Prompt) -> CodecPrompt:
+    if not isinstance(prompt, CodecPrompt):
+        raise ValueError(f"a vocoder reads a CodecPrompt, got {type(prompt).__name__}")
+    return prompt
+
+
+def _window_sizes(config: GeneratorConfig, model: Code2Wav) -> WindowSizes:
+    """The window in codes. It begins where a block does, so that blocks lie as in the whole."""
+    window, block = config.generation.window, model.codes_per_block
+    sizes = WindowSizes(
+        window.first_blocks * block,
+        window.chunk_blocks * block,
+        window.left_blocks * block,
+        window.right_blocks * block,
+    )
+    total = sizes.chunk + sizes.left + sizes.right
+    if total > model.max_codes:
+        raise ValueError(
+            f"the window of {total} codes is wider than the {model.max_codes} codes that "
+            f"{config.model!r} takes"
+        )
+    return sizes

@@ -1,0 +1,165 @@
+"""One utterance on its way through a ``GeneratorEngine``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.interface.outputs import RequestMetrics
+from engine.media.waveform import Waveform
+from engine.models.qwen2_5_omni.speakers import Speaker
+
+__all__ = ["CodeWindow", "GeneratorOutput", "GeneratorRequest", "WindowSizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorOutput:
+    """What an utterance has become, so far or in the end.
+
+    Attributes:
+        request_id: as given to ``add_request``.
+        finished: nothing follows.
+        delta: what was made since the output before; None for a request that failed.
+        waveform: all of it, when finished; None before and for a request that failed.
+        num_codes: codes that came so far.
+        error: why the request failed; it failed alone.
+        is_cut_off: whether its last codes said that a limit of length cut them off.
+        metrics: times; there is no first token.
+    """
+
+    request_id: str
+    finished: bool
+    delta: Waveform | None
+    waveform: Waveform | None
+    num_codes: int
+    error: str | None = None
+    is_cut_off: bool = False
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSizes:
+    """How chunks are cut, in codes; see ``StreamWindow``."""
+
+    first: int
+    chunk: int
+    left: int
+    right: int
+
+    def kept(self, num_done: int) -> int:
+        """What the window gives that follows ``num_done`` codes: 1, 2, 4, ... times ``first``."""
+        return min(num_done + self.first, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeWindow:
+    """Codes ``start`` to ``stop``, of which those from ``kept`` to ``kept_stop`` give sound."""
+
+    start: int
+    stop: int
+    kept: int
+    kept_stop: int
+
+    @property
+    def num_codes(self) -> int:
+        """Codes to compute."""
+        return self.stop - self.start
+
+
+@dataclass(slots=True, eq=False)
+class GeneratorRequest:
+    """A validated utterance, and how far it has come.
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        speaker: whose voice.
+        priority: lower first.
+        arrival_index: order among equal priorities.
+        whole: it came in one piece and is computed in one.
+        codes: that came so far.
+        is_last: whether all came.
+        is_cut_off: whether the last said that a limit of length cut them off.
+        num_done: codes whose sound is made.
+        pieces: that sound, ``(num_samples,)`` each.
+        arrival: when it came, by ``time.monotonic``.
+        started: when it first ran.
+    """
+
+    request_id: str
+    speaker: Speaker
+    priority: int
+    arrival_index: int
+    whole: bool
+    codes: list[int] = field(default_factory=list)
+    is_last: bool = False
+    is_cut_off: bool = False
+    num_done: int = 0
+    pieces: list[Tensor] = field(default_factory=list)
+    arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its sound is made; at once if it has no codes."""
+        return self.is_last and self.num_done == len(self.codes)
+
+    def next_window(self, sizes: WindowSizes) -> CodeWindow | None:
+        """What to compute next; None if more codes must come first, or none are left.
+
+        Where windows lie depends on the codes alone, not on how they came: one is cut off only
+        when there is a code beyond it, which is known either way before it runs. The last takes
+        what is left, ``right`` codes more than its turn at most::
+
+            codes   0 .................................. n
+            kept    | first | 2 x first | rest |           rest <= 4 x first + right
+        """
+        done, available = self.num_done, len(self.codes)
+        if self.whole:
+            return CodeWindow(0, available, 0, available) if done < available else None
+        kept_stop = done + sizes.kept(done)
+        stop = kept_stop + sizes.right
+        start = max(0, done - sizes.left)
+        if available > stop:
+            return CodeWindow(start, stop, done, kept_stop)
+        if self.is_last and done < available:
+            return CodeWindow(start, available, done, available)
+        return None
+
+    def needs_input(self, sizes: WindowSizes) -> bool:
+        """Whether it cannot go on before its next chunk comes."""
+        return not self.is_last and self.next_window(sizes) is None
+
+    def output(self, samples: Tensor, sampling_rate: int) -> GeneratorOutput:
+        """The next output, with what was made since the one before: the last of ``pieces``."""
+        finished = self.is_done
+        return GeneratorOutput(
+            request_id=self.request_id,
+            finished=finished,
+            delta=Waveform(samples, sampling_rate),
+            waveform=Waveform(torch.cat(self.pieces), sampling_rate) if finished else None,
+            num_codes=len(self.codes),
+            is_cut_off=self.is_cut_off,
+            metrics=self._metrics(finished),
+        )
+
+    def failure(self, message: str) -> GeneratorOutput:
+        """The last output of a request that failed."""
+        return GeneratorOutput(
+            request_id=self.request_id,
+            finished=True,
+            delta=None,
+            waveform=None,
+            num_codes=len(self.codes),
+            error=message,
+            metrics=self._metrics(True),
+        )
+
+    def _metrics(self, finished: bool) -> RequestMetrics:
+        started = time.monotonic() if self.started is None else self.started
+        return RequestMetrics(
+            queue_s=started - self.arrival,
+            total_s=time.monotonic() - self.arrival if finished else None,
+        )

@@ -1,0 +1,152 @@
+"""What the decoder of an encoder-decoder model begins with."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from engine.inputs.encoder_inputs import describe_prompt
+from engine.inputs.prompt_tokens import check_token_ids, tokenize
+from engine.interface.prompts import (
+    ChatPrompt,
+    DecoderPrompt,
+    EncoderPrompt,
+    TextPrompt,
+    TokensPrompt,
+)
+from engine.requests.prompt_choice import PromptChoice
+from engine.sampling.sampling_state import LogitsRule
+
+__all__ = ["DecoderPromptRule", "T5PromptRule"]
+
+
+class DecoderPromptRule:
+    """How transformers' ``generate`` begins the decoder's sequence, for most models.
+
+    ::
+
+        no decoder prompt     <DEC> <BOS>               BART: 2 0
+        51 178                <DEC> 51 178
+        <DEC> 51 178          as it is
+
+    ``generate`` forces ``<BOS>`` as the first generated token where the checkpoint asks for it;
+    here it is a part of the prompt, and costs no step.
+
+    Args:
+        config: of the checkpoint.
+        generation_config: of the checkpoint.
+        tokenizer: of the checkpoint, or None.
+        vocab_size: ids run from 0 to this.
+
+    Attributes:
+        start_token_id: ``<DEC>``.
+
+    Raises:
+        ValueError: the checkpoint names no start token.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        generation_config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+    ) -> None:
+        self._config = config
+        self._generation_config = generation_config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.start_token_id = self._first_named(*self._names_of_start)
+
+    _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
+
+    def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
+        """Ids that the decoder goes on from.
+
+        Args:
+            encoder: what the encoder gets.
+            decoder: what the user gave for the decoder; None means the default prompt.
+
+        Raises:
+            ValueError: the prompt is of a kind that this decoder does not take, empty, or has
+                unknown ids.
+        """
+        if decoder is None:
+            return self._default(encoder)
+        ids = self._given(decoder)
+        return ids if ids[0] in self._first_ids else [self.start_token_id, *ids]
+
+    def prompt_choice(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> PromptChoice | None:
+        """How the prompt goes on behind :meth:`prompt_ids` by the model's own choice, or None.
+
+        Args:
+            encoder: what the encoder gets.
+            decoder: what the user gave for the decoder; None means the default prompt.
+        """
+        return None
+
+    def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
+        """What the kind of model asks of the output of a request, or None.
+
+        Args:
+            encoder: what the encoder gets.
+        """
+        return None
+
+    @property
+    def _first_ids(self) -> tuple[int, ...]:
+        """Ids before which no start token belongs."""
+        return (self.start_token_id,)
+
+    def _default(self, encoder: EncoderPrompt | None) -> list[int]:
+        for name in ("forced_bos_token_id", "bos_token_id"):
+            bos = self._named(name)
+            if bos is not None and bos != self.start_token_id:
+                return [self.start_token_id, bos]
+        return [self.start_token_id]
+
+    def _given(self, decoder: DecoderPrompt) -> list[int]:
+        if isinstance(decoder, TokensPrompt):
+            return check_token_ids(decoder.prompt_token_ids, self._vocab_size)
+        if isinstance(decoder, str | TextPrompt | ChatPrompt):
+            return check_token_ids(self._tokenize(decoder), self._vocab_size)
+        raise ValueError(
+            f"this model's decoder takes text or token ids, but the decoder prompt is "
+            f"{describe_prompt(decoder)}"
+        )
+
+    def _tokenize(self, decoder: str | TextPrompt | ChatPrompt) -> list[int]:
+        """Ids of a text that is to go on: an end that only the tokenizer put there is dropped."""
+        ids = tokenize(decoder, self._tokenizer)
+        if isinstance(decoder, ChatPrompt) or self._tokenizer is None:
+            return ids
+        text = decoder if isinstance(decoder, str) else decoder.prompt
+        own = tokenize(TextPrompt(text, add_special_tokens=False), self._tokenizer)
+        end = self._tokenizer.eos_token_id
+        ends_itself = own[-1:] == [end]
+        return ids[:-1] if ids[-1:] == [end] and not ends_itself else ids
+
+    def _first_named(self, *names: str) -> int:
+        for name in names:
+            token_id = self._named(name)
+            if token_id is not None:
+                return token_id
+        raise ValueError(f"the checkpoint names no token to begin with: no {' or '.join(names)}")
+
+    def _named(self, name: str) -> int | None:
+        """A token id of the generation config, or else of the model's config or its text part."""
+        for source in (self._generation_config, self._config, self._config.get_text_config()):
+            token_id = getattr(source, name, None)
+            if isinstance(token_id, int):
+                return token_id
+        return None
+
+
+class T5PromptRule(DecoderPromptRule):
+    """T5 begins with its padding token and has no BOS."""
+
+    _names_of_start = ("decoder_start_token_id", "pad_token_id")
+
+    def _default(self, encoder: EncoderPrompt | None) -> list[int]:
+        return [self.start_token_id]

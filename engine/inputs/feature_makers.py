@@ -1,0 +1,175 @@
+"""What a prompt shows, one item at a time, as the tensors that a model's tower takes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import WhisperFeatureExtractor
+
+from engine.interface.prompts import AudioPrompt, VideoFeatures
+from engine.media.audio_samples import SampleReader, load_extractor
+from engine.media.image_file import image_features, load_image_processor
+from engine.models.multimodal import MultiModalModel
+from engine.requests.multimodal_input import Modality
+
+__all__ = [
+    "AudioFeatureMaker",
+    "FeatureMaker",
+    "ImageFeatureMaker",
+    "MissingFeatureMaker",
+    "VideoFeatureMaker",
+    "load_feature_makers",
+]
+
+logger = logging.getLogger(__name__)
+
+_GRID = "image_grid_thw"
+
+
+class FeatureMaker(ABC):
+    """Makes the features of items of one modality."""
+
+    @abstractmethod
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """Make the features of one item, by the names of transformers' processors.
+
+        Raises:
+            ValueError: it is no such item, or cannot be read or processed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class MissingFeatureMaker(FeatureMaker):
+    """Stands in for what the checkpoint does not bring: text runs without it.
+
+    Attributes:
+        reason: why there is none.
+    """
+
+    reason: str
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """Refuse; see :meth:`FeatureMaker.make`."""
+        raise ValueError(self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatureMaker(FeatureMaker):
+    """Images by files or from Pillow, through the checkpoint's image processor.
+
+    Attributes:
+        processor: of the checkpoint.
+        names: which of the processor's tensors the tower takes.
+    """
+
+    processor: Any
+    names: Sequence[str]
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """See :meth:`FeatureMaker.make`."""
+        output = image_features(self.processor, item)
+        # Where a grid tells images apart, their patches come in one row.
+        packed = {"pixel_values"} if _GRID in self.names else set()
+        return {name: output[name] if name in packed else output[name][0] for name in self.names}
+
+
+class AudioFeatureMaker(FeatureMaker):
+    """Sound by files or samples, through the checkpoint's feature extractor.
+
+    Transformers fills up a window of silence (five minutes of it in published models) and masks
+    its frames. Those that are masked are cut off here, so that features depend on the sound alone;
+    and no more silence is put behind it than its last frame sees.
+
+    Args:
+        extractor: of the checkpoint.
+    """
+
+    def __init__(self, extractor: WhisperFeatureExtractor) -> None:
+        self._extractor = extractor
+        self._reader = SampleReader.of(extractor)
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
+        prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
+        for wish in ("language", "task", "timestamps"):
+            if getattr(prompt, wish) is not None:
+                raise ValueError(f"{wish} is for speech models; say in the prompt what is wanted")
+        samples = self._reader.read(prompt.audio, prompt.sampling_rate)
+        output = self._extractor(
+            samples,
+            sampling_rate=self._reader.rate,
+            padding="max_length",
+            max_length=self._filled(len(samples)),
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        is_sound = output["attention_mask"][0].bool()
+        return {"input_features": output["input_features"][0][:, is_sound]}
+
+    def _filled(self, num_samples: int) -> int:
+        """Samples with the silence behind them: whole frames, and half of one more."""
+        hop = int(self._extractor.hop_length)
+        wanted = -(-(num_samples + int(self._extractor.n_fft)) // hop) * hop
+        return min(wanted, int(self._extractor.n_samples))
+
+
+class VideoFeatureMaker(FeatureMaker):
+    """Videos that come as tensors already; checks what a tower cannot see from their shapes."""
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """Take :class:`VideoFeatures`; see :meth:`FeatureMaker.make`."""
+        if not isinstance(item, VideoFeatures):
+            raise ValueError(
+                "a video must be VideoFeatures, the tensors of the checkpoint's video processor, "
+                f"got {type(item).__name__}"
+            )
+        pixels: Any = item.pixel_values_videos
+        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
+            kind = getattr(pixels, "dtype", type(pixels).__name__)
+            raise ValueError(f"pixel_values_videos must be a floating-point tensor, got {kind}")
+        if not pixels.isfinite().all():
+            raise ValueError("pixel_values_videos holds NaN or infinite values")
+        grid = torch.as_tensor(item.video_grid_thw)
+        if grid.dtype.is_floating_point or grid.dtype == torch.bool:
+            raise ValueError(f"video_grid_thw must be integers, got {grid.dtype}")
+        seconds = float(item.second_per_grid)
+        if not math.isfinite(seconds) or seconds <= 0:
+            raise ValueError(f"second_per_grid must be more than 0 and finite, got {seconds}")
+        return {
+            "pixel_values_videos": pixels.detach().to("cpu", torch.float32),
+            "video_grid_thw": grid.to("cpu", torch.int64),
+            "video_second_per_grid": torch.tensor(seconds),
+        }
+
+
+def load_feature_makers(path: Path, model: MultiModalModel) -> dict[Modality, FeatureMaker]:
+    """Load what a checkpoint folder brings for what a model takes.
+
+    A processor that is missing is told in the log, and in the error of each request that needs it.
+    """
+    makers: dict[Modality, FeatureMaker] = {}
+    for modality, tower in model.towers.items():
+        try:
+            makers[modality] = _load(modality, path, tower.feature_names)
+        except ValueError as error:
+            logger.warning("requests cannot show any %s: %s", modality, error)
+            makers[modality] = MissingFeatureMaker(str(error))
+    return makers
+
+
+def _load(modality: Modality, path: Path, names: Sequence[str]) -> FeatureMaker:
+    match modality:
+        case "image":
+            return ImageFeatureMaker(load_image_processor(path), names)
+        case "audio":
+            return AudioFeatureMaker(load_extractor(path))
+        case "video":
+            return VideoFeatureMaker()

@@ -1,0 +1,466 @@
+"""The engine: requests in, tokens, text and per-token tensors out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.execution.model_runner import SampledToken, SwapError
+from engine.interface.config import EngineConfig
+from engine.interface.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.interface.prompts import Prompt
+from engine.interface.sampling_params import SamplingParams
+from engine.interface.stats import EngineStats
+from engine.llm.engine_builder import build_engine_parts
+from engine.llm.run_prompts import run_prompts, stream_prompt
+from engine.requests.request import Request, RequestStatus
+from engine.requests.request_group import RequestGroup
+from engine.scheduling.scheduler_output import SchedulerOutput
+from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
+
+__all__ = ["LLMEngine"]
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Runs one decoder: paged KV cache, continuous batching, prefix caching, mirrored outputs.
+
+    One thread drives it. Every call leaves the engine consistent, also one that raises.
+
+    Args:
+        config: what to run and with how much.
+        output_names: mirror only these per-token outputs; None mirrors all that the model emits,
+            an empty collection none.
+
+    Raises:
+        ValueError: the checkpoint, a limit or an output name does not work out; says how to mend.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, output_names: Collection[str] | None = None
+    ) -> None:
+        parts = build_engine_parts(config, output_names)
+        self.config = config
+        self.tokenizer = parts.tokenizer
+        self.memory_plan = parts.memory_plan
+        self.hidden_size = parts.limits.hidden_size
+        self.max_model_len = parts.limits.max_model_len
+        self._inputs = parts.input_processor
+        self._kv = parts.kv_cache_manager
+        self._scheduler = parts.scheduler
+        self._runner = parts.model_runner
+        self._swap = parts.swap_space
+        self._items = parts.item_holds
+        self._declared_outputs = frozenset(output_names or ())
+        self._groups: dict[str, RequestGroup] = {}
+        self._group_of: dict[str, RequestGroup] = {}
+        self._stats = EngineStats()
+        for line in self.memory_plan.lines():
+            logger.info("%s: %s", config.model, line)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among the live ones.
+            prompt: text, chat messages, token ids, embeddings, or all or the first chunk of what
+                a talker speaks.
+            sampling: how tokens are chosen.
+            priority: lower runs earlier.
+            cache_salt: blocks are shared only within one salt.
+
+        Raises:
+            ValueError: this request cannot run; the engine is unchanged.
+        """
+        if request_id in self._groups:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        if "\x00" in request_id:
+            raise ValueError("a request_id must not contain a NUL character")
+        params = sampling or SamplingParams()
+        requests = self._inputs.process(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt
+        )
+        for request in requests:
+            self._place_encoder_input(request)
+        group = RequestGroup.of(request_id, requests)
+        self._groups[request_id] = group
+        for request in requests:
+            self._group_of[request.request_id] = group
+            self._scheduler.add(request)
+
+    def _place_encoder_input(self, request: Request) -> None:
+        """Work out the blocks that an encoder input takes, and refuse one that can never fit."""
+        entry = request.encoder_input
+        if entry is not None:
+            request.encoder_blocks = EncoderBlocks.of(
+                entry.content_hash, entry.num_tokens, self._kv.block_size
+            )
+            self._check_fits(request, entry.num_tokens)
+
+    def _check_fits(self, request: Request, num_encoder_tokens: int) -> None:
+        # The last token is never computed, so it needs no slot.
+        num_slots = max(request.max_prompt_tokens, request.max_num_tokens - 1)
+        if not self._kv.fits(num_slots, num_encoder_tokens):
+            num_blocks = self._kv.pages_for(num_slots, num_encoder_tokens)
+            raise ValueError(
+                f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
+                f"encoder tokens take {num_blocks} blocks, the pool has "
+                f"{self.memory_plan.num_blocks - 1}; shorten the input, lower max_tokens or raise "
+                "num_blocks"
+            )
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the requests that moved, finished or not.
+
+        It does nothing while no request is live, or those that are wait for input or are paused,
+        or for what such requests hold.
+
+        Raises:
+            RuntimeError: requests wait and nobody can run, which admission rules out; it is said
+                here rather than waited for.
+        """
+        if not self._groups:
+            return []
+        started = time.perf_counter()
+        scheduled = self._scheduler.schedule()
+        if not scheduled.scheduled and not self._scheduler.has_idle_requests:
+            raise RuntimeError(
+                f"none of {self._scheduler.num_waiting} waiting requests can be scheduled; "
+                f"the pool is {self._kv.stats()}"
+            )
+        self._note_first_run(scheduled)
+        try:
+            sampled = self._runner.execute(scheduled)
+        except Exception as error:  # one request's fault, as a rule, and it is found out
+            logger.exception("a step of %d tokens failed", scheduled.num_tokens)
+            outputs = self._fail_step(scheduled, error)
+        else:
+            self._scheduler.complete(scheduled)
+            outputs = self._process(scheduled, sampled)
+        if scheduled.scheduled:
+            self._stats.num_steps += 1
+        self._stats.busy_s += time.perf_counter() - started
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; an unknown id is ignored."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        for completion in group.completions:
+            if completion.finish_reason is None:
+                self._release(completion.request)
+        self._forget(group)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests are live, those that wait for input or are paused included."""
+        return bool(self._groups)
+
+    @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        """The requests that were added and have not ended, oldest first."""
+        return tuple(self._groups)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse what no request could run with, before one is there.
+
+        Raises:
+            ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
+        """
+        self._inputs.check_sampling(params)
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Voices that speech prompts choose from; None if the model is no talker."""
+        return self._inputs.speakers
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether prompts have two sides, and outputs may have rows of the encoder's tokens."""
+        return self._inputs.is_encoder_decoder
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk of a live request's prompt.
+
+        A request that is not (or no longer) live is ignored: a speech may end before its text.
+
+        Raises:
+            ValueError: the model takes prompts whole, or not this chunk: it is of the wrong form,
+                width or type, or came after the last. The request stays as it was, and waits.
+        """
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._inputs.extend(group.completions[0].request, prompt)
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a request will not get past its newest token before its next chunk comes.
+
+        False for one that is not live.
+        """
+        return any(request.needs_input for request in self._live(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Leave a request out of the steps, with what it holds, until it is resumed.
+
+        Blocks that others need are still taken from it, as from any request. One that is paused
+        already, or not live, is left as it is.
+        """
+        for request in self._live(request_id):
+            self._scheduler.pause(request)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on; one that is not paused, or not live, is left as it is."""
+        for request in self._live(request_id):
+            self._scheduler.resume(request)
+
+    def partial_outputs(
+        self, request_id: str, first_row: int, names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Output rows of a live request from one on, as far as they are computed.
+
+        Args:
+            request_id: of a live request; of several completions the first counts.
+            first_row: place in its sequence.
+            names: outputs wanted; None means all.
+
+        Returns:
+            ``name -> (num_computed_tokens - first_row, ...)`` on the CPU. Empty while there are no
+            such rows, also because they are being computed again after a preemption.
+
+        Raises:
+            ValueError: no such request is live.
+        """
+        if request_id not in self._groups:
+            raise ValueError(f"request {request_id!r} is not live")
+        request = self._groups[request_id].completions[0].request
+        num_computed = request.num_computed_tokens
+        if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
+            return {}
+        return self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
+
+    def _live(self, request_id: str) -> list[Request]:
+        """The sequences of a request that still run; none if it is not live."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        return [each.request for each in group.completions if each.finish_reason is None]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to the end, in one batch as far as the limits let them.
+
+        Needs the engine to itself: the outputs of others would be lost between its steps.
+
+        Args:
+            prompts: one or several.
+            sampling: for all, or one per prompt.
+
+        Returns:
+            One finished output per prompt, in order.
+
+        Raises:
+            ValueError: a prompt cannot run (nothing has run then) or is only a first chunk, the
+                lengths differ, or other requests are live.
+        """
+        return run_prompts(self, prompts, sampling)
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the request's state after every step that moved it; leaving early aborts it.
+
+        Raises:
+            ValueError: the prompt cannot run or is only a first chunk, or other requests are live;
+                see :meth:`generate`.
+        """
+        yield from stream_prompt(self, prompt, sampling)
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether prefixes are reused; may be set while no request is live."""
+        return self._kv.enable_prefix_caching
+
+    @enable_prefix_caching.setter
+    def enable_prefix_caching(self, value: bool) -> None:
+        if self._groups:
+            raise ValueError(
+                f"prefix caching cannot be switched while {len(self._groups)} requests are live"
+            )
+        self._kv.enable_prefix_caching = value
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything that was cached."""
+        self._kv.reset_prefix_cache()
+        if self._items is not None:
+            self._items.cache.reset()
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        items = self._items.cache.stats() if self._items is not None else None
+        return replace(
+            self._stats,
+            encoder_runs=self._stats.encoder_runs if items is None else items.encoded,
+            encoder_hits=self._stats.encoder_hits if items is None else items.hits,
+            num_preemptions=self._scheduler.num_preemptions,
+            encoder_cache=items,
+            kv=self._kv.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
+        check_integrity(self._kv)
+        if self._swap is not None:
+            check_pool_integrity(self._swap.pool, self._swap.tables())
+        if self._items is not None:
+            self._items.check_integrity()
+
+    def close(self) -> None:
+        """Drop all requests. Weights and pages go with the last reference to the engine."""
+        for request_id in tuple(self._groups):
+            self.abort(request_id)
+
+    def _note_first_run(self, scheduled: SchedulerOutput) -> None:
+        for item in scheduled.scheduled:
+            self._stats.encoder_runs += item.runs_encoder
+            if item.request.times.first_scheduled is None:
+                item.request.times.first_scheduled = time.monotonic()
+                self._stats.prompt_tokens += item.request.num_prompt_tokens
+                self._stats.cached_tokens += item.request.num_cached_tokens or 0
+                is_known = item.request.encoder_input is not None and not item.runs_encoder
+                self._stats.encoder_hits += is_known
+
+    def _process(
+        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
+    ) -> list[RequestOutput]:
+        moved: dict[str, RequestGroup] = {}
+        for token in sampled:
+            group = self._group_of[token.request.request_id]
+            if token.token_id is not None and token.request.prompt_choice is not None:
+                self._complete_prompt(token.request, token.token_id)
+                continue
+            moved[group.request_id] = group
+            if token.token_id is None:
+                group.error = token.error
+                continue
+            try:
+                self._accept(group, token.request, token.token_id, token.logprobs)
+            except Exception as error:  # a tokenizer's, say: it is this request's alone
+                logger.exception("request %s failed", group.request_id)
+                group.error = f"the token could not be taken: {type(error).__name__}: {error}"
+        for item in scheduled.scheduled:
+            if item.request.params.max_tokens == 0 and _is_computed(item.request):
+                group = self._group_of[item.request.request_id]
+                moved[group.request_id] = group
+                self._finish(group, item.request, FinishReason.LENGTH)
+        return [self._output(group) for group in moved.values()]
+
+    def _complete_prompt(self, request: Request, token_id: int) -> None:
+        """Take the token that the model chose for the prompt; nothing is put out for it."""
+        new = request.complete_prompt(token_id)
+        self._stats.prompt_tokens += len(new)
+        for each in new:
+            self._runner.append_token(request, each)
+
+    def _accept(
+        self,
+        group: RequestGroup,
+        request: Request,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        """Take one sampled token; end the completion if it is the last."""
+        request.append(token_id, logprobs)
+        self._stats.generated_tokens += 1
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+        reason = request.text.append(token_id)
+        if reason is None and request.num_tokens >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            self._runner.append_token(request, token_id)
+        else:
+            self._finish(group, request, reason)
+
+    def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
+        """End a completion: full-length rows by the block table it still holds, then free."""
+        tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
+        # A lone text has no encoder tokens, and so no rows of them.
+        encoder = request.encoder_blocks
+        tensors |= self._kv.gather_encoder_outputs(
+            request.request_id, encoder.num_tokens if encoder is not None else 0
+        )
+        missing = self._declared_outputs - tensors.keys()
+        if missing:
+            group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
+        self._release(request)
+        group.finish(request, reason, tensors)
+
+    def _release(self, request: Request) -> None:
+        self._scheduler.finish(request)
+        self._runner.forget(request)
+
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        if group.error is not None:
+            return self._fail(group, group.error)
+        if group.finished:
+            self._forget(group)
+        return group.output()
+
+    def _fail(self, group: RequestGroup, error: str) -> RequestOutput:
+        """End every completion of a request with an error; its neighbours go on."""
+        group.error = error
+        for completion in group.completions:
+            if completion.finish_reason is None:
+                self._release(completion.request)
+                group.finish(completion.request, FinishReason.ERROR, {})
+        self._forget(group)
+        return group.output()
+
+    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """Fail the request that ran; of several, let each try again by itself."""
+        for request in scheduled.preempted:
+            self._runner.forget(request)
+        self._scheduler.undo_swaps(scheduled)
+        is_swap = isinstance(error, SwapError)
+        if is_swap or len(scheduled.scheduled) > 1:
+            if is_swap:  # of pages of others; nobody who was to run has
+                logger.error("requests that make room are recomputed from now on, not swapped")
+                self._scheduler.stop_swapping()
+                self._scheduler.restart(scheduled)
+            else:
+                self._scheduler.run_alone(scheduled)
+            for item in scheduled.scheduled:
+                self._runner.forget(item.request)
+            return []
+        message = f"the step failed: {type(error).__name__}: {error}"
+        groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
+        return [self._fail(group, message) for group in groups]
+
+    def _forget(self, group: RequestGroup) -> None:
+        self._groups.pop(group.request_id, None)
+        for completion in group.completions:
+            self._group_of.pop(completion.request.request_id, None)
+
+
+def _is_computed(request: Request) -> bool:
+    return (
+        request.status is RequestStatus.RUNNING
+        and request.num_computed_tokens == request.num_tokens
+    )

@@ -1,0 +1,78 @@
+"""Runs prompts through an engine that is idle, from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from engine.interface.outputs import RequestOutput
+from engine.interface.prompts import Prompt, SpeechPrompt
+from engine.interface.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.llm.llm_engine import LLMEngine
+
+__all__ = ["run_prompts", "stream_prompt"]
+
+
+def run_prompts(
+    engine: LLMEngine,
+    prompts: Prompt | Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+) -> list[RequestOutput]:
+    """See :meth:`~engine.llm.llm_engine.LLMEngine.generate`."""
+    _check_idle(engine, "generate")
+    batch = [prompts] if isinstance(prompts, Prompt) else list(prompts)
+    for prompt in batch:
+        _check_whole(prompt)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        params = [sampling] * len(batch)
+    else:
+        params = list(sampling)
+    if len(params) != len(batch):
+        raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
+    ids = [f"generate-{index}" for index in range(len(batch))]
+    done: dict[str, RequestOutput] = {}
+    try:
+        for request_id, prompt, param in zip(ids, batch, params, strict=True):
+            engine.add_request(request_id, prompt, param)
+        while len(done) < len(ids):
+            done.update({o.request_id: o for o in engine.step() if o.finished})
+    finally:
+        for request_id in ids:
+            engine.abort(request_id)
+    return [done[request_id] for request_id in ids]
+
+
+def stream_prompt(
+    engine: LLMEngine, prompt: Prompt, sampling: SamplingParams | None
+) -> Iterator[RequestOutput]:
+    """See :meth:`~engine.llm.llm_engine.LLMEngine.stream`."""
+    _check_idle(engine, "stream")
+    _check_whole(prompt)
+    request_id = "stream"
+    engine.add_request(request_id, prompt, sampling)
+    try:
+        while request_id in engine.live_request_ids:
+            for output in engine.step():
+                if output.request_id == request_id:
+                    yield output
+    finally:
+        engine.abort(request_id)
+
+
+def _check_idle(engine: LLMEngine, method: str) -> None:
+    live = len(engine.live_request_ids)
+    if live:
+        raise ValueError(
+            f"{method} drives the engine alone, but {live} requests are live: "
+            "finish or abort them first, or use add_request and step for all"
+        )
+
+
+def _check_whole(prompt: Prompt) -> None:
+    if isinstance(prompt, SpeechPrompt) and not prompt.is_last:
+        raise ValueError(
+            "the prompt is the first of several chunks (is_last=False): use add_request, "
+            "extend_request and step, so that the others can come"
+        )

@@ -1,0 +1,6 @@
+"""Decoder-only families of attention layers.
+
+Imports the contracts in engine.models, and layers.
+"""
+
+__all__: tuple[str, ...] = ()

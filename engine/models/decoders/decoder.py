@@ -1,0 +1,147 @@
+"""The decoder that the attention-only families share, written once over packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from engine.attention.layer import AttentionStep
+from engine.layers import HeadNorm, Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.models.base import CausalModel
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder_layer import DecoderLayer
+from engine.models.model_settings import ModelSettings
+
+__all__ = ["DecoderModel", "build_decoder"]
+
+
+class DecoderModel(CausalModel):
+    """A stack of :class:`DecoderLayer` between an embedding and a head.
+
+    Args:
+        config: the normalised config.
+        rotaries: cosines and sines up to the longest sequence that will run, for each of the
+            config's ``ropes``.
+        settings: types and places.
+        has_head: False for a headless checkpoint (an embedding model): ``vocab_size`` is then 0.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rotaries: Sequence[RotaryEmbedding],
+        settings: ModelSettings,
+        *,
+        has_head: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = settings.ops
+        self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size if has_head else 0
+        self.max_position_embeddings = config.max_position_embeddings
+        options = settings.tensor_options
+        embedding = torch.empty(config.vocab_size, config.hidden_size, **options)
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.embedding_scale: float | None = None
+        if config.embedding_scale is not None:
+            # Rounded as transformers rounds it: the scale of 3072 channels is 55.5 in bfloat16.
+            self.embedding_scale = torch.tensor(config.embedding_scale, dtype=settings.dtype).item()
+        self.rotaries = nn.ModuleList(rotaries)
+        layers = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
+        self.layers = nn.ModuleList(layers)
+        self.attention_layers = [layer.attention for layer in layers]
+        self.final_norm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            offset=config.norm_offset,
+            ops=settings.ops,
+            **options,
+        )
+        self.head: Linear | None = None
+        if has_head:
+            shared = self.embedding if config.tie_word_embeddings else None
+            parts = {"lm_head": config.vocab_size}
+            self.head = Linear(config.hidden_size, parts, weight=shared, **options)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        yield f"{prefix}embed_tokens.weight", self.embedding.data
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DecoderLayer):
+                yield from layer.targets(f"{prefix}layers.{index}.")
+        yield f"{prefix}norm.weight", self.final_norm.weight.data
+        if self.head is not None and not self.config.tie_word_embeddings:
+            yield from self.head.targets("")
+
+    def finish_loading(self, *, pack_weights: bool) -> None:
+        """Derive what is derived from loaded weights; see :meth:`CausalModel.finish_loading`.
+
+        Weights are packed one at a time. A packed tied head costs its size once more: the
+        embedding stays for the look-up.
+        """
+        for module in self.modules():
+            if isinstance(module, HeadNorm | RMSNorm):
+                module.finish_loading()
+            elif isinstance(module, Linear) and pack_weights:
+                module.pack(self.ops)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
+        embeds = F.embedding(input_ids, self.embedding)
+        return embeds if self.embedding_scale is None else embeds.mul_(self.embedding_scale)
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers; see :meth:`CausalModel.forward`."""
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        # Layers add to the residual in place; the caller's embeddings are not ours to change.
+        residual = inputs_embeds.clone()
+        x: Tensor | None = None
+        for layer, kind in zip(self.layers, self.config.layers, strict=True):
+            x = layer(x, residual, *rotations[kind.rope], step)
+        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+        return {"hidden_states": normed}
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        if self.head is None:
+            raise ValueError("this checkpoint has no language-model head: it cannot make logits")
+        logits: Tensor = self.head(hidden_states).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def build_decoder(
+    read_config: Callable[[PreTrainedConfig], DecoderConfig],
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+    has_head: bool,
+    make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
+) -> DecoderModel:
+    """Build a decoder, its weights not yet loaded.
+
+    Args:
+        read_config: of the family.
+        config: a config of that family.
+        settings: types, places and lengths.
+        has_head: False for a headless checkpoint.
+        make_rotary: takes what :class:`RotaryEmbedding` takes.
+
+    Raises:
+        ValueError: the config asks for something that is not supported, or a window is smaller
+            than a block.
+    """
+    max_model_len = settings.max_model_len
+    decoder_config = read_config(config).for_length(max_model_len)
+    rotaries = []
+    for layer_type in decoder_config.ropes:
+        inv_freq, scaling = rope_frequencies(config, max_model_len, layer_type)
+        options = settings.tensor_options
+        rotaries.append(make_rotary(inv_freq, scaling, max_model_len, **options))
+    return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)

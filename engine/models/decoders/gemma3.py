@@ -1,0 +1,25 @@
+"""Gemma-3's text model: normalised heads for soft caps, rope parameters per layer type.
+
+Source: Gemma Team, "Gemma 3 Technical Report", 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.gemma2 import gemma_config
+from engine.models.decoders.layer_kind import layer_kinds
+
+__all__ = ["gemma3_config"]
+
+_ROPES = ("sliding_attention", "full_attention")
+
+
+def gemma3_config(config: PreTrainedConfig) -> DecoderConfig:
+    """Scores are not capped, whatever ``attn_logit_softcapping`` says: nothing reads it."""
+    return replace(
+        gemma_config(config), layers=layer_kinds(config, _ROPES), ropes=_ROPES, qk_norm=True
+    )

@@ -1,0 +1,21 @@
+"""Llama: the plain decoder, with optional biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from engine.models.decoders.decoder_config import DecoderConfig
+
+__all__ = ["llama_config"]
+
+
+def llama_config(config: PreTrainedConfig) -> DecoderConfig:
+    """``attention_bias`` covers all four projections of the attention."""
+    return replace(
+        DecoderConfig.from_transformers(config),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )

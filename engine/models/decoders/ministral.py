@@ -1,0 +1,17 @@
+"""Ministral: Mistral whose ``layer_types`` say which layers slide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.layer_kind import layer_kinds
+
+__all__ = ["ministral_config"]
+
+
+def ministral_config(config: PreTrainedConfig) -> DecoderConfig:
+    """No biases, although transformers builds it on Qwen2."""
+    return replace(DecoderConfig.from_transformers(config), layers=layer_kinds(config))

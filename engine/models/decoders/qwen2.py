@@ -1,0 +1,19 @@
+"""Qwen2 and Qwen2.5: biases on Q, K and V alone; a window on the upper layers if switched on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.layer_kind import layer_kinds
+
+__all__ = ["qwen2_config"]
+
+
+def qwen2_config(config: PreTrainedConfig) -> DecoderConfig:
+    """The biases are fixed by the family, not by the config."""
+    return replace(
+        DecoderConfig.from_transformers(config), layers=layer_kinds(config), qkv_bias=True
+    )

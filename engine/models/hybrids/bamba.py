@@ -1,0 +1,75 @@
+"""Bamba: Mamba-2 layers, and attention layers that rotate half of each head's channels.
+
+Source: IBM, Princeton, CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from engine.layers import (
+    GatedMLP,
+    Mamba2Config,
+    Mamba2Mixer,
+    RotaryEmbedding,
+    rope_frequencies,
+)
+from engine.models.hybrids.hybrid import HybridModel
+from engine.models.hybrids.hybrid_layer import HybridLayer, SelfAttention
+from engine.models.model_settings import ModelSettings
+
+__all__ = ["build_bamba"]
+
+
+def build_bamba(config: PreTrainedConfig, settings: ModelSettings, has_head: bool) -> HybridModel:
+    """Build a Bamba, its weights not yet loaded.
+
+    Raises:
+        ValueError: something that the config asks for does not fit or is not supported.
+    """
+    layers = [
+        HybridLayer(
+            _mixer(index, layer_type, config, settings),
+            GatedMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                config.hidden_act,
+                bias=config.mlp_bias,
+                ops=settings.ops,
+                **settings.tensor_options,
+            ),
+            config,
+            settings,
+        )
+        for index, layer_type in enumerate(config.layer_types)
+    ]
+    inv_freq, scaling = rope_frequencies(config, settings.max_model_len)
+    rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
+    return HybridModel(config, layers, rotary, settings, has_head=has_head)
+
+
+def _mixer(
+    index: int, layer_type: str, config: PreTrainedConfig, settings: ModelSettings
+) -> SelfAttention | Mamba2Mixer:
+    if layer_type == "full_attention":
+        name = f"layers.{index}.self_attn"
+        return SelfAttention(name, config, settings, bias=config.attention_bias)
+    if config.time_step_limit is None:
+        raise ValueError("time_step_limit must be two numbers (0 and infinity for none), got null")
+    least, greatest = config.time_step_limit
+    mamba = Mamba2Config(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_n_heads,
+        head_dim=config.mamba_d_head,
+        num_groups=config.mamba_n_groups,
+        state_size=config.mamba_d_state,
+        kernel_size=config.mamba_d_conv,
+        activation=config.hidden_act,
+        norm_eps=config.rms_norm_eps,
+        conv_bias=config.mamba_conv_bias,
+        projection_bias=config.mamba_proj_bias,
+        dt_limit=(least, greatest),
+    )
+    return Mamba2Mixer(
+        f"layers.{index}.mamba", mamba, settings.block_size, **settings.tensor_options
+    )

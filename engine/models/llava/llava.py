@@ -1,0 +1,123 @@
+"""LLaVA: a CLIP tower, a projector of two layers, and any plain decoder.
+
+Source: Liu et al., "Visual Instruction Tuning", 2023; transformers' ``llava``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlavaConfig, PreTrainedConfig
+from transformers.models.llava.modeling_llava import LlavaModel
+
+from engine.models.decoders.decoder import build_decoder
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.llama import llama_config
+from engine.models.decoders.mistral import mistral_config
+from engine.models.decoders.qwen2 import qwen2_config
+from engine.models.decoders.qwen3 import qwen3_config
+from engine.models.encoder_module import build_empty
+from engine.models.model_settings import ModelSettings
+from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
+from engine.requests.multimodal_input import Modality, MultiModalInput
+
+__all__ = ["LlavaTower", "build_llava"]
+
+_PIXELS = "pixel_values"
+_DECODERS: Mapping[str, Callable[[PreTrainedConfig], DecoderConfig]] = {
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "qwen2": qwen2_config,
+    "qwen3": qwen3_config,
+}
+_TOWER = "clip_vision_model"
+
+
+class LlavaTower(ItemTower):
+    """One image of a fixed size to one row per patch, after the class's if the config wants that.
+
+    Args:
+        config: of the checkpoint.
+        settings: types and places.
+
+    Raises:
+        ValueError: the tower is of a type that is not supported.
+    """
+
+    feature_names = (_PIXELS,)
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        vision = config.vision_config
+        if vision.model_type != _TOWER:
+            raise ValueError(
+                f"LLaVA with a tower of type {vision.model_type!r}; supported is {_TOWER}"
+            )
+        self.module: LlavaModel = build_empty(_without_decoder, config, settings)
+        self.layer: int | list[int] = config.vision_feature_layer
+        self.strategy: str = config.vision_feature_select_strategy
+        self.image_shape = (vision.num_channels, vision.image_size, vision.image_size)
+        # The tower's first row is that of its class.
+        self.rows: int = (vision.image_size // vision.patch_size) ** 2
+        self.rows += self.strategy == "full"
+
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`ItemTower.targets`."""
+        # Some exports put the tower in a module of its own, and all in one of theirs.
+        root = unique_prefix(stored, "multi_modal_projector.linear_1.weight")
+        outer, inner = f"{root}vision_tower.", f"{root}vision_tower.vision_model."
+        is_nested = any(name.startswith(inner) for name in stored)
+        for name, tensor in self.module.state_dict().items():
+            place = f"{root}{name}"
+            yield place.replace(outer, inner, 1) if is_nested else place, tensor
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """See :meth:`ItemTower.num_rows`; ``pixel_values`` is ``(channels, height, width)``."""
+        self.require_features(features)
+        shape = tuple(features[_PIXELS].shape)
+        if shape != self.image_shape:
+            raise ValueError(f"{_PIXELS} of one image must be {self.image_shape}, got {shape}")
+        return self.rows
+
+    def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """See :meth:`ItemTower.forward`."""
+        pixels = torch.stack([item.features[_PIXELS] for item in inputs])
+        output = self.module.get_image_features(
+            pixels.to(self.module.device, self.module.dtype),
+            vision_feature_layer=self.layer,
+            vision_feature_select_strategy=self.strategy,
+        )
+        return list(output.pooler_output)
+
+
+def build_llava(
+    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
+) -> MultiModalModel:
+    """Build a LLaVA, its weights not yet loaded.
+
+    Args:
+        config: text and vision together.
+        settings: types, places and lengths.
+        stored: names of the checkpoint's weights.
+
+    Raises:
+        ValueError: the decoder or the tower is of a type that is not supported.
+    """
+    text = config.text_config
+    if text.model_type not in _DECODERS:
+        raise ValueError(
+            f"LLaVA with a decoder of type {text.model_type!r}; "
+            f"supported are {', '.join(_DECODERS)}"
+        )
+    decoder = build_decoder(_DECODERS[text.model_type], text, settings, True)
+    tower = LlavaTower(config, settings)
+    placeholders: dict[Modality, int] = {"image": int(config.image_token_index)}
+    return MultiModalModel(decoder, {"image": tower}, placeholders, stored)
+
+
+def _without_decoder(config: LlavaConfig) -> LlavaModel:
+    module = LlavaModel(config)
+    del module.language_model
+    return module

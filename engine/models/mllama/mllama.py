@@ -1,0 +1,167 @@
+"""Mllama (Llama 3.2 Vision): layers of Llama, and among them layers that attend to an image alone.
+
+Supported is one image per request, whose place the decoder's prompt marks by the image token, or
+none. What a token sees is what transformers lets it see:
+
+- from the image token on, the rows of the image's own tiles;
+- before it, all rows, padding tiles included: there the mask hides every row, and transformers
+  lifts a mask that hides everything. The MLPs of the image layers leave these tokens alone;
+- without an image, nothing: the image layers leave the token as it is.
+
+Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024; transformers' ``mllama``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from engine.attention.layer import AttentionStep
+from engine.layers import Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder_layer import DecoderLayer
+from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.mllama.mllama_encoder import ImageEncoder
+from engine.models.mllama.mllama_layer import ImageLayer
+from engine.models.model_settings import ModelSettings
+from engine.requests.encoder_input import EncoderInput, EncoderView
+
+__all__ = ["MllamaModel", "build_mllama"]
+
+# Rows of the embedding beyond the logits': the image token's and room for others.
+_EXTRA_EMBEDDINGS = 8
+_LANGUAGE_MODEL = "language_model."
+
+
+class MllamaModel(EncoderDecoderModel):
+    """A Llama with image layers, beside a vision encoder.
+
+    Args:
+        config: of the checkpoint, text and vision together.
+        decoder_config: the text part, normalised.
+        rotary: cosines and sines up to the longest sequence that will run.
+        settings: types and places.
+    """
+
+    encoder: ImageEncoder
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        decoder_config: DecoderConfig,
+        rotary: RotaryEmbedding,
+        settings: ModelSettings,
+    ) -> None:
+        super().__init__()
+        self.ops = settings.ops
+        self.image_token_id = int(config.image_token_index)
+        hidden = self.hidden_size = self.encoder_hidden_size = decoder_config.hidden_size
+        self.vocab_size = decoder_config.vocab_size
+        self.input_vocab_size = self.vocab_size + _EXTRA_EMBEDDINGS
+        self.max_position_embeddings = decoder_config.max_position_embeddings
+        options = settings.tensor_options
+        embedding = torch.empty(self.input_vocab_size, hidden, **options)
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.encoder = ImageEncoder(config, settings)
+        self.rotary = rotary
+        image_layers = set(config.text_config.cross_attention_layers)
+        layers = [
+            ImageLayer(index, decoder_config, settings)
+            if index in image_layers
+            else DecoderLayer(index, decoder_config, settings)
+            for index in range(len(decoder_config.layers))
+        ]
+        self.layers = nn.ModuleList(layers)
+        # The text's layers first: their group is the first one.
+        layers.sort(key=lambda layer: isinstance(layer, ImageLayer))
+        self.attention_layers = [layer.attention for layer in layers]
+        self.final_norm = RMSNorm(hidden, decoder_config.rms_norm_eps, ops=self.ops, **options)
+        self.head = Linear(hidden, {"lm_head": self.vocab_size}, **options)
+
+    def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
+
+        Args:
+            prefix: of all names.
+        """
+        yield from self.encoder.targets(prefix)
+        decoder = f"{prefix}{_LANGUAGE_MODEL}model."
+        yield f"{decoder}embed_tokens.weight", self.embedding.data
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DecoderLayer | ImageLayer):
+                yield from layer.targets(f"{decoder}layers.{index}.")
+        yield f"{decoder}norm.weight", self.final_norm.weight.data
+        yield from self.head.targets(f"{prefix}{_LANGUAGE_MODEL}")
+
+    def finish_loading(self, *, pack_weights: bool) -> None:
+        """Derive what is derived from loaded weights; see :meth:`CausalModel.finish_loading`."""
+        for module in self.modules():
+            if isinstance(module, ImageLayer):
+                module.finish_loading()
+            elif isinstance(module, Linear) and pack_weights:
+                module.pack(self.ops)
+
+    def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
+        """See :meth:`EncoderDecoderModel.encoder_view`, and the module's list.
+
+        Raises:
+            ValueError: the features are not those of one image, or the prompt does not have
+                exactly one image token for it.
+        """
+        num_places = list(decoder_ids).count(self.image_token_id)
+        if num_places != (entry is not None):
+            raise ValueError(
+                f"the decoder prompt has {num_places} image tokens (id {self.image_token_id}); "
+                f"supported are one image with one token, or no image and no token; "
+                f"got {'no' if entry is None else 'one'} image"
+            )
+        if entry is None:
+            return EncoderView(self.max_position_embeddings, 0, 0)
+        self.encoder.check_input(entry)
+        start = list(decoder_ids).index(self.image_token_id)
+        return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids ``(n,)``, the image token among them, to ``(n, hidden_size)``."""
+        return F.embedding(input_ids, self.embedding)
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers; see :meth:`CausalModel.forward`."""
+        cos, sin = self.rotary(positions)
+        # Layers add to the residual in place; the caller's embeddings are not ours to change.
+        residual = inputs_embeds.clone()
+        x: Tensor | None = None
+        for layer in self.layers:
+            if isinstance(layer, ImageLayer):
+                x = layer(x, residual, step)
+            else:
+                x = layer(x, residual, cos, sin, step)
+        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
+        return {"hidden_states": normed}
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
+        logits: Tensor = self.head(hidden_states)
+        return logits.float()
+
+
+def build_mllama(
+    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
+) -> MllamaModel:
+    """Build an Mllama, its weights not yet loaded.
+
+    Args:
+        config: text and vision together.
+        settings: types, places and lengths.
+        stored: not looked at: nothing in this family is tied.
+    """
+    text_config = config.text_config
+    inv_freq, scaling = rope_frequencies(text_config, settings.max_model_len)
+    rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
+    return MllamaModel(config, DecoderConfig.from_transformers(text_config), rotary, settings)

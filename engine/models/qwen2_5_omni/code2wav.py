@@ -1,0 +1,247 @@
+"""Qwen2.5-Omni's vocoder: codec tokens to a spectrogram by a flow (DiT), to sound by BigVGAN.
+
+The networks are transformers'. What is ours around them keeps their arithmetic: noise comes from
+a request's own seed, requests of equal length run in one batch, a voice is encoded once instead
+of in every pass, and attention skips the blocks that its mask would have hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import lcm, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniToken2WavBigVGANModel,
+    Qwen2_5OmniToken2WavDiTModel,
+    RungeKutta4ODESolver,
+)
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.interface.generator_config import GenerationParams
+from engine.models.encoder_module import build_empty
+from engine.models.model_settings import ModelSettings
+from engine.models.qwen2_5_omni.neighbour_attention import NEIGHBOUR_ATTENTION, NEIGHBOURS
+from engine.models.qwen2_5_omni.speakers import Speaker
+
+__all__ = ["SAMPLING_RATE", "Code2Wav", "flow_times", "initial_noise"]
+
+SAMPLING_RATE = 24_000
+"""Samples per second of this family; its configs do not tell. The published model makes 480
+samples of a codec token, and its codec has 50 tokens a second."""
+
+_ARCHITECTURE = "Qwen2_5OmniToken2WavModel"
+# Below this, transformers makes no pass without conditions.
+_NO_GUIDANCE = 1e-5
+
+
+class Code2Wav(nn.Module):
+    """The vocoder of a checkpoint, in float32.
+
+    Args:
+        checkpoint: opened at its part ``code2wav``.
+        device: where it runs.
+
+    Attributes:
+        num_codes: codes are below this.
+        max_codes: longest input.
+        codes_per_block: codes after which the attention's blocks begin anew.
+        frames_per_code: rows of the spectrogram that a code becomes.
+        samples_per_code: of sound.
+        mel_dim: width of the spectrogram.
+
+    Raises:
+        ValueError: the checkpoint is of another kind, or its weights do not fit its config.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        super().__init__()
+        if checkpoint.architecture != _ARCHITECTURE:
+            raise ValueError(
+                f"{checkpoint.path} is a {checkpoint.architecture}; the generator that is "
+                f"supported is {_ARCHITECTURE}"
+            )
+        dit: Any = checkpoint.config.dit_config
+        bigvgan: Any = checkpoint.config.bigvgan_config
+        _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
+        self.device = device
+        self.num_codes = dit.num_embeds + 1
+        self.max_codes = dit.max_position_embeddings // dit.repeats
+        self.codes_per_block = lcm(dit.block_size, dit.repeats) // dit.repeats
+        self.frames_per_code = dit.repeats
+        self.samples_per_code = dit.repeats * prod(bigvgan.upsample_rates)
+        self.mel_dim = dit.mel_dim
+        settings = ModelSettings(torch.float32, device, dit.block_size, self.max_codes)
+        dit._attn_implementation = NEIGHBOUR_ATTENTION
+        self.dit = build_empty(_NeighbourDiT, dit, settings)
+        self.bigvgan = build_empty(Qwen2_5OmniToken2WavBigVGANModel, bigvgan, settings)
+        checkpoint.load_into(dict(self._targets()))
+        embedding: nn.Module = self.dit.input_embed
+        self._voices = _Voices(self.dit.input_embed.spk_encoder)
+        embedding.spk_encoder = self._voices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def check_speaker(self, speaker: Speaker) -> None:
+        """Raise ``ValueError`` if a voice does not fit this model."""
+        dit = self.dit.config
+        found = speaker.conditioning.shape[-1], speaker.reference_mel.shape[-1]
+        if found != (dit.enc_emb_dim, dit.mel_dim):
+            raise ValueError(
+                f"speaker {speaker.name!r} has a conditioning and a reference_mel of widths "
+                f"{found}; the model takes {(dit.enc_emb_dim, dit.mel_dim)}"
+            )
+
+    # Not inference_mode: users may go on with the samples as they like.
+    @torch.no_grad()
+    def forward(
+        self, codes: Tensor, noise: Tensor, speakers: Sequence[Speaker], params: GenerationParams
+    ) -> Tensor:
+        """Make sound.
+
+        Args:
+            codes: ``(B, n)`` int64.
+            noise: ``(B, n * frames_per_code, mel_dim)``, see :func:`initial_noise`.
+            speakers: one per row.
+            params: how.
+
+        Returns:
+            ``(B, n * samples_per_code)`` float32 on the CPU, in -1 to 1.
+        """
+        codes, noise = codes.to(self.device), noise.to(self.device)
+        mel = self._flow(codes, noise, speakers, params)
+        samples: Tensor = self.bigvgan(mel.transpose(1, 2))
+        return samples.reshape(codes.shape[0], -1)
+
+    def _flow(
+        self, codes: Tensor, noise: Tensor, speakers: Sequence[Speaker], params: GenerationParams
+    ) -> Tensor:
+        """Noise to spectrogram, ``(B, frames, mel_dim)``, as ``sample`` of transformers does."""
+        scale = params.guidance_scale
+        guided = scale >= _NO_GUIDANCE
+        self._voices.choose(speakers, with_silence=guided)
+        conditioning = torch.cat([speaker.conditioning for speaker in speakers]).to(self.device)
+        conditions = {
+            "quantized_code": codes,
+            "speaker_embedding": conditioning[:, None].expand(-1, noise.shape[1], -1),
+            # What the encoder of voices would read; it has read it already.
+            "condition_vector": conditioning,
+        }
+
+        def velocity(time: Tensor, frames: Tensor) -> Tensor:
+            made: Tensor = self.dit(
+                hidden_states=frames, time_step=time, apply_cfg=guided, **conditions
+            )
+            if not guided:
+                return made
+            conditioned, free = made.chunk(2)
+            return conditioned + (conditioned - free) * scale
+
+        solver = RungeKutta4ODESolver(function=velocity, initial_value=noise)
+        mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
+        return mel
+
+    def _targets(self) -> Mapping[str, Tensor]:
+        networks = {"code2wav_dit_model": self.dit, "code2wav_bigvgan_model": self.bigvgan}
+        return {
+            f"{prefix}.{name}": tensor
+            for prefix, network in networks.items()
+            for name, tensor in network.state_dict().items()
+        }
+
+
+class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
+    """The DiT, whose layers ask for neighbouring blocks and not for a mask of all pairs."""
+
+    def _create_block_diff(self, hidden_states: Tensor) -> Tensor:
+        # A layer compares these distances to those it looks: its "mask" says which it sees.
+        return torch.tensor(NEIGHBOURS)
+
+
+class _Voices(nn.Module):
+    """Stands in for the encoder of voices, which transformers runs anew in every pass.
+
+    Args:
+        encoder: ``(B, T, mel_dim)`` to ``(B, enc_dim)``.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+        self._chosen: Tensor | None = None
+
+    def choose(self, speakers: Sequence[Speaker], *, with_silence: bool) -> None:
+        """Say whose voices the next passes are about.
+
+        Args:
+            speakers: one per row of the batch.
+            with_silence: whether the rows come a second time, without conditions.
+        """
+        voices, silences = zip(*map(self._encode, speakers), strict=True)
+        self._chosen = torch.cat([*voices, *silences] if with_silence else voices)
+
+    def forward(self, condition_vector: Tensor) -> Tensor:
+        """The chosen voices, ``(B, enc_dim)``."""
+        if self._chosen is None or len(self._chosen) != len(condition_vector):
+            raise RuntimeError("voices must be chosen for the batch that runs")
+        return self._chosen
+
+    def _encode(self, speaker: Speaker) -> tuple[Tensor, Tensor]:
+        """A voice, and silence of the same length, which is what takes its place in guidance."""
+        if speaker.name not in self._known:
+            mel = speaker.reference_mel.to(next(self.encoder.parameters()).device)
+            voice, silence = self.encoder(torch.cat([mel, torch.zeros_like(mel)])).split(1)
+            self._known[speaker.name] = (voice, silence)
+        return self._known[speaker.name]
+
+
+def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
+    """Rows of the noise that becomes the spectrogram's frames.
+
+    It is that of transformers after ``torch.manual_seed(seed)`` on a CPU, and it is drawn there
+    wherever the model runs, so that a seed means the same everywhere. Frames have the same noise
+    whichever window they are drawn for, as torch draws 16 numbers at a time and ``mel_dim`` is a
+    multiple of that in published models.
+
+    Args:
+        seed: of the generator.
+        start: first frame.
+        stop: frame after the last.
+        mel_dim: numbers per frame.
+
+    Returns:
+        ``(stop - start, mel_dim)`` float32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(stop, mel_dim, generator=generator)[start:]
+
+
+def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
+    """Points in time from 0 to 1, swayed to one end as F5-TTS (arXiv 2410.06885) does it.
+
+    Args:
+        params: how many, and how far to sway.
+        device: where they are wanted.
+
+    Returns:
+        ``(num_steps,)`` float32.
+    """
+    times = torch.linspace(0, 1, params.num_steps, device=device)
+    if params.sway_coefficient is None:
+        return times
+    return times + params.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
+
+
+def _check_lengths(rates: Sequence[int], kernel_sizes: Sequence[int]) -> None:
+    """Each upsampling must give exactly ``rate`` times as many samples, or codes have no place."""
+    if any((size - rate) % 2 for rate, size in zip(rates, kernel_sizes, strict=True)):
+        raise ValueError(
+            f"bigvgan_config: upsample_kernel_sizes {tuple(kernel_sizes)} and upsample_rates "
+            f"{tuple(rates)} must differ by even numbers"
+        )

@@ -1,0 +1,210 @@
+"""What a talker reads: a thinker's rows, laid beside codec tokens.
+
+With n prompt rows and a reply ``r``, and E a token of the thinker's vocabulary, embedded::
+
+    position   0 ... n-1      n             n+1           n+2 .......... n+2+j
+    token      mask           pad           bos           first codec    codec j
+    row        prompt_rows    E(speaker)    s[0]          s[1]           s[j+1]
+               alone          |<- added to the token's own embedding ---------->|
+
+    s = r[0] ... r[last], E(text end), E(text pad), E(text pad), ...
+
+Source: ``Qwen2_5OmniForConditionalGeneration.generate`` of transformers, whose result this is.
+There the reply of a single token, which has no rows, raises; here it is s without any r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.prompt_tokens import check_rows
+from engine.interface.prompts import Prompt, SpeechPrompt
+from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
+from engine.requests.prompt_positions import PromptPositions
+from engine.requests.streamed_rows import Conditions
+
+__all__ = ["SpeechInputs", "SpeechPromptProcessor", "SpeechTokens"]
+
+_TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
+_NUM_AXES = 3
+_NUM_FOLLOWING = 2
+"""Tokens of a talker's prompt after those of the thinker's: pad and bos."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechTokens:
+    """Codec tokens that say something else than sound.
+
+    Attributes:
+        mask: stands where the thinker's prompt does.
+        pad: follows it; where it is generated, the speech has ended.
+        bos: begins the speech, and is never generated.
+        eos: ends it.
+    """
+
+    mask: int
+    pad: int
+    bos: int
+    eos: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechInputs:
+    """A :class:`SpeechPrompt` as a talker runs it.
+
+    Attributes:
+        token_ids: two more than the prompt has rows.
+        conditions: a row for each, as far as they are known.
+        positions: None where places are indices.
+    """
+
+    token_ids: list[int]
+    conditions: Conditions
+    positions: PromptPositions | None
+
+
+class SpeechPromptProcessor:
+    """Lays out speech prompts.
+
+    Args:
+        tokens: of the talker's vocabulary.
+        speakers: voices to choose from.
+        speaker_rows: per voice, the ``(1, width)`` embedding that begins its speech.
+        end_row: ``(1, width)``, follows the reply's rows.
+        pad_row: ``(1, width)``, follows that for ever.
+    """
+
+    def __init__(
+        self,
+        tokens: SpeechTokens,
+        speakers: Speakers,
+        *,
+        speaker_rows: Mapping[str, Tensor],
+        end_row: Tensor,
+        pad_row: Tensor,
+    ) -> None:
+        self.tokens = tokens
+        self.speakers = speakers
+        self._speaker_rows = speaker_rows
+        self._end_row = end_row
+        self._pad_row = pad_row
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> SpeechPromptProcessor:
+        """Read the voices, and of the thinker's weights one row for each and two more.
+
+        Raises:
+            ValueError: the checkpoint has no voices, or not these rows.
+        """
+        config = checkpoint.config
+        speakers = load_speakers(checkpoint.path)
+        token_ids = [speakers.get(name).bos_token for name in speakers.names]
+        token_ids += [config.tts_text_end_token_id, config.tts_text_pad_token_id]
+        rows = checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids)
+        width = config.embedding_size
+        *speaker_rows, end, pad = check_rows(rows, _TEXT_EMBEDDING, width, dtype).split(1)
+        return cls(
+            SpeechTokens(
+                mask=config.tts_codec_mask_token_id,
+                pad=config.tts_codec_pad_token_id,
+                bos=config.tts_codec_start_token_id,
+                eos=config.tts_codec_end_token_id,
+            ),
+            speakers,
+            speaker_rows=dict(zip(speakers.names, speaker_rows, strict=True)),
+            end_row=end,
+            pad_row=pad,
+        )
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """What ends the speech."""
+        return frozenset({self.tokens.pad, self.tokens.eos})
+
+    @property
+    def suppress_token_ids(self) -> tuple[int, ...]:
+        """What is never generated."""
+        return (self.tokens.bos,)
+
+    def process(self, prompt: Prompt) -> SpeechInputs:
+        """Lay out a prompt, or the first chunk of one.
+
+        Raises:
+            ValueError: it is no speech prompt, has no row, or rows or places that cannot be; or
+                nobody has the speaker's name.
+        """
+        if not isinstance(prompt, SpeechPrompt):
+            raise ValueError(
+                f"a talker reads the rows of a thinker, a SpeechPrompt; got {type(prompt).__name__}"
+            )
+        rows = self._check(prompt.prompt_rows, "prompt_rows")
+        reply = self._check(prompt.reply_rows, "reply_rows")
+        num_rows = rows.shape[0]
+        if num_rows == 0:
+            raise ValueError("the prompt is empty: prompt_rows needs at least one row")
+        speaker = self.speakers.get(prompt.speaker)
+        start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
+        conditions = Conditions(start, num_replaced=num_rows)
+        if prompt.is_last:
+            self._end(conditions)
+        tokens = self.tokens
+        return SpeechInputs(
+            [tokens.mask] * num_rows + [tokens.pad, tokens.bos],
+            conditions,
+            _positions(prompt.positions, num_rows),
+        )
+
+    def extend(self, conditions: Conditions, prompt: Prompt) -> None:
+        """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks.
+
+        Raises:
+            ValueError: it is no speech prompt, holds what only a first chunk may, or rows that
+                cannot be; or the last chunk came before. Nothing has changed then.
+        """
+        if not isinstance(prompt, SpeechPrompt):
+            raise ValueError(f"a speech goes on with a SpeechPrompt, got {type(prompt).__name__}")
+        num_rows = self._check(prompt.prompt_rows, "prompt_rows").shape[0]
+        if num_rows or prompt.positions is not None:
+            raise ValueError(
+                f"prompt_rows and positions belong into the first chunk of a speech; a later one "
+                f"came with {num_rows} rows"
+            )
+        reply = self._check(prompt.reply_rows, "reply_rows")
+        conditions.extend(reply)
+        if prompt.is_last:
+            self._end(conditions)
+
+    def _end(self, conditions: Conditions) -> None:
+        conditions.extend(self._end_row)
+        conditions.complete(self._pad_row[0])
+
+    def _check(self, rows: object, name: str) -> Tensor:
+        width, dtype = self._pad_row.shape[1], self._pad_row.dtype
+        return check_rows(rows, name, width, dtype).cpu()
+
+
+def _positions(table: object, num_rows: int) -> PromptPositions | None:
+    if table is None:
+        return None
+    if not isinstance(table, Tensor) or table.dtype != torch.int64:
+        kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ValueError(f"positions must be an int64 tensor, got {kind}")
+    if table.shape != (_NUM_AXES, num_rows):
+        raise ValueError(
+            f"positions must be ({_NUM_AXES}, {num_rows}), a column for each of prompt_rows, "
+            f"got {tuple(table.shape)}"
+        )
+    table = table.cpu()
+    if int(table.min()) < 0:
+        raise ValueError(f"positions must not be negative, got {int(table.min())}")
+    if torch.equal(table, torch.arange(num_rows).expand_as(table)):
+        return None
+    follow = table[:, -1].max() + torch.arange(1, _NUM_FOLLOWING + 1)
+    placed = PromptPositions.of(torch.cat([table, follow.expand(_NUM_AXES, -1)], dim=1))
+    # Transformers' talker goes on after the largest of all, unlike its thinker.
+    return replace(placed, shift=placed.largest + 1 - placed.table.shape[1])

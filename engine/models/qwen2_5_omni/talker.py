@@ -1,0 +1,89 @@
+"""Qwen2.5-Omni's talker: Qwen2 over codec tokens, whose inputs are as wide as its thinker.
+
+::
+
+    codec embedding + thinker's row  ──►  projection  ──►  layers  ──►  head
+         (n, embedding_size)            (n, hidden_size)              (n, codec vocabulary)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from engine.attention.layer import AttentionStep
+from engine.layers import Linear, MultiAxisRotaryEmbedding, rope_frequencies
+from engine.models.decoders.decoder import DecoderModel
+from engine.models.decoders.qwen2 import qwen2_config
+from engine.models.model_settings import ModelSettings
+
+__all__ = ["Qwen2_5OmniTalker", "build_qwen2_5_omni_talker"]
+
+
+class Qwen2_5OmniTalker(DecoderModel):
+    """A decoder that projects its inputs; see the module's note.
+
+    Source: "Qwen2.5-Omni Technical Report", 2025, section 2.3.
+
+    Args:
+        config: a talker's.
+        settings: types, places and lengths.
+
+    Raises:
+        ValueError: the config asks for something that is not supported.
+
+    Attributes:
+        embedding_size: width of embeddings, and of the rows beside them.
+    """
+
+    num_position_axes = MultiAxisRotaryEmbedding.num_axes
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        options, max_model_len = settings.tensor_options, settings.max_model_len
+        inv_freq, scaling = rope_frequencies(config, max_model_len)
+        sections = config.rope_parameters.get("mrope_section")
+        if sections is None:
+            raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
+        rotary = MultiAxisRotaryEmbedding(
+            inv_freq, scaling, max_model_len, sections=sections, **options
+        )
+        decoder_config = qwen2_config(config).for_length(max_model_len)
+        super().__init__(decoder_config, [rotary], settings, has_head=False)
+        self.vocab_size = config.vocab_size
+        self.embedding_size: int = config.embedding_size
+        embedding = torch.empty(config.vocab_size, config.embedding_size, **options)
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.head = Linear(config.hidden_size, {"codec_head": config.vocab_size}, **options)
+        projection = {"thinker_to_talker_proj": config.hidden_size}
+        self.projection = Linear(config.embedding_size, projection, bias=True, **options)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
+        yield from super().targets(prefix)
+        yield from self.projection.targets("")
+
+    def forward(
+        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
+    ) -> dict[str, Tensor]:
+        """Run the layers; see :meth:`CausalModel.forward`.
+
+        Args:
+            inputs_embeds: ``(num_tokens, embedding_size)``.
+            positions: ``(3, num_tokens)``, or ``(num_tokens,)`` where places are indices.
+            step: attention metadata of this step.
+        """
+        return super().forward(self.projection(inputs_embeds), positions, step)
+
+
+def build_qwen2_5_omni_talker(
+    config: PreTrainedConfig, settings: ModelSettings, has_head: bool
+) -> Qwen2_5OmniTalker:
+    """Build a talker, its weights not yet loaded; it always has a head.
+
+    Raises:
+        ValueError: the config asks for something that is not supported.
+    """
+    return Qwen2_5OmniTalker(config, settings)

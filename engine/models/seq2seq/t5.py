@@ -1,0 +1,98 @@
+"""T5, gated and plain: relative positions, RMS norms, no biases, no factor on the scores.
+
+Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer", 2020; the gated MLP is that of version 1.1 and Flan-T5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, T5Config
+from transformers.models.t5.modeling_t5 import T5Stack
+
+from engine.models.encoder_module import TextEncoder, build_empty
+from engine.models.model_settings import ModelSettings
+from engine.models.seq2seq.seq2seq import Seq2SeqModel
+from engine.models.seq2seq.seq2seq_config import RelativeBias, Seq2SeqConfig, Seq2SeqNames, Sublayer
+
+__all__ = ["TRAINED_LENGTH", "build_t5", "t5_config"]
+
+_NAMES = Seq2SeqNames(
+    embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    head="lm_head.weight",
+    encoder="encoder.",
+    decoder="decoder.",
+    layers="block.",
+    self_attention=Sublayer("layer.0.SelfAttention.", "layer.0.layer_norm."),
+    cross_attention=Sublayer("layer.1.EncDecAttention.", "layer.1.layer_norm."),
+    mlp=Sublayer("layer.2.DenseReluDense.", "layer.2.layer_norm."),
+    projections=("q", "k", "v", "o"),
+    mlp_projections=("wi", "wo"),
+    final_norm="final_layer_norm",
+    # The first checkpoints hold one for cross-attention too, which nothing ever used.
+    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+)
+_GATED = ("wi_0", "wi_1", "wo")
+# What all published models were trained on. Relative positions themselves know no limit.
+TRAINED_LENGTH = 512
+
+
+def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
+    """The decoder's part of a config."""
+    names = replace(_NAMES, mlp_projections=_GATED) if config.is_gated_act else _NAMES
+    max_len = getattr(config, "n_positions", None) or TRAINED_LENGTH
+    return Seq2SeqConfig(
+        hidden_size=config.d_model,
+        intermediate_size=config.d_ff,
+        num_layers=config.num_decoder_layers,
+        num_heads=config.num_heads,
+        head_dim=config.d_kv,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=max_len,
+        max_encoder_len=max_len,
+        activation=config.dense_act_fn,
+        norm_eps=config.layer_norm_epsilon,
+        rms_norm=True,
+        norm_first=True,
+        projection_biases=(),
+        mlp_bias=False,
+        attention_scale=1.0,
+        relative_bias=RelativeBias(
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+            "relative_attention_bias.weight",
+        ),
+        # A tied head would give logits of the embedding's scale.
+        hidden_scale=config.d_model**-0.5 if config.scale_decoder_outputs else 1.0,
+        names=names,
+    )
+
+
+def build_t5(
+    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
+) -> Seq2SeqModel:
+    """Build a T5, its weights not yet loaded; see :class:`Seq2SeqModel`.
+
+    Raises:
+        ValueError: float16 is asked for, whose range T5's activations leave.
+    """
+    if settings.dtype == torch.float16:
+        raise ValueError("T5 overflows in float16; use bfloat16 or float32")
+    decoder_config = t5_config(config)
+
+    def build_encoder(embedding: nn.Parameter) -> TextEncoder:
+        module = build_empty(_encoder_stack, config, settings)
+        return TextEncoder(module, embedding, decoder_config.max_encoder_len)
+
+    return Seq2SeqModel(decoder_config, build_encoder, settings, stored)
+
+
+def _encoder_stack(config: T5Config) -> T5Stack:
+    """One class is both stacks; what its config says makes it an encoder."""
+    config.is_decoder = False
+    config.use_cache = False
+    return T5Stack(config)

@@ -1,0 +1,115 @@
+"""Whisper: an encoder over the spectrogram of a window of fixed length, learned positions.
+
+Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from engine.models.encoder_module import (
+    EncoderModule,
+    build_empty,
+    check_num_tokens,
+    stacked_feature,
+)
+from engine.models.model_settings import ModelSettings
+from engine.models.seq2seq.seq2seq import Seq2SeqModel
+from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig, Seq2SeqNames, Sublayer
+from engine.requests.encoder_input import EncoderInput
+
+__all__ = ["SpeechEncoder", "build_whisper", "whisper_config"]
+
+_NAMES = Seq2SeqNames(
+    embeddings=("model.decoder.embed_tokens.weight",),
+    head="proj_out.weight",
+    encoder="model.encoder.",
+    decoder="model.decoder.",
+    layers="layers.",
+    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
+    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
+    mlp=Sublayer("", "final_layer_norm."),
+    projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+    mlp_projections=("fc1", "fc2"),
+    final_norm="layer_norm",
+)
+_FEATURES = "input_features"
+# Frames of the spectrogram per row: the second convolution takes every second one.
+_FRAMES_PER_ROW = 2
+
+
+class SpeechEncoder(EncoderModule):
+    """Spectrograms to hidden states, always of the whole window.
+
+    Args:
+        config: of the checkpoint.
+        settings: types and places.
+    """
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        self.module = build_empty(WhisperEncoder, config, settings)
+        self.max_len = config.max_source_positions
+        self.dtype = settings.dtype
+        self.feature_shape = (config.num_mel_bins, self.max_len * _FRAMES_PER_ROW)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """All weights, the fixed positions included."""
+        for name, tensor in self.module.state_dict().items():
+            yield f"{prefix}{name}", tensor
+
+    def check_input(self, entry: EncoderInput) -> None:
+        """One spectrogram, padded or cut to the window."""
+        features = entry.features.get(_FEATURES)
+        if features is None or entry.token_ids:
+            raise ValueError(f"Whisper's encoder takes {_FEATURES} (a spectrogram) and no tokens")
+        if tuple(features.shape) != self.feature_shape:
+            raise ValueError(
+                f"{_FEATURES} must be {self.feature_shape} (mel bins, frames), "
+                f"got {tuple(features.shape)}"
+            )
+        check_num_tokens(entry, self.max_len)
+
+    def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """See :meth:`EncoderModule.forward`."""
+        features = stacked_feature(inputs, _FEATURES, self.module).to(self.dtype)
+        rows: Tensor = self.module(features).last_hidden_state.flatten(0, 1)
+        return rows
+
+
+def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
+    """The decoder's part of a config."""
+    head_dim = config.d_model // config.decoder_attention_heads
+    query, _, value, output = _NAMES.projections
+    return Seq2SeqConfig(
+        hidden_size=config.d_model,
+        intermediate_size=config.decoder_ffn_dim,
+        num_layers=config.decoder_layers,
+        num_heads=config.decoder_attention_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_target_positions,
+        max_encoder_len=config.max_source_positions,
+        activation=config.activation_function,
+        norm_eps=1e-5,
+        rms_norm=False,
+        norm_first=True,
+        projection_biases=(query, value, output),
+        mlp_bias=True,
+        attention_scale=head_dim**-0.5,
+        position_offset=0,
+        names=_NAMES,
+    )
+
+
+def build_whisper(
+    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
+) -> Seq2SeqModel:
+    """Build a Whisper, its weights not yet loaded; see :class:`Seq2SeqModel`."""
+    return Seq2SeqModel(
+        whisper_config(config), lambda _: SpeechEncoder(config, settings), settings, stored
+    )

@@ -1,0 +1,168 @@
+"""What Whisper's decoder begins with: language, task and whether to write timestamps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.prompt_tokens import tokenize
+from engine.interface.prompts import (
+    AudioPrompt,
+    ChatPrompt,
+    DecoderPrompt,
+    EncoderPrompt,
+    TextPrompt,
+)
+from engine.models.whisper.timestamp_rule import TimestampRule
+from engine.requests.prompt_choice import PromptChoice
+from engine.sampling.sampling_state import LogitsRule
+
+__all__ = ["WhisperPromptRule"]
+
+_WISHES = ("language", "task", "timestamps")
+
+
+class WhisperPromptRule(DecoderPromptRule):
+    """The tokens that say what is wanted, from the request or from the generation config.
+
+    ::
+
+        <|startoftranscript|> <|fr|> <|transcribe|> <|notimestamps|>
+         always                multilingual models   unless timestamps are wanted
+
+    They are those of transformers' ``WhisperForConditionalGeneration.generate``. Of a language that
+    nobody names the model itself chooses the token: the likeliest behind the first.
+    """
+
+    def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
+        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`.
+
+        Raises:
+            ValueError: as there; also when language or task are unknown, cannot be chosen with
+                this checkpoint, or stand beside a decoder prompt.
+        """
+        if decoder is not None and isinstance(encoder, AudioPrompt):
+            wanted = [name for name in _WISHES if getattr(encoder, name) is not None]
+            if wanted:
+                raise ValueError(
+                    f"{' and '.join(wanted)} cannot stand beside a decoder prompt: write the "
+                    "tokens into the decoder prompt, or leave it out"
+                )
+        return super().prompt_ids(encoder, decoder)
+
+    def prompt_choice(
+        self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> PromptChoice | None:
+        """The language, where nobody names it, and what follows it."""
+        if decoder is not None:
+            return None
+        ids, detects = self._plan(encoder)
+        if not detects:
+            return None
+        return PromptChoice(tuple(self._setting("lang_to_id").values()), ids[1:])
+
+    def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
+        """The order of timestamps, where they are wanted."""
+        without = self._setting("no_timestamps_token_id")
+        if without is None or not self._wants_timestamps(encoder):
+            return None
+        end = self._first_named("eos_token_id", "bos_token_id")
+        return TimestampRule(without, end, self._setting("max_initial_timestamp_index"))
+
+    def _wants_timestamps(self, encoder: EncoderPrompt | None) -> bool:
+        asked = encoder.timestamps if isinstance(encoder, AudioPrompt) else None
+        return bool(self._setting("return_timestamps") if asked is None else asked)
+
+    @property
+    def _first_ids(self) -> tuple[int, ...]:
+        # A prompt may begin with what was said before: <|startofprev|> ... <|startoftranscript|>
+        previous = self._named("prev_sot_token_id")
+        return (self.start_token_id,) if previous is None else (self.start_token_id, previous)
+
+    def _tokenize(self, decoder: str | TextPrompt | ChatPrompt) -> list[int]:
+        """Text as it is: the tokenizer would put its own choice of language and task before it."""
+        if isinstance(decoder, ChatPrompt):
+            return tokenize(decoder, self._tokenizer)
+        text = decoder if isinstance(decoder, str) else decoder.prompt
+        return tokenize(TextPrompt(text, add_special_tokens=False), self._tokenizer)
+
+    def _default(self, encoder: EncoderPrompt | None) -> list[int]:
+        ids, detects = self._plan(encoder)
+        return ids[:1] if detects else ids
+
+    def _plan(self, encoder: EncoderPrompt | None) -> tuple[list[int], bool]:
+        """The prompt, and whether a language that the model detects belongs behind its first id."""
+        asked = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
+        self._check_choices(asked)
+        language = asked.language if asked.language is not None else self._setting("language")
+        task = asked.task if asked.task is not None else self._setting("task")
+        ids: list[int | None] = [self.start_token_id]
+        if language is None and task is None:
+            ids += self._forced_ids()
+        if language is not None:
+            ids[1:2] = [self._language_id(language)]
+        detects = bool(self._setting("lang_to_id")) and (len(ids) == 1 or ids[1] is None)
+        tasks = self._setting("task_to_id") or {}
+        if task is not None:
+            ids.append(self._task_id(task, tasks))
+        elif language is not None and tasks and not set(ids) & set(tasks.values()):
+            ids.append(tasks["transcribe"])
+        wanted = self._wants_timestamps(encoder)
+        return self._with_timestamps([i for i in ids if i is not None], wanted), detects
+
+    def _check_choices(self, asked: AudioPrompt) -> None:
+        chosen = asked.language is not None or asked.task is not None
+        if chosen and self._setting("is_multilingual") is False:
+            raise ValueError(
+                "this checkpoint knows English only: neither language nor task can be chosen"
+            )
+
+    def _with_timestamps(self, ids: list[int], wanted: bool) -> list[int]:
+        without = self._setting("no_timestamps_token_id")
+        if without is None:
+            if wanted:
+                raise ValueError(
+                    "timestamps are not to be had: the checkpoint's generation config has no "
+                    "no_timestamps_token_id"
+                )
+            return ids
+        if wanted:
+            return ids[:-1] if ids[-1] == without else ids
+        return ids if ids[-1] == without else [*ids, without]
+
+    def _language_id(self, language: str) -> int:
+        known: dict[str, int] = self._setting("lang_to_id") or {}
+        name = language.lower()
+        token = name if name in known else f"<|{TO_LANGUAGE_CODE.get(name, name)}|>"
+        if token not in known:
+            codes = ", ".join(sorted(each.strip("<|>") for each in known)) or "none"
+            raise ValueError(
+                f"language {language!r} is unknown to this checkpoint; it knows {codes}"
+            )
+        return known[token]
+
+    def _task_id(self, task: str, tasks: dict[str, int]) -> int:
+        if task not in tasks:
+            raise ValueError(
+                f"task {task!r} is unknown to this checkpoint; it knows "
+                f"{', '.join(sorted(tasks)) or 'none'}"
+            )
+        return tasks[task]
+
+    def _forced_ids(self) -> list[int | None]:
+        """What older checkpoints say in the place of a language and a task."""
+        forced = self._setting("forced_decoder_ids") or []
+        positions = [position for position, _ in forced]
+        if positions != list(range(1, len(forced) + 1)):
+            raise ValueError(
+                f"the checkpoint's forced_decoder_ids {forced} must be for positions 1, 2, ..."
+            )
+        return [token_id for _, token_id in forced]
+
+    def _setting(self, name: str) -> Any:
+        own = getattr(self._generation_config, name, None)
+        if own is None and name == "forced_decoder_ids":
+            return getattr(self._config, name, None)
+        return own

@@ -1,0 +1,6 @@
+"""What a sequence carries on its way through an engine.
+
+Imports sampling, text, interface.
+"""
+
+__all__: tuple[str, ...] = ()

@@ -1,0 +1,290 @@
+"""One sequence on its way through an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from engine.interface.outputs import RequestMetrics, TokenLogprobs
+from engine.interface.sampling_params import SamplingParams
+from engine.requests.encoder_input import EncoderInput, EncoderView
+from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.prompt_choice import PromptChoice
+from engine.requests.prompt_positions import PromptPositions
+from engine.requests.streamed_rows import Conditions
+from engine.sampling.sampler import SamplingState
+from engine.text.stop_checker import CompletionText
+from prefix_cache import (
+    BlockHash,
+    ContentSpan,
+    EncoderBlocks,
+    content_hash,
+    extend_block_hashes,
+)
+
+__all__ = [
+    "Request",
+    "RequestStatus",
+    "RequestTimes",
+    "embeds_spans",
+    "encoder_spans",
+    "item_spans",
+    "position_spans",
+]
+
+
+class RequestStatus(Enum):
+    """Where a request is. A preempted request waits again, its tokens kept, or is swapped out."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Clock readings of one request, in seconds of ``time.monotonic``."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    def metrics(self, num_preemptions: int) -> RequestMetrics:
+        """The same as durations since the arrival."""
+
+        def since_arrival(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.arrival
+
+        return RequestMetrics(
+            queue_s=since_arrival(self.first_scheduled),
+            first_token_s=since_arrival(self.first_token),
+            total_s=since_arrival(self.finished),
+            num_preemptions=num_preemptions,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence: its tokens, how far they are computed, and what it needs to go on.
+
+    ::
+
+        token_ids   | prompt ............ | generated ... | last |
+                    |<- num_computed_tokens ------------->|      |
+                    |<- num_cached_tokens ->| (of the prompt, at admission)
+        the last token is the input of the next forward pass
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        token_ids: prompt and output. Positions that ``prompt_embeds`` covers hold 0.
+        num_prompt_tokens: how many of them are the prompt.
+        prompt_embeds: ``(num_prompt_tokens, hidden_size)`` in the model's type, or None.
+        params: how tokens are chosen.
+        max_num_tokens: prompt and output together stop here.
+        priority: lower first.
+        arrival_index: order among equal priorities.
+        cache_salt: blocks are shared only within one salt.
+        sampling: this request's random source and token counts.
+        text: the output as text, and the rule that ends it.
+        spans: what block hashes cover beside the token ids.
+        encoder_input: what the encoder gets, in an encoder-decoder model; ``token_ids`` are the
+            decoder's.
+        encoder_view: which rows of the encoder's output its tokens see.
+        encoder_blocks: the encoder's output as cross-attention keeps it.
+        mm_inputs: images and the like, in the order of their places in the prompt.
+        positions: on several axes, where tokens are placed so; None where places are indices.
+        conditions: rows beside the tokens, in models that want them. They may come while the
+            request runs, which it does only as far as they are known.
+        is_paused: whether it rests, with what it holds, until somebody lets it go on.
+        prompt_choice: how the prompt goes on behind the tokens that are known, until the model has
+            chosen; None for a prompt that is known whole.
+        alone_until: it shares no step with others before so many tokens are computed, since a step
+            that computed them for several requests failed.
+        block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    prompt_embeds: Tensor | None
+    params: SamplingParams
+    max_num_tokens: int
+    priority: int
+    arrival_index: int
+    cache_salt: str | None
+    sampling: SamplingState
+    text: CompletionText
+    spans: tuple[ContentSpan, ...] = ()
+    encoder_input: EncoderInput | None = None
+    encoder_view: EncoderView | None = None
+    encoder_blocks: EncoderBlocks | None = None
+    mm_inputs: tuple[MultiModalInput, ...] = ()
+    positions: PromptPositions | None = None
+    conditions: Conditions | None = None
+    prompt_choice: PromptChoice | None = None
+    is_paused: bool = False
+    alone_until: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Leading tokens that can run: those that need no row which is still to come."""
+        if self.conditions is None:
+            return self.num_tokens
+        return self.conditions.num_known(self.num_tokens)
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether it cannot get past its newest token before more rows come."""
+        return self.num_known_tokens < self.num_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what made a step fail, so that it has to run alone."""
+        return self.num_computed_tokens < self.alone_until
+
+    def can_run_from(self, num_computed_tokens: int) -> bool:
+        """Whether it has a token to run, if so many are computed."""
+        return not self.is_paused and num_computed_tokens < self.num_known_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Length of the prompt when it is known whole."""
+        choice = self.prompt_choice
+        return self.num_prompt_tokens + (0 if choice is None else choice.num_tokens)
+
+    @property
+    def next_sampling(self) -> SamplingState:
+        """What the sampler goes by for the next token."""
+        return self.sampling if self.prompt_choice is None else self.prompt_choice.sampling
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """Generated ids."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Sort key of the queues: priority first, then first come, first served."""
+        return (self.priority, self.arrival_index)
+
+    @property
+    def num_position_axes(self) -> int:
+        """Numbers that place one of its tokens."""
+        return 1 if self.positions is None else self.positions.table.shape[0]
+
+    @property
+    def num_visible_encoder_tokens(self) -> int:
+        """Rows of the encoder's output that this step's tokens see."""
+        view = self.encoder_view
+        if view is None:
+            return 0
+        return view.rows_before if self.num_computed_tokens < view.start else view.rows
+
+    def clip_to_view(self, num_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens see the same rows of the encoder's output."""
+        view = self.encoder_view
+        if view is None or self.num_computed_tokens >= view.start:
+            return num_tokens
+        return min(num_tokens, view.start - self.num_computed_tokens)
+
+    def complete_prompt(self, token_id: int) -> tuple[int, ...]:
+        """Let the prompt go on by a token that the model chose; returns all that came to it.
+
+        Raises:
+            RuntimeError: the prompt is known whole.
+        """
+        if self.prompt_choice is None:
+            raise RuntimeError(f"the prompt of request {self.request_id!r} is known whole")
+        new = (token_id, *self.prompt_choice.then)
+        self.token_ids.extend(new)
+        self.num_prompt_tokens += len(new)
+        self.sampling.extend_prompt(new)
+        self.prompt_choice = None
+        return new
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take a sampled token."""
+        self.token_ids.append(token_id)
+        self.sampling.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Hash the blocks that have become full since the last call."""
+        num_known, first = self.num_known_tokens, len(self.block_hashes) * block_size
+        if num_known - first < block_size:
+            return
+        rows = () if self.conditions is None else self.conditions.spans(first, num_known)
+        extend_block_hashes(
+            self.block_hashes,
+            self.token_ids if num_known == self.num_tokens else self.token_ids[:num_known],
+            block_size,
+            spans=(*self.spans, *rows),
+            salt=self.cache_salt,
+        )
+
+
+def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block, so that two prompts share the blocks in which their rows agree.
+
+    Args:
+        prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
+        block_size: tokens per block.
+    """
+    rows = prompt_embeds.detach().to("cpu")
+    return tuple(
+        ContentSpan(
+            kind="prompt_embeds",
+            offset=block_index * block_size,
+            length=block_rows.shape[0],
+            content_hash=content_hash(block_rows),
+        )
+        for block_index, block_rows in enumerate(torch.split(rows, block_size))
+    )
+
+
+def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block of a prompt whose places nothing else of its content tells.
+
+    None for blocks whose places are indices: those are the same as of a prompt without a table.
+    """
+    table = positions.table
+    moved = table - torch.arange(table.shape[1])
+    return tuple(
+        ContentSpan("positions", index * block_size, columns.shape[1], content_hash(columns))
+        for index, columns in enumerate(moved.split(block_size, dim=1))
+        if columns.any()
+    )
+
+
+def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
+    """What tells placeholders of one image from those of another."""
+    # Pieces of one video with its sound have one span together.
+    return tuple(dict.fromkeys(item.span for item in items))
+
+
+def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
+    """What keys a decoder's blocks by the encoder's input, on which all of them depend.
+
+    At the first position only: the hash of every later block covers that of the first.
+    """
+    return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)

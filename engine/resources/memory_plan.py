@@ -1,0 +1,221 @@
+"""What an engine reserves, worked out before it is reserved and told to people."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+
+from engine.interface.config import EngineConfig
+from engine.resources.byte_sizes import format_bytes
+from engine.resources.kv_cache_report import KVCacheReport, report_kv_cache
+from prefix_cache import KVCacheConfig, KVCacheGroup, KVCacheManager
+
+__all__ = ["MemoryPlan", "plan_memory", "resolve_num_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What an engine reserves.
+
+    Attributes:
+        device: where weights and pages are.
+        dtype: element type of both.
+        weights_bytes: the model.
+        num_blocks: blocks of the pool, the null block included; with several KV-cache groups, its
+            large pages.
+        block_size: tokens per block.
+        page_bytes: one of these blocks (or large pages).
+        max_model_len: longest sequence.
+        stage_output_bytes: per mirrored tensor, the whole ``(num_blocks, block_size, D)`` store
+            on the host.
+        attention: the backend that computes attention; None in an engine without a KV cache.
+        kv_cache: the groups of layers, and what they cost; None likewise.
+        encoder_cache_bytes: most that encoder outputs of images may take; 0 in a model without.
+        swap_bytes: host memory for pages of swapped requests.
+    """
+
+    device: str
+    dtype: str
+    weights_bytes: int
+    num_blocks: int
+    block_size: int
+    page_bytes: int
+    max_model_len: int
+    stage_output_bytes: Mapping[str, int] = field(default_factory=dict)
+    attention: str | None = None
+    kv_cache: KVCacheReport | None = None
+    encoder_cache_bytes: int = 0
+    swap_bytes: int = 0
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The whole pool."""
+        return self.num_blocks * self.page_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds if all layers keep all tokens; the null block holds none."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def with_caches(
+        self, stage_outputs: Mapping[str, int], *, encoder_cache: int = 0, swap: int = 0
+    ) -> MemoryPlan:
+        """The same plan, told what the other caches have reserved, or may take."""
+        return replace(
+            self,
+            stage_output_bytes=dict(stage_outputs),
+            encoder_cache_bytes=encoder_cache,
+            swap_bytes=swap,
+        )
+
+    def lines(self) -> list[str]:
+        """The plan for people, a line per reservation."""
+        return [
+            f"weights        {format_bytes(self.weights_bytes)} ({self.dtype} on {self.device})",
+            *self._pool_lines(),
+            *(self.kv_cache.lines() if self.kv_cache else []),
+            *([f"attention      {self.attention}"] if self.attention else []),
+            *(
+                [f"encoder cache  up to {format_bytes(self.encoder_cache_bytes)} on {self.device}"]
+                if self.encoder_cache_bytes
+                else []
+            ),
+            *(
+                [f"swap space     {format_bytes(self.swap_bytes)} host memory"]
+                if self.swap_bytes
+                else []
+            ),
+            *(
+                f"stage output   {format_bytes(size)} host memory for {name}"
+                for name, size in self.stage_output_bytes.items()
+            ),
+        ]
+
+    def _pool_lines(self) -> list[str]:
+        if self.kv_cache is None:
+            return [
+                f"blocks         {self.num_blocks} of {self.block_size} tokens "
+                f"({self.num_tokens} tokens; inputs up to {self.max_model_len})"
+            ]
+        total, page = format_bytes(self.kv_cache_bytes), format_bytes(self.page_bytes)
+        if self.kv_cache.is_uniform:
+            return [
+                f"KV cache       {total}: {self.num_blocks} blocks of {self.block_size} tokens, "
+                f"{page} each",
+                f"  room         {self.num_tokens} tokens; sequences up to {self.max_model_len}",
+            ]
+        longest = self.kv_cache.costs[-1]
+        usable = self.kv_cache_bytes - self.page_bytes
+        return [
+            f"KV cache       {total}: {self.num_blocks} large pages, {page} each",
+            f"  room         for the pages of {usable / longest.held_bytes:.1f} sequences of "
+            f"{longest.num_tokens} tokens",
+        ]
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+def resolve_num_blocks(
+    config: EngineConfig,
+    page_bytes: int,
+    pages_for: Callable[[int, int], int],
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Enough for every seat at full length, within the share of free memory that is allowed.
+
+    Args:
+        config: what the user set; a ``num_blocks`` of his is taken as it is.
+        page_bytes: of a (large) page.
+        pages_for: pages that sequences of so many tokens, and so many of them, can take up.
+        max_model_len: longest sequence.
+        device: whose memory.
+
+    Raises:
+        ValueError: not even one sequence of ``max_model_len`` would fit; says what would. A length
+            that nobody stated may be too long for a ``num_blocks`` that somebody did: requests
+            that do not fit are refused one by one then, as long as there is room for any.
+    """
+    per_sequence = pages_for(max_model_len, 1)
+    if config.num_blocks is None:
+        budget = int(_free_bytes(device) * config.memory_fraction)
+        wanted = pages_for(max_model_len, config.max_num_seqs) + 1
+        num_pages = min(wanted, budget // page_bytes)
+        limit = f"memory_fraction {config.memory_fraction} of the free memory "
+        limit += f"({format_bytes(budget)})"
+        remedy = "raise memory_fraction"
+    else:
+        num_pages = config.num_blocks
+        limit = f"num_blocks {num_pages}, the null block off,"
+        remedy = f"set num_blocks to at least {per_sequence + 1}"
+    room = max(num_pages - 1, 0)
+    is_stated = config.num_blocks is None or config.max_model_len is not None
+    if pages_for(max_model_len if is_stated else 1, 1) > room:
+        fits = bisect_right(range(max_model_len), room, key=lambda n: pages_for(n + 1, 1))
+        raise ValueError(
+            f"max_model_len {max_model_len} needs {per_sequence} blocks of "
+            f"{format_bytes(page_bytes)}, but {limit} holds {room}; "
+            + (f"max_model_len {fits} would fit, or " if fits else "not one token would fit: ")
+            + remedy
+        )
+    return num_pages
+
+
+def plan_memory(
+    config: EngineConfig,
+    groups: tuple[KVCacheGroup, ...],
+    *,
+    weights_bytes: int,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    max_encoder_len: int = 0,
+) -> tuple[KVCacheConfig, MemoryPlan]:
+    """Size the pool; ``attention`` is the backend's name, for the plan.
+
+    Every sequence may bring ``max_encoder_len`` encoder tokens. A pool that the user sized himself
+    need not hold so many: requests that do not fit are refused one by one.
+
+    Raises:
+        ValueError: the memory that may be used does not hold one sequence; says what would fit.
+    """
+    probe = KVCacheManager(
+        KVCacheConfig(2, groups, num_host_blocks=2),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    page_bytes = probe.config.large_page_bytes
+    num_encoder_tokens = max_encoder_len if config.num_blocks is None else min(max_encoder_len, 1)
+    kv_config = KVCacheConfig(
+        resolve_num_blocks(
+            config,
+            page_bytes,
+            lambda num_tokens, count: probe.pages_for(num_tokens, num_encoder_tokens, count),
+            max_model_len,
+            device,
+        ),
+        groups,
+        # Host memory is taken as it is written to, so there is room for every seat.
+        num_host_blocks=-(-max_model_len // config.block_size) * config.max_num_seqs + 1,
+    )
+    plan = MemoryPlan(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weights_bytes=weights_bytes,
+        num_blocks=kv_config.num_large_pages,
+        block_size=config.block_size,
+        page_bytes=page_bytes,
+        max_model_len=max_model_len,
+        attention=attention,
+        kv_cache=report_kv_cache(kv_config, max_model_len, max_encoder_len),
+    )
+    return kv_config, plan

@@ -1,0 +1,6 @@
+"""From logits to token ids: penalties, masks, seeded draws.
+
+Imports interface.
+"""
+
+__all__: tuple[str, ...] = ()

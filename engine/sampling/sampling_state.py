@@ -1,0 +1,154 @@
+"""What the sampler remembers of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.interface.sampling_params import SamplingParams
+from engine.sampling.random_source import uniform
+from engine.sampling.token_counts import TokenCounts
+
+__all__ = ["LogitsRule", "SamplingState"]
+
+
+class LogitsRule(Protocol):
+    """A rule about what may follow what."""
+
+    def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
+        """Mask in the logits ``(vocab,)`` what must not follow the generated ids."""
+
+
+class SamplingState:
+    """What the sampler remembers of one request; it lives as long, across preemptions.
+
+    Args:
+        params: how tokens are chosen.
+        prompt_token_ids: for the repetition penalty; empty for a prompt of embeddings.
+        seed: of this request's draws, ``0 <= seed < 2**63``.
+        eos_token_ids: kept out until ``min_tokens``, unless ``ignore_eos``.
+        vocab_size: of the logits.
+        rule: what else the checkpoint's kind of model asks of its output, or None.
+        begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
+            rules; ids outside the vocabulary are ignored.
+
+    Raises:
+        ValueError: a suppressed or stop id is outside the vocabulary, or nothing is left to
+            choose from.
+
+    Attributes:
+        params: as given.
+        num_generated: tokens accepted so far.
+        counts: of the tokens seen, or None when no penalty asks for them.
+        rule: as given.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        seed: int,
+        eos_token_ids: Collection[int],
+        vocab_size: int,
+        *,
+        rule: LogitsRule | None = None,
+        begin_suppress_token_ids: Collection[int] = (),
+    ) -> None:
+        _check_ids("suppress_token_ids", params.suppress_token_ids, vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        self.params = params
+        self.num_generated = 0
+        self.counts: TokenCounts | None = None
+        if (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        ):
+            # Placeholders of other modalities may have ids beyond the head's.
+            self.counts = TokenCounts(i for i in prompt_token_ids if i < vocab_size)
+        self._seed = seed
+        begin = [i for i in begin_suppress_token_ids if i < vocab_size]
+        self._masked, self._masked_early, self._masked_first = _masks(
+            params, eos_token_ids, begin, vocab_size
+        )
+        self._plain = (
+            params.is_greedy and self.counts is None and params.logprobs is None and rule is None
+        )
+        self.rule = rule
+        self._generated: list[int] = []
+
+    def extend_prompt(self, token_ids: Sequence[int]) -> None:
+        """Take note of tokens by which the prompt turned out to go on."""
+        if self.counts is not None:
+            self.counts.see(token_ids)
+
+    def append(self, token_id: int) -> None:
+        """Take note of an accepted token."""
+        self.num_generated += 1
+        if self.rule is not None:
+            self._generated.append(token_id)
+        if self.counts is not None:
+            self.counts.append(token_id)
+
+    @property
+    def masked_ids(self) -> NDArray[np.int64] | None:
+        """Ids that must not be chosen at this position, each once; None when all may be."""
+        if self.num_generated == 0:
+            return self._masked_first
+        if self.num_generated < self.params.min_tokens:
+            return self._masked_early
+        return self._masked
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this position is the largest of the unchanged logits and no more."""
+        return self._plain and self.masked_ids is None
+
+    def apply_rule(self, logits: Tensor) -> None:
+        """Mask, in place, what the model's own rule forbids at this position; ``(vocab,)``."""
+        if self.rule is not None:
+            self.rule.apply(logits, self._generated)
+
+    def next_uniform(self) -> float:
+        """The number in ``(0, 1]`` that draws the next token; asking again gives it again."""
+        return uniform(self._seed, self.num_generated)
+
+
+_Mask: TypeAlias = NDArray[np.int64] | None
+
+
+def _masks(
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    begin_suppress_token_ids: Collection[int],
+    vocab_size: int,
+) -> tuple[_Mask, _Mask, _Mask]:
+    """Ids to mask always, before ``min_tokens``, and at the first position."""
+    always = set(params.suppress_token_ids)
+    early = always | set(params.stop_token_ids)
+    if not params.ignore_eos:
+        # A tokenizer may know more ids than the model's head.
+        early.update(i for i in eos_token_ids if i < vocab_size)
+    first = (early if params.min_tokens else always) | set(begin_suppress_token_ids)
+    if len(first) >= vocab_size:
+        raise ValueError(
+            f"all {vocab_size} ids of the vocabulary are suppressed or would end the text "
+            "before min_tokens: no token is left to choose"
+        )
+    return _id_array(always), _id_array(early), _id_array(first)
+
+
+def _id_array(ids: set[int]) -> _Mask:
+    return np.array(sorted(ids), dtype=np.int64) if ids else None
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}"
+            )

@@ -1,0 +1,6 @@
+"""Text and tokens: tokenizers, chat templates, incremental decoding, stop strings.
+
+Imports interface.
+"""
+
+__all__: tuple[str, ...] = ()

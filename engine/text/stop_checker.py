@@ -1,0 +1,148 @@
+"""When a completion ends, and its text up to there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from transformers import PreTrainedTokenizerBase
+
+from engine.interface.outputs import FinishReason
+from engine.interface.sampling_params import SamplingParams
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.stop_strings import StopStrings
+
+__all__ = ["CompletionText", "StopChecker"]
+
+
+class StopChecker:
+    """Decides from the token alone whether a completion ends.
+
+    Args:
+        params: ``stop_token_ids``, ``ignore_eos``, ``min_tokens`` and ``max_tokens`` count here.
+        eos_token_ids: the checkpoint's end-of-sequence ids.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+        eos = () if params.ignore_eos else eos_token_ids
+        self._stop_ids = frozenset(eos).union(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._max_tokens = params.max_tokens
+
+    def may_stop(self, num_tokens: int) -> bool:
+        """Whether a stop token or stop string counts once ``num_tokens`` are generated."""
+        return num_tokens >= self._min_tokens
+
+    def check(self, token_id: int, num_tokens: int) -> FinishReason | None:
+        """Judge the newest token.
+
+        Args:
+            token_id: the token.
+            num_tokens: how many are generated, this one included.
+        """
+        if token_id in self._stop_ids and self.may_stop(num_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self._max_tokens else None
+
+
+class CompletionText:
+    """The text of one completion as it grows, and the rule that ends it.
+
+    ::
+
+        text found so far   | told (take_delta) | certain, untold | may begin a stop string |
+                            |<--------------- text -------------->|<--- until decided ----->|
+
+    A stop string is not part of the text, nor is the stop token; special tokens never are.
+    Neither half a character nor half a stop string is ever told.
+
+    Args:
+        tokenizer: of the checkpoint; None generates ids without text.
+        params: how the completion ends.
+        eos_token_ids: the checkpoint's end-of-sequence ids.
+
+    Raises:
+        ValueError: stop strings, but no tokenizer to find them with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        params: SamplingParams,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        if tokenizer is None and params.stop:
+            raise ValueError(
+                f"stop strings {list(params.stop)} need text, but the checkpoint has no "
+                "tokenizer; use stop_token_ids"
+            )
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._checker = StopChecker(params, eos_token_ids)
+        self._stop_strings = StopStrings(params.stop)
+        self._num_tokens = 0
+        self._found = ""
+        self._num_certain = 0
+        self._num_told = 0
+        self._finished = False
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the next generated token.
+
+        Returns:
+            Why the completion ends with this token, or None.
+
+        Raises:
+            RuntimeError: the completion has ended already.
+        """
+        if self._finished:
+            raise RuntimeError(f"token {token_id} came after the end of the completion")
+        self._num_tokens += 1
+        reason = self._checker.check(token_id, self._num_tokens)
+        if reason is FinishReason.STOP:
+            self._settle()
+        elif self._detokenizer is not None and self._grow(self._detokenizer.append([token_id])):
+            reason = FinishReason.STOP
+        elif reason is FinishReason.LENGTH and self._settle():
+            # What was held back held a stop string.
+            reason = FinishReason.STOP
+        return reason
+
+    @property
+    def text(self) -> str:
+        """What is certain so far; all of it once the completion has ended."""
+        return self._found[: self._num_certain]
+
+    def take_delta(self) -> str:
+        """What :attr:`text` grew by since the last call."""
+        delta = self._found[self._num_told : self._num_certain]
+        self._num_told = self._num_certain
+        return delta
+
+    def finish(self) -> None:
+        """End the completion for a reason from outside, and release what was held back.
+
+        One that has ended already is left as it is.
+        """
+        self._settle()
+
+    def _grow(self, delta: str) -> bool:
+        """Add text; whether a stop string ended it."""
+        num_passed = len(self._found)
+        self._found += delta
+        if self._checker.may_stop(self._num_tokens):
+            cut = self._stop_strings.find(self._found, num_passed)
+            if cut is not None:
+                self._found = self._found[:cut]
+                self._num_certain = cut
+                self._finished = True
+                return True
+        self._num_certain = len(self._found) - self._stop_strings.num_undecided(self._found)
+        return False
+
+    def _settle(self) -> bool:
+        """Release what was held back; whether a stop string was in it."""
+        if self._finished:
+            return False
+        stopped = self._detokenizer is not None and self._grow(self._detokenizer.flush())
+        self._num_certain = len(self._found)
+        self._finished = True
+        return stopped

@@ -1,0 +1,81 @@
+"""The checkpoint's tokenizer, and the ids that end a sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from engine.text.chat_template import processor_chat_template
+
+__all__ = ["eos_token_ids", "load_tokenizer"]
+
+# Any of these means that the checkpoint brings a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+
+
+def load_tokenizer(
+    model_path: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a checkpoint folder; None when it brings none.
+
+    Its chat template is that of the checkpoint's processor, where this has one.
+
+    Args:
+        model_path: the folder.
+        trust_remote_code: whether the tokenizer may come with its own Python code.
+
+    Raises:
+        ValueError: the folder is not there, or its tokenizer cannot be loaded.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise ValueError(f"cannot load a tokenizer: {folder} is no folder")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    # The formats' parsers raise whatever they like, bare Exception included.
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    template = processor_chat_template(folder)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def eos_token_ids(
+    config: PreTrainedConfig | None,
+    generation_config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> frozenset[int]:
+    """The ids that end a sequence; empty when nothing names one.
+
+    The first source that names any is believed, as in transformers' ``generate``: the generation
+    config (an instruction-tuned checkpoint lists the end of a turn there), the model config, a
+    multi-modal config's text part, the tokenizer.
+    """
+    text_config = None if config is None else config.get_text_config()
+    for source in (generation_config, config, text_config, tokenizer):
+        named = getattr(source, "eos_token_id", None)
+        if isinstance(named, int):
+            return frozenset({named})
+        if named:
+            return frozenset(int(token_id) for token_id in named)
+    return frozenset()

@@ -1,0 +1,6 @@
+"""The command line.
+
+Imports every other room.
+"""
+
+__all__: tuple[str, ...] = ()

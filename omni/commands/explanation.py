@@ -1,0 +1,100 @@
+"""What a pipeline is, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import yaml
+
+from omni.pipelines.pipeline_config import PipelineConfig, StageConfig
+
+__all__ = ["describe_config", "describe_memory", "draw_graph"]
+
+_WAVE = "~"
+_STREAMED = "  ~~N~~► begins while its source goes on, which hands over N tokens at a time"
+
+
+def draw_graph(config: PipelineConfig) -> str:
+    """Draw each stage with what feeds it and what the user gets of it, sources first.
+
+    ::
+
+        prompt ──────────────────────────────────► writer => text
+        writer ──hidden_states_as_prompt_embeds──► reader => text
+
+        writer  autoregressive  seeded:qwen2
+        reader  autoregressive  seeded:llama
+
+    Where a stage begins while its source goes on, the arrow is a wave with the chunks' size:
+    ``thinker ~~thinker_to_talker~~4~~► talker``.
+    """
+    stages = [(name, config.stages[name]) for name in config.topological_order()]
+    sources, labels, lines, targets = zip(*(_edge(*stage) for stage in stages), strict=True)
+    arrows = [
+        f"{line * 2}{label.ljust(_width(labels), line)}{line * 2}►"
+        for line, label in zip(lines, labels, strict=True)
+    ]
+    names = _aligned([name for name, _ in stages])
+    kinds = _aligned([stage.kind for _, stage in stages])
+    rows = [
+        config.name + (f": {config.description}" if config.description else ""),
+        "",
+        *(
+            f"  {source} {arrow} {target}"
+            for source, arrow, target in zip(_aligned(sources), arrows, targets, strict=True)
+        ),
+        *(["", _STREAMED] if _WAVE in lines else ()),
+        "",
+        *(
+            f"  {name}  {kind}  {stage.model}{f' ({stage.part})' if stage.part else ''}"
+            for name, kind, (_, stage) in zip(names, kinds, stages, strict=True)
+        ),
+    ]
+    return "\n".join(rows)
+
+
+def describe_config(config: PipelineConfig) -> str:
+    """Write the pipeline as YAML with every default; it means the same when read again."""
+    dumped = config.model_dump(mode="json", by_alias=True)
+    return "Every setting:\n\n" + yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
+
+
+def describe_memory(config: PipelineConfig) -> str:
+    """Load every stage and tell what it resolved and reserved.
+
+    Raises:
+        ValueError: a stage cannot be built.
+    """
+    from omni.pipelines.pipeline import Pipeline
+
+    pipeline = Pipeline.from_config(config)
+    try:
+        lines = ["Resolved and reserved:"]
+        for name, stage in pipeline.stages.items():
+            lines += ["", f"  {name}"]
+            for key, value in stage.describe().items():
+                if isinstance(value, list | tuple):
+                    lines += [f"    {key}:", *(f"      {line}" for line in value)]
+                else:
+                    lines.append(f"    {key}: {value}")
+    finally:
+        pipeline.close()
+    return "\n".join(lines)
+
+
+def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str]:
+    """What feeds a stage, by which transform, the sign of its arrow, and the stage itself."""
+    sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
+    label, line = stage.inputs.transform if stage.inputs else "", "─"
+    if stage.inputs and stage.inputs.chunk_size is not None:
+        label, line = f"{label}{_WAVE * 2}{stage.inputs.chunk_size}", _WAVE
+    final = f" => {', '.join(stage.final_output)}" if stage.final_output else ""
+    return sources, label, line, name + final
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(len(cell) for cell in column)
+
+
+def _aligned(column: Sequence[str]) -> list[str]:
+    return [cell.ljust(_width(column)) for cell in column]

@@ -1,0 +1,97 @@
+"""Requests that are given on the command line instead of in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    EncoderPrompt,
+    ExplicitEncoderDecoderPrompt,
+    Prompt,
+    TextPrompt,
+)
+from omni.requests.request import OmniRequest
+
+__all__ = ["PromptFlags"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """The flags that make up requests: one for each prompt, chat and encoder prompt.
+
+    Attributes:
+        prompts: texts, taken as they stand.
+        chats: what a user says, each the one message of a conversation of its own.
+        audio: WAV files. Each of the texts shows all of them in the places of its placeholders,
+            each of the chats as parts of its message, before the words. Without either each file
+            is a request, for the encoder of a speech model.
+        language: spoken in each of these; None leaves it to the checkpoint.
+        encoder_prompts: texts for encoders.
+        decoder_prompt: stands beside each of the audio files and encoder prompts.
+        images: files that each of the texts and chats shows likewise; before the sound in chats.
+    """
+
+    prompts: Sequence[str] | None = None
+    chats: Sequence[str] | None = None
+    audio: Sequence[Path] | None = None
+    language: str | None = None
+    encoder_prompts: Sequence[str] | None = None
+    decoder_prompt: str | None = None
+    images: Sequence[Path] | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of the flags was given."""
+        wanted = (self.prompts, self.chats, self.audio, self.encoder_prompts, self.images)
+        return any(wanted) or self.decoder_prompt is not None or self.language is not None
+
+    def requests(self) -> list[OmniRequest]:
+        """The requests, with made-up ids.
+
+        Raises:
+            ValueError: there are both prompts and chats; or the decoder prompt, the language, or
+                an image has nothing to stand beside.
+        """
+        if self.chats and self.prompts:
+            raise ValueError(
+                "--chat and --prompt do not go together: one is put into the chat template, the "
+                "other is taken as it stands"
+            )
+        shows = bool(self.chats or self.prompts)
+        if self.images and not shows:
+            raise ValueError("--image stands beside --chat or --prompt only")
+        if self.language is not None and (shows or not self.audio):
+            raise ValueError("--language stands beside --audio only, without --chat or --prompt")
+        encoder: list[EncoderPrompt] = [
+            AudioPrompt(file, language=self.language)
+            for file in (() if shows else self.audio or ())
+        ]
+        encoder += self.encoder_prompts or ()
+        if self.decoder_prompt is not None and (shows or not encoder):
+            raise ValueError(
+                "--decoder-prompt stands beside --audio or --encoder-prompt only, without --chat "
+                "or --prompt"
+            )
+        prompts: list[Prompt] = [*self._shown()]
+        prompts += [ExplicitEncoderDecoderPrompt(each, self.decoder_prompt) for each in encoder]
+        return [
+            OmniRequest(prompt, request_id=f"prompt-{number}")
+            for number, prompt in enumerate(prompts, start=1)
+        ]
+
+    def _shown(self) -> Iterator[Prompt]:
+        """The prompts and chats, with the files that they show."""
+        given = {"image": tuple(self.images or ()), "audio": tuple(self.audio or ())}
+        shown = {modality: files for modality, files in given.items() if files}
+        for text in self.prompts or ():
+            yield TextPrompt(text, multi_modal_data=shown) if shown else text
+        # The order in which flags of different names came is not known, so it is always this.
+        parts = [{"type": modality} for modality, files in shown.items() for _ in files]
+        for text in self.chats or ():
+            # Plain text where nothing is shown: not every template knows parts.
+            content = [*parts, {"type": "text", "text": text}] if parts else text
+            yield ChatPrompt(({"role": "user", "content": content},), multi_modal_data=shown)

@@ -1,0 +1,210 @@
+"""Turns pydantic's findings into messages that name the place and the fix."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from omni.documents.document_error import PlacedError
+from omni.documents.suggestion import suggest
+
+__all__ = ["dotted", "explain_validation_error"]
+
+Place = tuple[str | int, ...]
+
+_WORDS = {
+    "a valid array": "a list",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+    "an object": "a mapping",
+    "a valid dictionary": "a mapping",
+    "a valid string": "text",
+}
+"""Pydantic speaks of JSON or Python where a user may have written YAML."""
+
+_SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
+"""What pydantic calls the value; the place names it already."""
+
+_COUNT = re.compile(" after validation, not [0-9]+$")
+"""How many items of a list were right; the value shows how many came."""
+
+_LONGEST_VALUE = 80
+"""Characters of a value that a message repeats."""
+
+
+def explain_validation_error(
+    error: ValidationError,
+    model: type[BaseModel],
+    data: Any,
+    *,
+    source: str | None = None,
+    lines: Mapping[Place, int] | None = None,
+    within: Place = (),
+) -> str:
+    """Describe every mistake that a validation found, one a line.
+
+    Args:
+        error: what pydantic raised.
+        model: the class that ``data`` was validated against.
+        data: what was validated: mappings, lists and scalars.
+        source: file that ``data`` came from, named before each message.
+        lines: line numbers by place, where they are known.
+        within: where ``data`` itself stands, named before each place.
+
+    Returns:
+        Lines such as ``two.yaml:7: stages.writer.engine.blok_size: unknown key; did you mean
+        'block_size'?``.
+    """
+    messages = []
+    findings = error.errors(include_url=False)
+    around_findings = _around(findings)
+    for finding in findings:
+        # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
+        if finding["type"] == "too_short" and finding["loc"] in around_findings:
+            continue
+        place, message = _explain(finding, model, data)
+        line = _nearest_line(place, lines or {})
+        parts = [f"{source}:{line}" if line else source, dotted(within + place), message]
+        messages.append(": ".join(part for part in parts if part))
+    return "\n".join(dict.fromkeys(messages))
+
+
+def dotted(place: Place) -> str:
+    """Write a place as ``stages.writer.outputs[0]``."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _around(findings: Sequence[ErrorDetails]) -> set[Place]:
+    """List the places that have a finding somewhere inside."""
+    locs = [finding["loc"] for finding in findings]
+    return {loc[:length] for loc in locs for length in range(len(loc))}
+
+
+def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[Place, str]:
+    loc, context = finding["loc"], finding.get("ctx", {})
+    place = _keys_of(loc, data)
+    if finding["type"] == "missing":
+        place = (*place, loc[-1])
+    match finding["type"]:
+        case "extra_forbidden":
+            return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1]))
+        case "missing":
+            return place, "missing; it must be given"
+        case "union_tag_not_found":
+            return (*place, "kind"), "missing; it must be given"
+        case "union_tag_invalid":
+            tags = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
+            return (*place, "kind"), f"unknown kind {_shown(context['tag'])}" + suggest(
+                context["tag"], tags
+            )
+        case "value_error":
+            cause = context["error"]
+            return place + (cause.place if isinstance(cause, PlacedError) else ()), str(cause)
+        case "too_short" | "string_too_short" if not finding["input"]:
+            return place, _nothing_given(finding["type"], context["min_length"])
+        case _:
+            got = _shown(finding["input"]) + _number_hint(finding)
+            return place, f"{_wanted(finding['msg'])}, got {got}"
+
+
+def _wanted(message: str) -> str:
+    """Put what pydantic says of a value into a user's words."""
+    wanted = _COUNT.sub("", _SUBJECT.sub("", message))
+    for theirs, ours in _WORDS.items():
+        wanted = wanted.replace(theirs, ours)
+    return wanted
+
+
+def _nothing_given(finding_type: str, needed: int) -> str:
+    unit = "character" if finding_type == "string_too_short" else "item"
+    count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
+    return f"must not be empty; at least {count} needed"
+
+
+def _shown(value: Any) -> str:
+    """Write a value as it came, or its beginning: it may be a whole conversation."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _keys_of(loc: Place, data: Any) -> Place:
+    """Keep the parts of a pydantic location that are keys of the data.
+
+    Others name the member of a union, or say ``[key]`` where the key itself is wrong.
+    """
+    place: list[str | int] = []
+    for part in loc:
+        is_key = isinstance(data, dict) and part in data
+        is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_key or is_index:
+            data = data[part]
+            place.append(part)
+    return tuple(place)
+
+
+def _key_hint(key: str, model: type[BaseModel]) -> str:
+    """Say what could have been meant by an unknown key of a model.
+
+    A model may have ``unknown_key_hints``: what more to say of keys that users are known to try.
+    """
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
+    return suggest(key, known) + (f"; {hints[key]}" if key in hints else "")
+
+
+def _model_at(model: type[BaseModel], loc: Place) -> type[BaseModel]:
+    """Find the model of the mapping at ``loc``."""
+    annotation: Any = model
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            by_key = {field.alias or name: field for name, field in annotation.model_fields.items()}
+            annotation = by_key[part].annotation
+        elif typing.get_origin(annotation) is dict:
+            annotation = typing.get_args(annotation)[1]
+        else:
+            members = _members(annotation)
+            annotation = next((m for m in members if part in _tags(m)), members[0])
+    return _members(annotation)[0]
+
+
+def _members(annotation: Any) -> list[type[BaseModel]]:
+    """List the models among a union's members, or the one model that it is."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [member for part in typing.get_args(annotation) for member in _members(part)]
+
+
+def _tags(member: type[BaseModel]) -> tuple[str, ...]:
+    """List the values of ``kind`` that choose this member of a union."""
+    kind = member.model_fields.get("kind")
+    return typing.get_args(kind.annotation) if kind else ()
+
+
+def _number_hint(finding: ErrorDetails) -> str:
+    """Explain the numbers that YAML 1.1 reads as strings, such as ``1e-5``."""
+    value = finding["input"]
+    if not isinstance(value, str) or not finding["type"].startswith(("float", "int")):
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
+
+
+def _nearest_line(place: Place, lines: Mapping[Place, int]) -> int | None:
+    while place:
+        if place in lines:
+            return lines[place]
+        place = place[:-1]
+    return None

@@ -1,0 +1,93 @@
+"""A YAML text as plain data, with the line on which each key stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from omni.documents.document_error import ConfigError
+
+__all__ = ["Place", "YamlDocument"]
+
+Place = tuple[str | int, ...]
+"""Where a value stands: the keys and list indices that lead to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class YamlDocument:
+    """A parsed YAML text.
+
+    Attributes:
+        data: mappings, lists and scalars.
+        lines: line numbers, from 1, by place.
+    """
+
+    data: Any
+    lines: Mapping[Place, int]
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> YamlDocument:
+        """Parse a text as ``yaml.safe_load`` does, but refuse what that would silently accept.
+
+        Args:
+            text: the YAML.
+            source: what to call it in errors.
+
+        Raises:
+            ConfigError: not YAML, a key that stands twice, or a key that is not a string (YAML 1.1
+                reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).
+        """
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            lines = dict(_walk(root, (), source, [])) if root is not None else {}
+            data = loader.construct_document(root) if root is not None else None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+            raise ConfigError(
+                f"{place}: not valid YAML: {error.problem or error.context}"
+            ) from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{source}: not valid YAML: {error}") from None
+        finally:
+            loader.dispose()
+        return cls(data, lines)
+
+
+def _walk(
+    node: yaml.Node, place: Place, source: str, above: list[yaml.Node]
+) -> Iterator[tuple[Place, int]]:
+    """Yield the line of every key and list item at and below ``node``."""
+    if any(node is ancestor for ancestor in above):
+        raise ConfigError(f"{source}:{node.start_mark.line + 1}: an alias contains itself")
+    above = [*above, node]
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*place, index), item.start_mark.line + 1
+            yield from _walk(item, (*place, index), source, above)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.tag != "tag:yaml.org,2002:str":
+                raise ConfigError(
+                    f"{source}:{line}: a key must be a string, and YAML reads this one as "
+                    f"something else; quote it: {getattr(key, 'value', '')!r}"
+                )
+            if key.value in seen:
+                dotted = ".".join(str(part) for part in (*place, key.value))
+                raise ConfigError(
+                    f"{source}:{line}: {dotted}: given twice (first on line {seen[key.value]}); "
+                    "remove one of them"
+                )
+            seen[key.value] = line
+            yield (*place, key.value), line
+            yield from _walk(value, (*place, key.value), source, above)

@@ -1,0 +1,130 @@
+"""Finds, reads and checks the YAML file of a pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from omni.documents.document_error import ConfigError
+from omni.documents.schema_error import explain_validation_error
+from omni.documents.suggestion import suggest
+from omni.documents.yaml_document import YamlDocument
+
+__all__ = ["load_config", "parse_overrides", "shipped_configs"]
+
+_Config = TypeVar("_Config", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A configuration's text, what to call it in errors, and where relative paths start."""
+
+    text: str
+    label: str
+    base_dir: Path | None
+
+
+def shipped_configs() -> list[str]:
+    """Name the pipelines that come with the package."""
+    files = resources.files("stage_configs").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str, Any]) -> _Config:
+    """Read a YAML file into a model.
+
+    Values must have the model's types: a number in quotes is not a number.
+
+    Args:
+        model: the schema.
+        config: path, or the name of a shipped file.
+        overrides: values by dotted place, which replace the file's.
+
+    Raises:
+        ConfigError: there is no such file, or something in it or in ``overrides`` is wrong.
+    """
+    source = _find(config)
+    document = YamlDocument.parse(source.text, source.label)
+    if not isinstance(document.data, dict):
+        raise ConfigError(f"{source.label}: expected a mapping with 'name' and 'stages'")
+    # Through JSON, so that an override does not reach a mapping's other YAML aliases.
+    data = json.loads(json.dumps(document.data, default=str))
+    for place, value in overrides.items():
+        _override(data, place, value)
+    try:
+        # From JSON, strict validation still takes a list for a tuple.
+        return model.model_validate_json(
+            json.dumps(data, default=str),
+            strict=True,
+            context={"base_dir": source.base_dir},
+        )
+    except ValidationError as error:
+        message = explain_validation_error(
+            error, model, data, source=source.label, lines=document.lines
+        )
+    raise ConfigError(message)
+
+
+def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
+    """Turn ``stages.writer.engine.num_blocks=64`` into a value by its dotted place.
+
+    Args:
+        assignments: each a dotted place, ``=`` and a value in YAML.
+
+    Raises:
+        ConfigError: an assignment without ``=``, or with a value that is not YAML.
+    """
+    overrides = {}
+    for assignment in assignments:
+        place, equals, value = assignment.partition("=")
+        if not equals or not place:
+            raise ConfigError(
+                f"--set {assignment}: expected PLACE=VALUE, such as "
+                "stages.writer.engine.num_blocks=64"
+            )
+        overrides[place.strip()] = YamlDocument.parse(value, f"--set {place}").data
+    return overrides
+
+
+def _find(config: str | Path) -> _Source:
+    name = str(config)
+    path = Path(config).expanduser()
+    is_short_name = isinstance(config, str) and path.suffix == "" and "/" not in name
+    shipped = shipped_configs()
+    if is_short_name and name in shipped:
+        file = resources.files("stage_configs") / f"{name}.yaml"
+        return _Source(file.read_text(encoding="utf-8"), f"{name}.yaml", None)
+    if is_short_name and not path.is_file():
+        raise ConfigError(
+            f"{name}: no pipeline of that name is shipped{suggest(name, shipped)} "
+            "(a file of your own is given by its path, with .yaml)"
+        )
+    try:
+        return _Source(path.read_text(encoding="utf-8"), name, path.parent)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot be read: {error}") from None
+
+
+def _override(data: dict[str, Any], place: str, value: Any) -> None:
+    """Put ``value`` at a dotted place, making the mappings in between that are not there yet."""
+    *parents, key = place.split(".")
+    at = data
+    for depth, parent in enumerate(parents):
+        if depth == 1 and parents[0] == "stages" and parent not in at:
+            raise ConfigError(f"--set {place}: unknown stage {parent!r}{suggest(parent, at)}")
+        # A key without a value is None in YAML.
+        if at.get(parent) is None:
+            at[parent] = {}
+        at = at[parent]
+        if not isinstance(at, dict):
+            above = ".".join(parents[: depth + 1])
+            raise ConfigError(f"--set {place}: {above} is no mapping but {at!r}")
+    at[key] = value

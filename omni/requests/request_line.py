@@ -1,0 +1,229 @@
+"""What one line of ``requests.jsonl`` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from engine import AudioTask
+from omni.documents.document_error import PlacedError
+
+__all__ = ["AudioFile", "ChatMessage", "ContentPart", "PromptForm", "RequestLine"]
+
+FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
+ENCODER_KEYS = ("encoder_prompt", "audio", "images")
+ITEM_KEYS = ("audio", "images")
+FORMS_WITH_ITEMS = ("prompt", "prompt_token_ids")
+KEYS_OF_FILES = (
+    *("image", "images", "image_url", "audio", "audio_url", "input_audio"),
+    *("path", "url", "file"),
+)
+"""Keys by which a part carries its file in other programs."""
+
+
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "list" if isinstance(value, list | tuple) else None
+
+
+def _text_or_mapping(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "mapping" if isinstance(value, dict | BaseModel) else None
+
+
+def _either(choose: Callable[[Any], str | None], wanted: str) -> Discriminator:
+    """Choose between two forms, and say what is wanted where a value has neither."""
+    # Pydantic's own message would speak of tags, which no user has seen.
+    return Discriminator(
+        choose, custom_error_type="neither_form", custom_error_message=f"Input should be {wanted}"
+    )
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def _given(self, *keys: str) -> list[str]:
+        return [key for key in keys if getattr(self, key) is not None]
+
+
+class ContentPart(_Strict):
+    """A part of what is said.
+
+    Attributes:
+        type: ``text``, or ``image`` or ``audio``: the next of the line's, which the chat template
+            puts a placeholder for.
+        text: of a part that is text.
+    """
+
+    unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        KEYS_OF_FILES,
+        "files go into the request's 'images' and 'audio' lists, in the order of their parts",
+    )
+
+    type: Literal["text", "image", "audio"]
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_belongs_to_text(self) -> ContentPart:
+        if (self.type == "text") != (self.text is not None):
+            raise ValueError("a part of type text has a text, and no other part has")
+        return self
+
+
+class ChatMessage(_Strict):
+    """One turn of a conversation.
+
+    Attributes:
+        role: who speaks: ``system``, ``user``, ``assistant`` or what the chat template knows.
+        content: what is said: text, or parts in order.
+    """
+
+    role: str
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("list")],
+        _either(_text_or_list, "text or a list of parts"),
+    ]
+
+
+class AudioFile(_Strict):
+    """A file of speech, with what is wanted of it; see :class:`engine.AudioPrompt`.
+
+    Attributes:
+        file: a WAV file.
+        language: spoken in it.
+        task: whether to write what is said, or the same in English.
+        timestamps: whether to write when it is said.
+    """
+
+    file: str = Field(min_length=1)
+    language: str | None = Field(default=None, min_length=1)
+    task: AudioTask | None = None
+    timestamps: bool | None = None
+
+    @property
+    def wishes(self) -> list[str]:
+        """What is wanted of the speech model, by key."""
+        return self._given("language", "task", "timestamps")
+
+
+class _Forms(_Strict):
+    """The forms of a prompt that every model knows."""
+
+    prompt: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("list")],
+            _either(_text_or_list, "text or a list of chat messages"),
+        ]
+        | None
+    ) = None
+    prompt_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, min_length=1
+    )
+    prompt_embeds: str | None = Field(default=None, min_length=1)
+
+
+class PromptForm(_Forms):
+    """The prompt of one side of an encoder-decoder model, in exactly one form.
+
+    Attributes:
+        prompt: text, or chat messages for the checkpoint's chat template.
+        prompt_token_ids: token ids, used as they are.
+        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
+    """
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> PromptForm:
+        _check_one(FORMS, self._given(*FORMS))
+        return self
+
+
+OneSide: TypeAlias = Annotated[
+    Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
+    _either(_text_or_mapping, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
+]
+OneAudio: TypeAlias = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")] | Annotated[AudioFile, Tag("mapping")],
+    _either(_text_or_mapping, "the name of a file, or a mapping that has one as 'file'"),
+]
+
+
+class RequestLine(_Forms):
+    """One request, with exactly one kind of prompt.
+
+    Attributes:
+        request_id: unique in the file; made up when absent.
+        prompt: text, or chat messages for the checkpoint's chat template.
+        prompt_token_ids: token ids, used as they are.
+        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
+        encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
+        audio: beside a prompt of text, messages or token ids: WAV files, one for each placeholder
+            in it. Else one WAV file, for the encoder of a speech model.
+        images: likewise: image files, or one for the encoder of a vision model.
+        decoder_prompt: beside one of these three: what the decoder goes on from, in the same
+            forms as ``encoder_prompt``. Absent means the model's default.
+        sampling: fields of ``SamplingParams`` by stage name.
+        priority: lower runs earlier.
+        cache_salt: only requests with the same salt share cached blocks.
+        speaker: whose voice, in a pipeline that speaks.
+    """
+
+    request_id: str | None = Field(default=None, min_length=1)
+    encoder_prompt: OneSide | None = None
+    decoder_prompt: OneSide | None = None
+    images: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    audio: tuple[OneAudio, ...] | None = None
+    sampling: dict[str, dict[str, Any]] = {}
+    priority: int = 0
+    cache_salt: str | None = None
+    speaker: str | None = Field(default=None, min_length=1)
+
+    @property
+    def shows_items(self) -> bool:
+        """Whether sound and images are part of a decoder's prompt, not an encoder's input."""
+        return bool(self._given(*ITEM_KEYS)) and bool(self._given(*FORMS_WITH_ITEMS))
+
+    @model_validator(mode="after")
+    def _exactly_one_prompt(self) -> RequestLine:
+        given = self._given(*FORMS)
+        encoder = self._given(*ENCODER_KEYS)
+        if self.shows_items:
+            encoder = [key for key in encoder if key not in ITEM_KEYS]
+            self._check_sound()
+        for key in ITEM_KEYS:
+            files = getattr(self, key)
+            if key not in encoder:
+                continue
+            if given:
+                raise PlacedError(
+                    (key,),
+                    f"not supported yet beside {given[0]}; for an encoder-decoder model write "
+                    "the text as decoder_prompt",
+                )
+            if len(files) != 1:
+                raise PlacedError((key,), f"must be a list of exactly one file, got {len(files)}")
+        if self.decoder_prompt is not None and not encoder:
+            raise PlacedError(
+                ("decoder_prompt",), f"must stand beside one of {', '.join(ENCODER_KEYS)}"
+            )
+        _check_one((*FORMS, *ENCODER_KEYS), given + encoder)
+        return self
+
+    def _check_sound(self) -> None:
+        for index, entry in enumerate(self.audio or ()):
+            if isinstance(entry, AudioFile) and entry.wishes:
+                raise PlacedError(
+                    ("audio", index, entry.wishes[0]),
+                    "is for a speech model's encoder; beside a prompt, say in it what is wanted",
+                )
+
+
+def _check_one(keys: tuple[str, ...], given: list[str]) -> None:
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of {', '.join(keys)} must be given, got {' and '.join(given) or 'none'}"
+        )

@@ -1,0 +1,242 @@
+"""The one thread that drives a pipeline, for any number of callers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
+
+__all__ = ["Driver", "Sink", "Ticket"]
+
+_logger = logging.getLogger(__name__)
+
+Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
+"""Gets a request's outputs, in the driver's thread; it must not block. After an output that is
+finished, or an exception, nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
+    """One submitted request; its id alone would not tell it from another caller's of that id."""
+
+    request: OmniRequest
+    request_id: str
+    sink: Sink
+
+
+class Driver:
+    """Owns an orchestrator and the thread that turns it.
+
+    Callers hand requests in and get outputs through a sink::
+
+        caller A --submit--> |          |
+        caller B --submit--> | commands | --> orchestrator.step() --> sinks of A and B
+        caller B --abort---> |          |
+
+    All methods may be called from any thread. The thread starts with the first request.
+
+    Args:
+        orchestrator: used by nobody else.
+    """
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+        self._live: dict[str, Ticket] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._submitted: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._pauses = 0
+        self._stopping = False
+        self._crash: BaseException | None = None
+        self._unwanted: set[Ticket] = set()
+
+    def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
+        """Hand in a request; one that cannot run gets a finished output with an error.
+
+        Args:
+            request: what to run.
+            request_id: under which id.
+            sink: gets its outputs.
+
+        Raises:
+            RuntimeError: the driver was stopped or has crashed.
+        """
+        ticket = Ticket(request, request_id, sink)
+        with self._changed:
+            self._check_open()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="omni-driver", daemon=True)
+                self._thread.start()
+            self._submitted.append(ticket)
+            self._command(lambda: self._add(ticket))
+        return ticket
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have requests that are submitted meanwhile begin in one turn, none ahead of the others.
+
+        So that they share batches, and that one id given twice is found out however fast they run.
+        """
+        with self._changed:
+            yield
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its sink gets a last output. An unknown id is ignored."""
+        with self._changed:
+            self._command(lambda: self._abort(request_id, "aborted"))
+
+    def discard(self, tickets: Iterable[Ticket]) -> None:
+        """End requests whose outputs nobody waits for any more; those that ended are ignored."""
+        gone = tuple(tickets)
+        with self._changed:
+            self._unwanted.update(gone)
+            self._command(lambda: self._discard(gone))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the thread back while somebody else drives the stages; requests queue up.
+
+        Raises:
+            RuntimeError: requests are running, or the driver was stopped or has crashed.
+        """
+        with self._changed:
+            # Aborts that were handed in before still have to reach the stages.
+            self._changed.wait_for(self._can_pause)
+            self._check_open()
+            if self._live:
+                raise RuntimeError(
+                    f"{len(self._live)} requests are running; wait for them or abort them first"
+                )
+            self._pauses += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all requests with an error and stop the thread. May be called again."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        # The garbage collector may finalize the driver's owner in this very thread.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._crash is not None:
+            raise RuntimeError("the pipeline's driver has crashed") from self._crash
+        if self._stopping:
+            raise RuntimeError("the pipeline is closed")
+
+    def _command(self, command: Callable[[], None]) -> None:
+        # Without the thread no request is live, and there is nothing to command.
+        if self._thread is not None and self._thread.is_alive():
+            self._commands.append(command)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                for output in self._orchestrator.step():
+                    self._deliver(output)
+            self._run_commands()
+            for request_id in tuple(self._live):
+                self._abort(request_id, "the pipeline was closed before it finished")
+        except BaseException as error:  # a SystemExit, too, must not leave callers waiting for ever
+            _logger.exception("the pipeline's driver crashed")
+            self._give_up(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is some; False when it is time to stop."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_work)
+            self._busy = True
+            return not self._stopping
+
+    def _has_work(self) -> bool:
+        if self._stopping:
+            return True
+        return not self._pauses and bool(self._commands or self._live)
+
+    def _can_pause(self) -> bool:
+        """Whether it is known if the driver is idle: what was commanded has been done."""
+        if self._stopping:
+            return True
+        return not self._commands and (bool(self._live) or not self._busy)
+
+    def _run_commands(self) -> None:
+        """Run them in order; each stays in the queue until it is done, for ``paused`` to see."""
+        while self._commands:
+            self._commands[0]()
+            with self._changed:
+                self._commands.popleft()
+                self._changed.notify_all()
+
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            self._orchestrator.add_request(replace(ticket.request, request_id=ticket.request_id))
+        except Exception as error:  # stages may be anybody's code; the other callers go on
+            if not isinstance(error, ValueError):
+                _logger.exception("request %r could not be added", ticket.request_id)
+            message = str(error) if isinstance(error, ValueError) else repr(error)
+            self._submitted.remove(ticket)
+            self._tell(ticket, OmniOutput(ticket.request_id, {}, finished=True, error=message))
+        else:
+            self._submitted.remove(ticket)
+            self._live[ticket.request_id] = ticket
+
+    def _abort(self, request_id: str, reason: str) -> None:
+        output = self._orchestrator.abort(request_id, reason)
+        if output is not None:
+            self._deliver(output)
+
+    def _discard(self, tickets: Collection[Ticket]) -> None:
+        for ticket in tickets:
+            if self._live.get(ticket.request_id) is ticket:
+                del self._live[ticket.request_id]
+                self._orchestrator.abort(ticket.request_id)
+        with self._changed:
+            self._unwanted.difference_update(tickets)
+
+    def _deliver(self, output: OmniOutput) -> None:
+        ticket = self._live[output.request_id]
+        if output.finished:
+            del self._live[output.request_id]
+        if not self._tell(ticket, output):
+            self._discard([ticket])
+
+    def _tell(self, ticket: Ticket, news: OmniOutput | BaseException) -> bool:
+        try:
+            ticket.sink(news)
+        except Exception:  # such as an event loop that was closed without telling us
+            # One that told us may have been closed before the thread came to hear of it.
+            if ticket not in self._unwanted:
+                _logger.exception("nobody takes the outputs of request %r", ticket.request_id)
+            return False
+        return True
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._changed:
+            self._crash = error
+            self._busy = False
+            waiting = [*self._live.values(), *self._submitted]
+            self._commands.clear()
+            self._submitted.clear()
+            self._live.clear()
+            self._changed.notify_all()
+        for ticket in waiting:
+            self._tell(ticket, error)

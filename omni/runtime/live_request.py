@@ -1,0 +1,92 @@
+"""A request on its way through a pipeline, and what its user has been told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from engine import FinishReason, SamplingParams
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.chunk_stream import ChunkStream
+from stages import Stage, StageOutput
+
+if TYPE_CHECKING:
+    from engine import Waveform
+
+__all__ = ["LiveRequest"]
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request on its way.
+
+    Attributes:
+        request: with its id set.
+        request_id: its id.
+        sampling: ``stage -> parameters`` where the request brings its own.
+        speaker: whose voice is wanted.
+        waiting: stages that it has yet to enter.
+        streams: its chunks on every streamed edge, by the stage that takes them.
+        final_stages: those whose outputs the user gets.
+        paused: stages in which it rests, since a stage behind does not keep up.
+        finished: full outputs of stages that it has left and that a waiting stage still needs.
+        visible: what the user has been or is about to be told, by final stage.
+    """
+
+    request: OmniRequest
+    request_id: str
+    sampling: Mapping[str, SamplingParams]
+    speaker: str | None
+    waiting: set[str]
+    streams: Mapping[str, ChunkStream]
+    final_stages: tuple[str, ...]
+    paused: set[str] = field(default_factory=set)
+    finished: dict[str, StageOutput] = field(default_factory=dict)
+    visible: dict[str, StageOutput] = field(default_factory=dict)
+
+    def streams_from(self, source: str) -> list[ChunkStream]:
+        """The streamed edges that leave a stage."""
+        return [stream for stream in self.streams.values() if stream.source.name == source]
+
+    def show(self, stage: Stage, output: StageOutput) -> None:
+        """Put what the user asked to get of a stage into the next output.
+
+        Raises:
+            ValueError: the stage changed its sampling rate in the middle of a sound.
+        """
+        before = self.visible.get(stage.name)
+        if "tensors" not in stage.final_output:
+            output = replace(output, tensors={})
+        if "audio" not in stage.final_output:
+            output = replace(output, audio=None, audio_delta=None)
+        elif before is not None:
+            unheard = _joined(before.audio_delta, output.audio_delta)
+            output = replace(output, audio_delta=unheard)
+        if "text" not in stage.final_output:
+            output = replace(output, text=None, delta="", logprobs=None, completions=())
+        elif before is not None:
+            output = replace(output, delta=before.delta + output.delta)
+        self.visible[stage.name] = output
+
+    def snapshot(self, *, finished: bool = False, error: str | None = None) -> OmniOutput:
+        """The request's state now; what it tells is told, and not told again."""
+        visible = self.visible
+        stages = {name: visible[name] for name in self.final_stages if name in visible}
+        for name, output in stages.items():
+            if output.delta or output.audio_delta is not None:
+                self.visible[name] = replace(output, delta="", audio_delta=None)
+        return OmniOutput(self.request_id, stages, finished, error)
+
+    def cut_short(self, reason: FinishReason) -> None:
+        """Show the stages that were not done as ended."""
+        for name in self.final_stages:
+            shown = self.visible.get(name, StageOutput(self.request_id, name, finished=False))
+            if not shown.finished:
+                self.visible[name] = replace(shown, finished=True, finish_reason=reason)
+
+
+def _joined(first: Waveform | None, second: Waveform | None) -> Waveform | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.followed_by(second)

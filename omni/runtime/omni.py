@@ -1,0 +1,230 @@
+"""The user's door: prompts in, outputs of a whole pipeline out."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import uuid
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from engine import Prompt
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.driver import Driver, Ticket
+from omni.runtime.orchestrator import Orchestrator
+from stages import StageStats
+
+__all__ = ["Omni", "OmniOutput", "OmniRequest"]
+
+_Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
+_News: TypeAlias = tuple[int, OmniOutput | BaseException]
+
+
+class Omni:
+    """Runs requests over a pipeline.
+
+    One background thread drives the stages, so that any number of threads and coroutines can use
+    the same object at once; their requests share batches and caches.
+
+    >>> with Omni("two_step") as omni:
+    ...     for output in omni.generate(["A quick brown fox", "A quick brown dog"]):
+    ...         print(output.stages["reader"].text)
+
+    Args:
+        config: a pipeline, the config of one, the path of a YAML file, or the name of a YAML file
+            that is shipped. The pipeline's stages are closed with this object.
+        overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
+            those of the YAML file.
+
+    Raises:
+        ValueError: the config is wrong, or a stage cannot be built.
+    """
+
+    def __init__(
+        self,
+        config: str | Path | PipelineConfig | Pipeline,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        if overrides and not isinstance(config, str | Path):
+            raise ValueError("overrides change a YAML file, but none was given")
+        if isinstance(config, str | Path):
+            config = PipelineConfig.load(config, overrides=overrides)
+        if isinstance(config, PipelineConfig):
+            config = Pipeline.from_config(config)
+        self.pipeline = config
+        self._driver = Driver(Orchestrator(self.pipeline))
+        # Also runs when this object is dropped or the interpreter ends.
+        self._finalizer = weakref.finalize(self, _close, self._driver, self.pipeline)
+
+    def generate(
+        self,
+        requests: _Requests,
+        *,
+        on_progress: Callable[[OmniOutput], None] | None = None,
+    ) -> list[OmniOutput]:
+        """Run requests to their end.
+
+        Args:
+            requests: one or several, as prompts or as :class:`OmniRequest`.
+            on_progress: called with every output that comes, finished or not.
+
+        Returns:
+            The last output of every request, in the order of the requests. One that failed has
+            its ``error`` set; the others are complete.
+
+        Raises:
+            ValueError: ``requests`` is none of these.
+            RuntimeError: the pipeline is closed, or its driver crashed.
+        """
+        batch = _as_requests(requests)
+        last: list[OmniOutput | None] = [None] * len(batch)
+        for position, output in self._run(batch):
+            if on_progress is not None:
+                on_progress(output)
+            if output.finished:
+                last[position] = output
+        return [output for output in last if output is not None]
+
+    def stream(self, requests: _Requests) -> Generator[OmniOutput, None, None]:
+        """Run requests and get every output as it comes.
+
+        Leaving the loop early aborts what is still running.
+
+        Raises:
+            ValueError: ``requests`` is none of these.
+            RuntimeError: the pipeline is closed, or its driver crashed.
+        """
+        for _, output in self._run(_as_requests(requests)):
+            yield output
+
+    async def astream(self, requests: _Requests) -> AsyncGenerator[OmniOutput, None]:
+        """The same for coroutines, of which several may run at once.
+
+        Cancelling the coroutine, or closing the iterator, aborts what is still running.
+
+        Raises:
+            ValueError: ``requests`` is none of these.
+            RuntimeError: the pipeline is closed, or its driver crashed.
+        """
+        batch = _as_requests(requests)
+        news: asyncio.Queue[_News] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        running: dict[int, Ticket] = {}
+
+        def post(item: _News) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
+
+        try:
+            self._submit(batch, post, running)
+            while running:
+                yield _take(await news.get(), running)[1]
+        finally:
+            self._driver.discard(running.values())
+
+    def abort(self, request_id: str) -> None:
+        """End a request; whoever waits for it gets a last output. Unknown ids are ignored."""
+        self._driver.abort(request_id)
+
+    @contextmanager
+    def paused(self) -> Iterator[Pipeline]:
+        """Hold new requests back and lend out the pipeline, to reset, check or drive its stages.
+
+        Raises:
+            RuntimeError: requests are running, or the pipeline is closed.
+        """
+        with self._driver.paused():
+            yield self.pipeline
+
+    def stats(self) -> dict[str, StageStats]:
+        """Every stage's counters."""
+        return {name: stage.stats() for name, stage in self.pipeline.stages.items()}
+
+    def close(self) -> None:
+        """End what is running with an error, stop the thread, close the stages."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        """Use in a ``with`` statement to have it closed."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniOutput], None, None]:
+        """Every output with the position of its request in the batch."""
+        news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        running: dict[int, Ticket] = {}
+        try:
+            self._submit(batch, news.put, running)
+            while running:
+                yield _take(news.get(), running)
+        finally:
+            self._driver.discard(running.values())
+
+    def _submit(
+        self,
+        batch: Sequence[OmniRequest],
+        post: Callable[[_News], object],
+        running: dict[int, Ticket],
+    ) -> None:
+        with self._driver.together():
+            for position, request in enumerate(batch):
+                running[position] = self._driver.submit(
+                    request,
+                    request.request_id or f"omni-{uuid.uuid4().hex}",
+                    partial(_post, post, position),
+                )
+
+
+def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:
+    post((position, news))
+
+
+def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
+    """Unpack what a sink got; strike out the request if it was the last of it."""
+    position, output = news
+    if isinstance(output, BaseException):
+        raise RuntimeError("the pipeline's driver has crashed") from output
+    if output.finished:
+        del running[position]
+    return position, output
+
+
+def _as_requests(requests: _Requests) -> list[OmniRequest]:
+    given: object = requests
+    # A mapping would run as well: each of its keys as a prompt.
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):
+        raise ValueError(
+            "requests must be a prompt (such as a str, TextPrompt or ChatPrompt), an OmniRequest, "
+            f"or a list of these, got {type(given).__name__}"
+        )
+    several: Iterable[Prompt | OmniRequest]
+    several = [requests] if isinstance(requests, Prompt | OmniRequest) else requests
+    return [each if isinstance(each, OmniRequest) else OmniRequest(each) for each in several]
+
+
+def _close(driver: Driver, pipeline: Pipeline) -> None:
+    driver.stop()
+    pipeline.close()

@@ -1,0 +1,335 @@
+"""Seeded encoder-decoder checkpoints: BART, T5, Whisper and Mllama, with the files real ones have.
+
+Their outputs depend on the encoder's input and on the decoder's prompt, and vary: with
+transformers' own initialisation they would repeat one token whatever they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AddedToken,
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaImageProcessorPil,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
+)
+
+from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.tokenizers import enclose, train_byte_level
+
+__all__ = ["BART_BENCHMARK", "build_bart", "build_mllama", "build_t5", "build_whisper"]
+
+BART_BENCHMARK: Mapping[str, Any] = {
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "intermediate_size": 2048,
+    "vocab_size": 16_000,
+    "max_position_embeddings": 1024,
+    "with_tokenizer": False,
+}
+"""Settings of a BART of about 50 M parameters, for the CPU benchmark; ids in, ids out."""
+
+_NOISE_STD = 0.1
+# A tied head scores a token by its likeness to the stream's content; with large embeddings that
+# content is mostly the input token itself, and greedy decoding repeats it for ever.
+_TIED_EMBEDDING_STD = 0.05
+# What is learned per position has to outweigh such small embeddings, or order hardly matters.
+_POSITION_STD = 1.0
+# Flat attention averages its input away: sharper than fan-in alone where families need it.
+_ATTENTION_GAIN = {"t5": 1.5, "whisper": 2.0}
+_PROJECTIONS = ("q", "k", "v", "o", "q_proj", "k_proj", "v_proj", "out_proj")
+# Mllama's gates start shut, and its image layers would do nothing.
+_OPEN_GATE = 0.7
+
+_SAMPLING_RATE = 16_000
+_FRAMES_PER_SECOND = 100
+# In the order in which the tokenizer counts them.
+_LANGUAGES = ("en", "zh", "de")
+_TASKS = ("translate", "transcribe")
+_START = "startoftranscript"
+_OTHER_CONTROL = ("startoflm", "startofprev", "nospeech", "notimestamps")
+# Seconds between two of Whisper's timestamps.
+_TIMESTAMP_STEP = 0.02
+
+
+def build_bart(
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    intermediate_size: int = 128,
+    vocab_size: int = 768,
+    max_position_embeddings: int = 256,
+    with_tokenizer: bool = True,
+    **config_overrides: Any,
+) -> Path:
+    """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        hidden_size: width of both streams.
+        num_layers: of the encoder, and of the decoder.
+        num_heads: of every attention.
+        intermediate_size: width inside the MLPs.
+        vocab_size: of the model; the tokenizer has at most so many tokens, and at most 768.
+        max_position_embeddings: of both sequences.
+        with_tokenizer: whether to write a tokenizer.
+        config_overrides: further fields of the config.
+    """
+    tokenizer = _text_tokenizer(
+        vocab_size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "<s> $A </s>", bos_token="<s>"
+    )
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "d_model": hidden_size,
+        "encoder_layers": num_layers,
+        "decoder_layers": num_layers,
+        "encoder_attention_heads": num_heads,
+        "decoder_attention_heads": num_heads,
+        "encoder_ffn_dim": intermediate_size,
+        "decoder_ffn_dim": intermediate_size,
+        "max_position_embeddings": max_position_embeddings,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    model = _seeded(BartForConditionalGeneration, BartConfig(**(settings | config_overrides)), seed)
+    with torch.no_grad():
+        model.final_logits_bias.normal_(  # type: ignore[operator]
+            0.0, _NOISE_STD, generator=torch.Generator().manual_seed(seed)
+        )
+    quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer if with_tokenizer else None)
+
+
+def build_t5(
+    directory: str | Path, *, seed: int = 0, gated: bool = False, **config_overrides: Any
+) -> Path:
+    """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        gated: whether the MLPs have gates, as in version 1.1; the head's input is then not scaled.
+        config_overrides: further fields of the config.
+    """
+    tokenizer = _text_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>")
+    settings: dict[str, Any] = {
+        "vocab_size": 768,
+        "d_model": 64,
+        # Wider than the stream in total, as in some of the published models.
+        "d_kv": 24,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_max_distance": 32,
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "tie_word_embeddings": not gated,
+        "decoder_start_token_id": 0,
+    }
+    model = _seeded(T5ForConditionalGeneration, T5Config(**(settings | config_overrides)), seed)
+    quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer)
+
+
+def build_whisper(
+    directory: str | Path, *, seed: int = 0, window_seconds: int = 2, **config_overrides: Any
+) -> Path:
+    """Write a seeded multilingual Whisper with its feature extractor.
+
+    The generation config holds what the decoder's prompt is made of: ids of the languages, of the
+    tasks, and of the token that forgoes timestamps.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        window_seconds: length of the audio that the encoder takes; 30 in published models.
+        config_overrides: further fields of the config.
+    """
+    tokenizer = _whisper_tokenizer(window_seconds)
+    end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")
+    extractor = WhisperFeatureExtractor(
+        feature_size=16, chunk_length=window_seconds, sampling_rate=_SAMPLING_RATE
+    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "num_mel_bins": extractor.feature_size,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "max_source_positions": window_seconds * _FRAMES_PER_SECOND // 2,
+        "max_target_positions": 128,
+        "decoder_start_token_id": start,
+        "pad_token_id": end,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    config = WhisperConfig(**(settings | config_overrides))
+    model = _seeded(WhisperForConditionalGeneration, config, seed)
+    model.generation_config = _whisper_generation(tokenizer, config)
+    quieten(model, tokenizer)
+    path = save_checkpoint(directory, model, tokenizer)
+    extractor.save_pretrained(path)
+    return path
+
+
+def build_mllama(directory: str | Path, *, seed: int = 0, **text_overrides: Any) -> Path:
+    """Write a seeded Mllama with its image processor; the second and the last layer see images.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        text_overrides: further fields of the text's config.
+    """
+    named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    tokenizer = _text_tokenizer(760, ["<|bos|>", "<|eos|>", "<|pad|>"], "<|bos|> $A", **named)
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "cross_attention_layers": [1, 3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    # As in published models, the image's token has an embedding and no logit.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 56,
+        "patch_size": 14,
+        "max_num_tiles": 4,
+        "intermediate_layers_indices": [0, 1],
+        "vision_output_dim": 3 * 32,
+    }
+    config = MllamaConfig(
+        vision_config=vision,
+        text_config=text | text_overrides,
+        image_token_index=_id(tokenizer, "<|image|>"),
+    )
+    model = _seeded(MllamaForConditionalGeneration, config, seed)
+    path = save_checkpoint(directory, model, tokenizer)
+    processor = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
+    processor.save_pretrained(path)
+    return path
+
+
+def _text_tokenizer(
+    vocab_size: int, specials: list[str], template: str, **named: str
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer that has the special ids of a family."""
+    tokenizer = train_byte_level(min(vocab_size, 768), specials)
+    enclose(tokenizer, template)
+    usual = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        **({name: token for name, token in usual.items() if token in specials} | named),
+    )
+
+
+def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
+    """Text first, then what controls the decoder, timestamps last; as in published models."""
+    trained = json.loads(train_byte_level(600, ["<|endoftext|>"]).to_str())["model"]
+    merges = [tuple(pair) for pair in trained["merges"]]
+    tokenizer = WhisperTokenizer(vocab=trained["vocab"], merges=merges)
+    control = [_START, *_LANGUAGES, *_TASKS, *_OTHER_CONTROL]
+    tokenizer.add_tokens(
+        [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in control]
+    )
+    steps = range(round(window_seconds / _TIMESTAMP_STEP) + 1)
+    tokenizer.add_tokens(
+        [AddedToken(f"<|{step * _TIMESTAMP_STEP:.2f}|>", normalized=False) for step in steps]
+    )
+    return tokenizer
+
+
+def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> GenerationConfig:
+    """What published multilingual models state."""
+    # The decoder's prompt may hold these; what it writes may not.
+    control = [_START, *_TASKS, *_OTHER_CONTROL]
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+        max_length=config.max_target_positions,
+        is_multilingual=True,
+        lang_to_id={f"<|{name}|>": _id(tokenizer, f"<|{name}|>") for name in _LANGUAGES},
+        task_to_id={name: _id(tokenizer, f"<|{name}|>") for name in _TASKS},
+        no_timestamps_token_id=_id(tokenizer, "<|notimestamps|>"),
+        prev_sot_token_id=_id(tokenizer, "<|startofprev|>"),
+        return_timestamps=False,
+        max_initial_timestamp_index=50,
+        suppress_tokens=sorted(_id(tokenizer, f"<|{name}|>") for name in control),
+        begin_suppress_tokens=[_id(tokenizer, "\u0120"), _id(tokenizer, "<|endoftext|>")],
+    )
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    return tokenizer.get_vocab()[token]
+
+
+def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    tied = getattr(config, "text_config", config).tie_word_embeddings
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _initialise(name, parameter, bool(tied), generator)
+            if parameter.ndim == 2 and name.split(".")[-2] in _PROJECTIONS:
+                parameter.mul_(_ATTENTION_GAIN.get(config.model_type, 1.0))
+    model.eval()
+    return model
+
+
+def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
+    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+    if "gate" in name and parameter.numel() == 1:
+        parameter.fill_(_OPEN_GATE)
+    elif parameter.ndim == 1:
+        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        parameter.normal_(centre, _NOISE_STD, generator=generator)
+    elif "position" in name or "relative_attention_bias" in name:
+        parameter.normal_(0.0, _POSITION_STD, generator=generator)
+    elif "embed_tokens" in name or "shared" in name:
+        parameter.normal_(0.0, _TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
+    else:
+        fan_in = parameter[0].numel()
+        parameter.normal_(0.0, fan_in**-0.5, generator=generator)

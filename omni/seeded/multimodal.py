@@ -1,0 +1,201 @@
+"""Seeded decoders that see images: LLaVA and Qwen2.5-VL, with the files real ones have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
+
+from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.tokenizers import chat_tokenizer
+
+__all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
+
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    # Smaller than images are, in the first of two layers.
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+"""The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
+
+_NOISE_STD = 0.1
+# A tied head scores a token by its likeness to the stream's content; with large embeddings that
+# content is mostly the input token itself, and greedy decoding repeats it for ever.
+_TIED_EMBEDDING_STD = 0.05
+# Flat attention averages images and context away.
+_ATTENTION_GAIN = 2.0
+_QUERY_OR_KEY = ("q_proj", "k_proj", "qkv")
+
+# Messages whose content is text, or a list of texts and images.
+_TEMPLATE = (
+    "{%% for message in messages %%}"
+    "{{ '<|' + message['role'] + '|>\n' }}"
+    "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
+    "{%% for part in message['content'] %%}"
+    "{%% if part['type'] == 'image' %%}{{ '%s' }}"
+    "{%% elif part['type'] == 'text' %%}{{ part['text'] }}{%% endif %%}"
+    "{%% endfor %%}{%% endif %%}"
+    "{{ eos_token + '\n' }}"
+    "{%% endfor %%}"
+    "{%% if add_generation_prompt %%}{{ '<|assistant|>\n' }}{%% endif %%}"
+)
+
+
+def build_llava(
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    strategy: Literal["default", "full"] = "default",
+    **text_overrides: Any,
+) -> Path:
+    """Write a seeded LLaVA over Llama with its processors: 16 placeholders for every image.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        strategy: ``"default"``, or ``"full"`` for one more placeholder: the tower's class.
+        text_overrides: further fields of the text's config; ``model_type`` is one of them.
+    """
+    tokenizer = _tokenizer(["<image>"], "<image>\\n", adds_bos=True)
+    size, patch = 56, 14
+    vision: dict[str, Any] = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": size,
+        "patch_size": patch,
+    }
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config={"model_type": "llama"} | _text_settings(tokenizer) | text_overrides,
+        image_token_index=tokenizer.get_vocab()["<image>"],
+        image_seq_length=(size // patch) ** 2,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy=strategy,
+    )
+    path = _save(directory, LlavaForConditionalGeneration, config, seed, tokenizer)
+    square = {"height": size, "width": size}
+    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square).save_pretrained(path)
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "num_additional_image_tokens": 1,
+        "patch_size": patch,
+        "vision_feature_select_strategy": strategy,
+    }
+    (path / "processor_config.json").write_text(json.dumps(processor, indent=2))
+    return path
+
+
+def build_qwen2_5_vl(
+    directory: str | Path, *, seed: int = 0, tied: bool = False, **text_overrides: Any
+) -> Path:
+    """Write a seeded Qwen2.5-VL with its image processor: 1 to 16 placeholders for an image.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights.
+        tied: whether the head is the embedding matrix, as in the smallest published model.
+        text_overrides: further fields of the text's config.
+    """
+    names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    start, end, image, video = names
+    tokenizer = _tokenizer(names, f"{start}{image}{end}", adds_bos=False)
+    text = _text_settings(tokenizer) | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 3, 3],
+        },
+    }
+    vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
+    config = Qwen2_5_VLConfig(
+        vision_config=vision,
+        text_config=text | text_overrides,
+        tie_word_embeddings=tied,
+        image_token_id=tokenizer.get_vocab()[image],
+        video_token_id=tokenizer.get_vocab()[video],
+        vision_start_token_id=tokenizer.get_vocab()[start],
+        vision_end_token_id=tokenizer.get_vocab()[end],
+    )
+    path = _save(directory, Qwen2_5_VLForConditionalGeneration, config, seed, tokenizer)
+    processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
+    processor.save_pretrained(path)
+    return path
+
+
+def _tokenizer(added: list[str], image_in_chat: str, *, adds_bos: bool) -> PreTrainedTokenizerFast:
+    tokenizer = chat_tokenizer(768 - len(added), adds_bos=adds_bos)
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    tokenizer.chat_template = _TEMPLATE % image_in_chat
+    return tokenizer
+
+
+def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "vocab_size": 768,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _save(
+    directory: str | Path,
+    model_class: type[Any],
+    config: PreTrainedConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _initialise(name, parameter, bool(config.tie_word_embeddings), generator)
+    model.eval()
+    quieten(model, tokenizer)
+    return save_checkpoint(directory, model, tokenizer)
+
+
+def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
+    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+    owner = name.split(".")[-2]
+    if parameter.ndim == 1:
+        is_scale = name.endswith("weight") and ("norm" in owner or "ln_q" in owner)
+        parameter.normal_(1.0 if is_scale else 0.0, _NOISE_STD, generator=generator)
+    elif owner in ("embed_tokens", "position_embedding"):
+        is_small = tied and owner == "embed_tokens"
+        parameter.normal_(0.0, _TIED_EMBEDDING_STD if is_small else 1.0, generator=generator)
+    else:
+        gain = _ATTENTION_GAIN if owner in _QUERY_OR_KEY else 1.0
+        parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)

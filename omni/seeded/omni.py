@@ -1,0 +1,365 @@
+"""Seeded Qwen2.5-Omni: thinker, talker and vocoder in one folder, with the files real ones have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
+)
+
+from engine.checkpoints.quiet_transformers import quiet_config_log
+from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.multimodal import QWEN_VISION
+from omni.seeded.tokenizers import train_byte_level
+
+__all__ = ["OMNI_BENCHMARK", "OMNI_SPEAKERS", "OmniSizes", "build_qwen2_5_omni"]
+
+OMNI_SPEAKERS = ("Chelsie", "Ethan")
+"""Voices of the seeded checkpoint, as published ones name them."""
+
+_SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|AUDIO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|vision_bos|>",
+    "<|vision_eos|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<tts_pad>",
+    "<tts_bos>",
+    "<tts_bos_2>",
+    "<tts_eos>",
+)
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_bos|><|IMAGE|><|vision_eos|>' }}"
+    "{% elif part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
+    "{% elif part['type'] == 'video' %}{{ '<|vision_bos|><|VIDEO|><|vision_eos|>' }}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_NUM_CODES = 256
+_CODEC = {
+    "tts_codec_pad_token_id": _NUM_CODES,
+    "tts_codec_start_token_id": _NUM_CODES + 1,
+    "tts_codec_end_token_id": _NUM_CODES + 2,
+    "tts_codec_mask_token_id": _NUM_CODES + 4,
+}
+_CODEC_VOCAB = _NUM_CODES + 8
+_NOISE_STD = 0.1
+# Flat attention averages images, sound and context away.
+_ATTENTION_GAIN = 2.0
+_QUERY_OR_KEY = ("q_proj", "k_proj", "qkv", "q", "k")
+# The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
+_VOCODER_GAIN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class OmniSizes:
+    """How large the parts are; the defaults make 0.6 M parameters.
+
+    Attributes:
+        width: of the thinker, and so of what the talker reads.
+        vocab_size: of the thinker; at least the tokenizer's 768.
+        text: further fields of the thinker's text config.
+        vision: of its vision tower.
+        audio: of its audio tower.
+        talker: of the talker.
+        dit: of the model that draws spectrograms.
+        bigvgan: of the one that makes sound of them.
+    """
+
+    width: int = 64
+    vocab_size: int = 768
+    text: Mapping[str, Any] = field(default_factory=dict)
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    audio: Mapping[str, Any] = field(default_factory=dict)
+    talker: Mapping[str, Any] = field(default_factory=dict)
+    dit: Mapping[str, Any] = field(default_factory=dict)
+    bigvgan: Mapping[str, Any] = field(default_factory=dict)
+
+
+OMNI_BENCHMARK = OmniSizes(
+    width=640,
+    vocab_size=8192,
+    text={
+        "intermediate_size": 2048,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+    },
+    vision={"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4},
+    audio={
+        "d_model": 256,
+        "encoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 1024,
+    },
+    talker={
+        "hidden_size": 448,
+        "intermediate_size": 1344,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [8, 12, 12],
+        },
+    },
+    dit={
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "emb_dim": 64,
+        # As in the published model: 12 codes to a block, and windows of the same reach.
+        "block_size": 24,
+        "look_ahead_layers": [2],
+        "look_backward_layers": [0, 5],
+    },
+    bigvgan={"upsample_initial_channel": 128},
+)
+"""About 100 M parameters, of which the vocoder has 2 %, for the benchmark."""
+
+
+def build_qwen2_5_omni(
+    directory: str | Path, *, seed: int = 0, sizes: OmniSizes | None = None
+) -> Path:
+    """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
+
+    Args:
+        directory: created if missing.
+        seed: of the weights and voices.
+        sizes: of its parts.
+    """
+    sizes = sizes or OmniSizes()
+    tokenizer = _tokenizer()
+    with quiet_config_log():
+        config = _config(tokenizer, sizes)
+        with torch.random.fork_rng(devices=[]):
+            model = Qwen2_5OmniForConditionalGeneration(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _initialise(name, parameter, generator)
+    quieten(model.thinker, tokenizer)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    with quiet_config_log():
+        path = save_checkpoint(directory, model, tokenizer)
+    _save_processors(path, model.thinker.config.audio_config.num_mel_bins)
+    _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
+    return path
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_byte_level(768, _SPECIALS),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        # By these names transformers' processor finds the placeholders.
+        extra_special_tokens={
+            "image_token": "<|IMAGE|>",
+            "audio_token": "<|AUDIO|>",
+            "video_token": "<|VIDEO|>",
+            "vision_bos_token": "<|vision_bos|>",
+            "vision_eos_token": "<|vision_eos|>",
+            "audio_bos_token": "<|audio_bos|>",
+            "audio_eos_token": "<|audio_eos|>",
+        },
+    )
+    rest = [name for name in _SPECIALS if name not in tokenizer.all_special_tokens]
+    tokenizer.add_tokens(rest, special_tokens=True)
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> Qwen2_5OmniConfig:
+    vocabulary = tokenizer.get_vocab()
+    markers = {
+        "audio_token_index": vocabulary["<|AUDIO|>"],
+        "image_token_index": vocabulary["<|IMAGE|>"],
+        "video_token_index": vocabulary["<|VIDEO|>"],
+        "audio_start_token_id": vocabulary["<|audio_bos|>"],
+        "audio_end_token_id": vocabulary["<|audio_eos|>"],
+        "vision_start_token_id": vocabulary["<|vision_bos|>"],
+        "vision_end_token_id": vocabulary["<|vision_eos|>"],
+    }
+    return Qwen2_5OmniConfig(
+        thinker_config=_thinker(tokenizer, sizes) | markers,
+        talker_config=_talker(tokenizer, sizes) | markers,
+        token2wav_config=_token2wav(sizes),
+        enable_audio_output=True,
+    )
+
+
+def _rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+
+
+def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
+    text: dict[str, Any] = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.width,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": _rope(),
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = QWEN_VISION | {"out_hidden_size": sizes.width}
+    audio: dict[str, Any] = {
+        "num_mel_bins": 32,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "max_source_positions": 1500,
+        "n_window": 100,
+        "output_dim": sizes.width,
+    }
+    return {
+        "text_config": text | dict(sizes.text),
+        "vision_config": vision | dict(sizes.vision),
+        "audio_config": audio | dict(sizes.audio),
+    }
+
+
+def _talker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
+    vocabulary = tokenizer.get_vocab()
+    talker: dict[str, Any] = {
+        "vocab_size": _CODEC_VOCAB,
+        "embedding_size": sizes.width,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope_parameters": _rope(),
+        "tts_text_start_token_id": vocabulary["<tts_bos>"],
+        "tts_text_end_token_id": vocabulary["<tts_eos>"],
+        "tts_text_pad_token_id": vocabulary["<tts_pad>"],
+    }
+    return talker | _CODEC | dict(sizes.talker)
+
+
+def _token2wav(sizes: OmniSizes) -> dict[str, Any]:
+    dit: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "ff_mult": 2,
+        "emb_dim": 16,
+        "block_size": 8,
+        "look_ahead_layers": [1],
+        "look_backward_layers": [0, 2],
+        "repeats": 2,
+        # One more row than this: every codec token has a place.
+        "num_embeds": _CODEC_VOCAB - 1,
+        "mel_dim": 80,
+        "enc_emb_dim": 16,
+        "enc_dim": 16,
+        "enc_channels": [16, 16, 16, 16, 48],
+        "enc_kernel_sizes": [5, 3, 3, 3, 1],
+        "enc_dilations": [1, 2, 3, 4, 1],
+        "enc_attention_channels": 8,
+        "enc_res2net_scale": 2,
+        "enc_se_channels": 8,
+        "dropout": 0.0,
+    }
+    bigvgan: dict[str, Any] = {
+        "mel_dim": 80,
+        "upsample_initial_channel": 64,
+        "resblock_kernel_sizes": [3, 7],
+        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+        "upsample_rates": [5, 3, 2, 2, 2, 2],
+        "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
+    }
+    return {
+        "dit_config": dit | dict(sizes.dit),
+        "bigvgan_config": bigvgan | dict(sizes.bigvgan),
+    }
+
+
+def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+    owner = name.split(".")[-2]
+    if parameter.ndim < 2:
+        if "bigvgan" not in name:
+            is_scale = name.endswith("weight") and ("norm" in owner or owner.startswith("ln"))
+            parameter.normal_(1.0 if is_scale else 0.0, _NOISE_STD, generator=generator)
+    elif "bigvgan" in name:
+        # A transposed convolution has its inputs in the first dimension.
+        fan_in = parameter.shape[0] if ".ups." in name else parameter[0].numel()
+        parameter.normal_(0.0, _VOCODER_GAIN * fan_in**-0.5, generator=generator)
+    elif owner in ("embed_tokens", "codec_embed", "audio_bos_eos_token"):
+        parameter.normal_(0.0, 1.0, generator=generator)
+    else:
+        gain = _ATTENTION_GAIN if owner in _QUERY_OR_KEY and "token2wav" not in name else 1.0
+        parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
+
+
+def _save_processors(path: Path, num_mel_bins: int) -> None:
+    """Image processor and feature extractor share a file, as in published checkpoints."""
+    image = Qwen2VLImageProcessorPil(
+        patch_size=14, temporal_patch_size=2, merge_size=2, min_pixels=28**2, max_pixels=16 * 28**2
+    )
+    audio = WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=30)
+    both = image.to_dict() | audio.to_dict() | {"processor_class": "Qwen2_5OmniProcessor"}
+    (path / "preprocessor_config.json").write_text(json.dumps(both, indent=2, default=str))
+
+
+def _save_speakers(
+    path: Path,
+    dit: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    generator: torch.Generator,
+) -> None:
+    vocabulary = tokenizer.get_vocab()
+    speakers = {
+        name: {
+            "bos_token": vocabulary[bos_token],
+            "cond": torch.randn(1, dit.enc_emb_dim, generator=generator),
+            "ref_mel": torch.randn(1, 40, dit.mel_dim, generator=generator),
+        }
+        for name, bos_token in zip(OMNI_SPEAKERS, ("<tts_bos>", "<tts_bos_2>"), strict=True)
+    }
+    torch.save(speakers, path / "spk_dict.pt")

@@ -1,0 +1,255 @@
+"""Whether a stage's output in one run is its output in another."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine import SamplingParams
+from omni.verification.tolerance import Spread, Tolerance
+from omni.verification.verify_report import REFERENCE, Difference, Kind, NearTie, Run
+from stages import StageOutput
+
+__all__ = ["WAVEFORM", "Comparison", "compare_outputs"]
+
+WAVEFORM = "waveform"
+"""Name of a stage's sound among the tensors that are compared."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was found in one output.
+
+    Attributes:
+        differences: what is not equal.
+        near_tie: where the tokens part for a reason that is none, or None.
+        spread: how far apart what is no difference was, and what is one.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    near_tie: NearTie | None = None
+    spread: Spread = field(default_factory=Spread)
+
+
+def compare_outputs(
+    uncached: StageOutput,
+    other: StageOutput,
+    run: Run,
+    *,
+    sampling: SamplingParams | None,
+    dtype: torch.dtype | None,
+    tolerance: Tolerance,
+) -> Comparison:
+    """Compare a request's outputs of one stage.
+
+    Args:
+        uncached: what is right.
+        other: what is to equal it.
+        run: which of the other runs it is from.
+        sampling: parameters it ran with; None for a stage that samples nothing.
+        dtype: in which the stage computes.
+        tolerance: what is equal.
+    """
+    found = Comparison()
+    compare = _Comparer(uncached, other, run, found, tolerance)
+    rows = None
+    position = _first_difference(uncached.token_ids, other.token_ids)
+    if position is not None:
+        gap = tolerance.tie(dtype)
+        found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
+        # Rows of the tokens before the tie had the same input in both runs.
+        rows = uncached.num_prompt_tokens + position
+    if found.near_tie is None:
+        rows = None
+        compare.tokens(position)
+        compare.finish()
+    compare.logprobs(position)
+    compare.tensors(rows)
+    if found.near_tie is None:
+        compare.audio()
+    return found
+
+
+class _Comparer:
+    """Compares one aspect after the other, and writes down what differs."""
+
+    def __init__(
+        self,
+        uncached: StageOutput,
+        other: StageOutput,
+        run: Run,
+        found: Comparison,
+        tolerance: Tolerance,
+    ) -> None:
+        self.uncached = uncached
+        self.other = other
+        self.run = run
+        self.reference = REFERENCE[run]
+        self.found = found
+        self.tolerance = tolerance
+
+    def tokens(self, position: int | None) -> None:
+        """Generated ids, of all completions."""
+        if position is not None:
+            ours, theirs = self.uncached.token_ids, self.other.token_ids
+            self._differ(
+                "tokens",
+                f"generated token {position} is {_at(theirs, position)}, "
+                f"{self.reference} {_at(ours, position)}",
+            )
+        elif self.uncached.completions != self.other.completions:
+            self._differ("tokens", "further completions (n > 1) are not the same")
+        elif self.uncached.text != self.other.text:
+            self._differ(
+                "tokens",
+                f"text is {self.other.text!r}, {self.reference} {self.uncached.text!r}",
+            )
+
+    def finish(self) -> None:
+        """Why it ended, and on how long a prompt."""
+        if self.uncached.finish_reason != self.other.finish_reason:
+            self._differ(
+                "finish_reason",
+                f"finish reason is {self.other.finish_reason}, "
+                f"{self.reference} {self.uncached.finish_reason}",
+            )
+
+    def logprobs(self, position: int | None) -> None:
+        """Measure those of the tokens before the one at which the runs part."""
+        pairs = zip(self.uncached.logprobs or (), self.other.logprobs or (), strict=False)
+        for ours, theirs in itertools.islice(pairs, position):
+            apart = abs(ours.logprob - theirs.logprob)
+            self.found.spread.logprobs = max(self.found.spread.logprobs, apart)
+
+    def tensors(self, rows: int | None) -> None:
+        """Names, shapes and elements; of the leading ``rows`` only if given."""
+        for name in sorted(self.uncached.tensors.keys() ^ self.other.tensors.keys()):
+            where = self.reference if name in self.uncached.tensors else f"in the {self.run} run"
+            self._differ("tensor", f"tensor {name!r} is there only {where}")
+        for name in sorted(self.uncached.tensors.keys() & self.other.tensors.keys()):
+            ours, theirs = self.uncached.tensors[name], self.other.tensors[name]
+            if rows is None:
+                self._tensor(name, ours, theirs)
+            elif min(len(ours), len(theirs)) >= rows:
+                self._tensor(name, ours[:rows], theirs[:rows])
+
+    def audio(self) -> None:
+        """The whole waveform, as a tensor of that name."""
+        ours, theirs = self.uncached.audio, self.other.audio
+        if ours is not None and theirs is not None:
+            if ours.sampling_rate != theirs.sampling_rate:
+                self._differ(
+                    "tensor",
+                    f"{WAVEFORM} has {theirs.sampling_rate} samples per second, "
+                    f"{self.reference} {ours.sampling_rate}",
+                )
+            self._tensor(WAVEFORM, ours.samples, theirs.samples)
+        elif ours is not theirs:
+            where = self.reference if theirs is None else f"in the {self.run} run"
+            self._differ("tensor", f"a {WAVEFORM} is there only {where}")
+
+    def _tensor(self, name: str, ours: Tensor, theirs: Tensor) -> None:
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            self._differ(
+                "tensor",
+                f"tensor {name!r} is {tuple(theirs.shape)} {theirs.dtype}, "
+                f"{self.reference} {tuple(ours.shape)} {ours.dtype}",
+            )
+            return
+        if ours.numel() == 0:
+            return
+        apart, scale = _distance(ours, theirs)
+        allowed = self.tolerance.tensor(name, ours.dtype)
+        shares = apart / scale
+        self.found.spread.include(Spread({name: float(shares.max())}))
+        if wrong := int((shares > allowed).sum()):
+            worst = int(shares.argmax())
+            part = "row" if ours.dim() > 1 else "element"
+            self._differ(
+                "tensor",
+                f"tensor {name!r} differs in {wrong} of {len(ours)} {part}s, most in {part} "
+                f"{worst}: "
+                f"by {float(apart[worst]):.3g}, allowed are {allowed * float(scale[worst]):.3g}",
+            )
+
+    def _differ(self, kind: Kind, message: str) -> None:
+        self.found.differences.append(
+            Difference(self.uncached.request_id, self.uncached.stage, self.run, kind, message)
+        )
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """How far apart elements are at most, and what rounding is relative to; both ``(rows,)``.
+
+    The latter is each row's largest element, since floating point has relative precision, and a
+    row's elements were summed from terms of that size; but no less than 1.
+    """
+    ours, theirs = (_as_rows(tensor) for tensor in (ours, theirs))
+    apart = (ours - theirs).abs()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf)
+    scale = ours.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
+    return apart.amax(dim=1), scale.clamp(min=1.0)
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor.double().reshape(tensor.shape[0], -1)
+
+
+def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+    if ours == theirs:
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next(
+        (position for position, (left, right) in enumerate(pairs) if left != right),
+        min(len(ours), len(theirs)),
+    )
+
+
+def _at(token_ids: tuple[int, ...], position: int) -> str:
+    return str(token_ids[position]) if position < len(token_ids) else "not there"
+
+
+def _near_tie(
+    uncached: StageOutput,
+    other: StageOutput,
+    run: Run,
+    position: int,
+    sampling: SamplingParams | None,
+    widest: float,
+) -> NearTie | None:
+    """The tie that explains why the tokens part, if the uncached run's own numbers show one.
+
+    Only plain greedy choices can be explained: with penalties or draws, log-probabilities are not
+    what the choice was made by.
+    """
+    if sampling is None or not _is_plain_greedy(sampling) or uncached.logprobs is None:
+        return None
+    if position >= min(len(uncached.token_ids), len(other.token_ids)):
+        return None
+    choices = uncached.token_ids[position], other.token_ids[position]
+    top = dict(uncached.logprobs[position].top)
+    if not all(token in top for token in choices):
+        return None
+    gap = abs(top[choices[0]] - top[choices[1]])
+    if gap >= widest:
+        return None
+    return NearTie(uncached.request_id, uncached.stage, run, position, choices, gap)
+
+
+def _is_plain_greedy(sampling: SamplingParams) -> bool:
+    neutral = SamplingParams()
+    return sampling.is_greedy and all(
+        getattr(sampling, name) == getattr(neutral, name)
+        for name in (
+            "min_tokens",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "suppress_token_ids",
+            "n",
+        )
+    )

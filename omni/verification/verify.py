@@ -1,0 +1,288 @@
+"""Runs requests with and without caches, and compares everything that comes out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from engine import SamplingParams
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniRequest
+from omni.runtime.omni import Omni
+from omni.runtime.orchestrator import Orchestrator
+from omni.verification.output_comparison import WAVEFORM, compare_outputs
+from omni.verification.tolerance import Spread, Tolerance
+from omni.verification.verify_report import (
+    REFERENCE,
+    Difference,
+    NearTie,
+    Run,
+    StageVerification,
+    TensorVerification,
+    VerifyReport,
+)
+from stages import StageOutput, StageStats
+
+__all__ = ["verify"]
+
+
+# Requests that are run once more to measure noise: each costs an uncached run of its own.
+_NUM_REGROUPED = 4
+
+
+def verify(
+    omni: Omni, requests: Sequence[OmniRequest], *, atol: float | None = None
+) -> VerifyReport:
+    """Show that caching changes nothing, on the user's own requests, and what it saves.
+
+    After a warm-up, the requests run three times: uncached; with caches that start empty (requests
+    may hit each other's blocks); and once more with the caches that are warm now. Both cached runs
+    are compared with the uncached one, request by request and stage by stage, stages that only feed
+    others included: token ids, finish reasons, errors, tensors and waveforms.
+
+    A hit changes batches, and with their shapes how sums round. How far that carries depends on
+    the model, so it is measured: a few of the longest requests run uncached once more, with other
+    batch mates, and cached tensors may differ from uncached ones by a small multiple of what these
+    do (see ``Tolerance``). More than rounding explains is a difference as
+    well, of the run ``regrouped``: outputs must not depend on batch mates.
+
+    A request that samples without a seed is given one, so that all runs draw the same. Greedy ones
+    report log-probabilities: where two tokens are equally likely but for rounding, runs may part
+    ways rightly. Such near ties are reported apart, and that request is not compared any further.
+
+    Args:
+        omni: no request may be running. Its caches are reset, and left warm.
+        requests: what to run.
+        atol: how far tensor elements may be apart in a row whose largest is 1 or less; in
+            proportion in others. It replaces the measurement.
+
+    Raises:
+        ValueError: there are no requests, two share an id, or ``atol`` is negative.
+        RuntimeError: requests are running, or ``omni`` is closed.
+    """
+    if not requests:
+        raise ValueError("there is nothing to verify: no request was given")
+    if atol is not None and not atol >= 0:
+        raise ValueError(f"atol must not be negative, got {atol}")
+    with omni.paused() as pipeline:
+        prepared = [_prepare(pipeline, index, each) for index, each in enumerate(requests)]
+        ids = [request.request_id for request in prepared]
+        twice = sorted({str(request_id) for request_id in ids if ids.count(request_id) > 1})
+        if twice:
+            raise ValueError(f"two requests share the request_id {twice[0]!r}")
+        switches = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
+        try:
+            # Threads and buffers that libraries set up on first use would count as time saved.
+            _run(pipeline, prepared[:1], caching=False)
+            uncached = _run(pipeline, prepared, caching=False)
+            regrouped = _Pass() if atol is not None else _regroup(pipeline, prepared, uncached)
+            for stage in pipeline.stages.values():
+                stage.reset_prefix_cache()
+            cold = _run(pipeline, prepared, caching=True)
+            warm = _run(pipeline, prepared, caching=True)
+        finally:
+            for name, stage in pipeline.stages.items():
+                stage.enable_prefix_caching = switches[name]
+    return _report(pipeline, prepared, uncached, regrouped, cold, warm, atol)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one run of all requests put out.
+
+    Attributes:
+        outputs: ``(request_id, stage) -> output``, of stages that finished.
+        errors: ``request_id -> error``.
+        work: what every stage did in this run.
+    """
+
+    outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    work: dict[str, StageStats] = field(default_factory=dict)
+
+
+def _prepare(pipeline: Pipeline, index: int, request: OmniRequest) -> OmniRequest:
+    """The same request with an id, a seed where it draws, and log-probabilities where not."""
+    sampling = dict(request.sampling)
+    for name, stage in pipeline.stages.items():
+        if stage.sampling is None:
+            continue
+        try:
+            params = stage.merge_sampling(sampling.get(name, {}))
+        except ValueError:
+            continue  # the request fails with this error in each of the runs
+        changes: dict[str, int] = {}
+        if params.is_greedy:
+            changes["logprobs"] = max(params.logprobs or 0, 2)
+        elif params.seed is None:
+            digest = hashlib.sha256(f"{index}/{name}".encode()).digest()
+            changes["seed"] = int.from_bytes(digest[:7])
+        sampling[name] = params.model_copy(update=changes)
+    return replace(request, request_id=request.request_id or f"verify-{index}", sampling=sampling)
+
+
+def _run(pipeline: Pipeline, requests: Sequence[OmniRequest], *, caching: bool) -> _Pass:
+    done = _Pass()
+
+    def keep(output: StageOutput) -> None:
+        done.outputs[output.request_id, output.stage] = output
+
+    for stage in pipeline.stages.values():
+        stage.enable_prefix_caching = caching
+    before = {name: stage.stats() for name, stage in pipeline.stages.items()}
+    orchestrator = Orchestrator(pipeline, on_stage_output=keep)
+    try:
+        for request in requests:
+            try:
+                orchestrator.add_request(request)
+            except ValueError as error:
+                done.errors[str(request.request_id)] = str(error)
+        while orchestrator.has_unfinished_requests:
+            for output in orchestrator.step():
+                if output.finished and output.error is not None:
+                    done.errors[output.request_id] = output.error
+    finally:
+        for request_id in orchestrator.live_request_ids:
+            orchestrator.abort(request_id)
+    done.work = {name: stage.stats().since(before[name]) for name, stage in pipeline.stages.items()}
+    return done
+
+
+def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pass) -> _Pass:
+    """Run the longest requests uncached and alone; a sole one, which was, beside its own copy."""
+    lengths: Counter[str] = Counter()
+    for (request_id, _), output in uncached.outputs.items():
+        lengths[request_id] += output.num_prompt_tokens
+    runnable = [each for each in requests if each.request_id not in uncached.errors]
+    runnable.sort(key=lambda each: lengths[str(each.request_id)], reverse=True)
+    done = _Pass()
+    for request in runnable[:_NUM_REGROUPED]:
+        copies = [replace(request, request_id=f"{request.request_id}-copy")]
+        again = _run(pipeline, [request, *(copies if len(requests) == 1 else ())], caching=False)
+        done.outputs |= again.outputs
+        done.errors |= again.errors
+    return done
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What a comparison with the uncached run has found.
+
+    Attributes:
+        differences: what is not equal.
+        near_ties: what differs by rounding alone.
+        spreads: ``stage -> how far apart its outputs were``.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    near_ties: list[NearTie] = field(default_factory=list)
+    spreads: defaultdict[str, Spread] = field(default_factory=lambda: defaultdict(Spread))
+
+
+def _compare(
+    pipeline: Pipeline,
+    requests: Sequence[OmniRequest],
+    uncached: _Pass,
+    outcome: _Pass,
+    run: Run,
+    tolerances: Mapping[str, Tolerance],
+) -> _Findings:
+    found = _Findings()
+    for request in requests:
+        request_id = str(request.request_id)
+        ours, theirs = uncached.errors.get(request_id), outcome.errors.get(request_id)
+        if ours != theirs:
+            message = f"error is {theirs!r}, {REFERENCE[run]} {ours!r}"
+            found.differences.append(Difference(request_id, None, run, "error", message))
+        if ours is not None or theirs is not None:
+            continue
+        parted: set[str] = set()
+        for name, stage in pipeline.stages.items():
+            if stage.inputs is not None and parted & set(stage.inputs.sources):
+                parted.add(name)
+                continue
+            one = compare_outputs(
+                uncached.outputs[request_id, name],
+                outcome.outputs[request_id, name],
+                run,
+                sampling=_sampling_of(pipeline, request, name),
+                dtype=stage.dtype,
+                tolerance=tolerances[name],
+            )
+            found.differences += one.differences
+            found.spreads[name].include(one.spread)
+            if one.near_tie is not None:
+                found.near_ties.append(one.near_tie)
+                parted.add(name)
+    return found
+
+
+def _report(
+    pipeline: Pipeline,
+    requests: Sequence[OmniRequest],
+    uncached: _Pass,
+    regrouped: _Pass,
+    cold: _Pass,
+    warm: _Pass,
+    atol: float | None,
+) -> VerifyReport:
+    ran_again = {*regrouped.errors, *(request_id for request_id, _ in regrouped.outputs)}
+    again = [request for request in requests if request.request_id in ran_again]
+    measuring = dict.fromkeys(pipeline.order, Tolerance(measuring=True))
+    of_regrouped = _compare(pipeline, again, uncached, regrouped, "regrouped", measuring)
+    noise = of_regrouped.spreads
+    tolerances = {name: Tolerance(atol, noise[name]) for name in pipeline.order}
+    of_cold = _compare(pipeline, requests, uncached, cold, "cold", tolerances)
+    of_warm = _compare(pipeline, requests, uncached, warm, "warm", tolerances)
+    dtypes = {
+        (stage, tensor): elements.dtype
+        for (_, stage), output in uncached.outputs.items()
+        for tensor, elements in _tensors(output).items()
+    }
+
+    def tensors(stage: str) -> Iterator[TensorVerification]:
+        spread = of_cold.spreads[stage]
+        spread.include(of_warm.spreads[stage])
+        for name, difference in sorted(spread.tensors.items()):
+            yield TensorVerification(
+                name=name,
+                max_difference=difference,
+                tolerance=tolerances[stage].tensor(name, dtypes[stage, name]),
+                noise=noise[stage].tensors.get(name),
+            )
+
+    return VerifyReport(
+        num_requests=len(requests),
+        stages=tuple(
+            StageVerification(
+                stage=name,
+                prompt_tokens=uncached.work[name].prompt_tokens,
+                cold_hit_tokens=cold.work[name].cached_tokens,
+                warm_hit_tokens=warm.work[name].cached_tokens,
+                tensors=tuple(tensors(name)),
+                uncached_s=uncached.work[name].busy_s,
+                cold_s=cold.work[name].busy_s,
+                warm_s=warm.work[name].busy_s,
+                has_cache=pipeline.stages[name].has_cache,
+            )
+            for name in pipeline.order
+        ),
+        differences=(*of_regrouped.differences, *of_cold.differences, *of_warm.differences),
+        near_ties=(*of_regrouped.near_ties, *of_cold.near_ties, *of_warm.near_ties),
+        failures=tuple(uncached.errors.items()),
+    )
+
+
+def _tensors(output: StageOutput) -> Mapping[str, Tensor]:
+    """Everything of an output that is compared element by element."""
+    sound = {} if output.audio is None else {WAVEFORM: output.audio.samples}
+    return {**output.tensors, **sound}
+
+
+def _sampling_of(pipeline: Pipeline, request: OmniRequest, stage: str) -> SamplingParams | None:
+    override = request.sampling.get(stage)
+    return None if override is None else pipeline.stages[stage].merge_sampling(override)

@@ -1,0 +1,53 @@
+"""What of a request is computed already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prefix_cache.blocks.block import KVCacheBlock
+from prefix_cache.blocks.block_hash import BlockHash, whole_input_block_hashes
+from prefix_cache.layer_types.chunk_stops import ChunkStops
+
+__all__ = ["CachedPrefix", "EncoderBlocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBlocks:
+    """The encoder sequence of a request, as cross-attention keeps it.
+
+    Attributes:
+        num_tokens: of the encoder's output.
+        hashes: one per block, the partial last one included.
+    """
+
+    num_tokens: int
+    hashes: tuple[BlockHash, ...]
+
+    @classmethod
+    def of(cls, content_hash: BlockHash, num_tokens: int, block_size: int) -> EncoderBlocks:
+        """The blocks of an encoder input whose output has ``num_tokens`` rows."""
+        hashes: Iterator[BlockHash] = whole_input_block_hashes(content_hash, num_tokens, block_size)
+        return cls(num_tokens, tuple(hashes))
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What of a prompt is computed already. No reference is held: valid until the next change.
+
+    Attributes:
+        blocks: per group, the blocks that hold the prefix; of cross-attention groups those of the
+            whole encoder sequence, or none.
+        num_tokens: its length, whole blocks, at most one token less than the prompt.
+        in_flight: the next full block, or the encoder sequence, is being computed by a running
+            request; one that can wait a step will find it.
+        stops: where the rest of the prefill should end its chunks.
+        encoder_cached: whether all that is wanted of the encoder sequence is there; True if
+            there is no encoder sequence.
+    """
+
+    blocks: tuple[tuple[KVCacheBlock, ...], ...]
+    num_tokens: int
+    in_flight: bool
+    stops: ChunkStops | None = None
+    encoder_cached: bool = True

@@ -1,0 +1,185 @@
+"""Checks that the bookkeeping of a cache agrees with itself, and says which equation does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from prefix_cache.blocks.block import KVCacheBlock, LargePage
+from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.blocks.page_arena import GroupPages, PageArena
+from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
+
+__all__ = ["IntegrityError", "check_integrity", "check_pool_integrity"]
+
+
+class IntegrityError(RuntimeError):
+    """Two records of the same fact differ; the message prints both with their numbers."""
+
+
+def check_integrity(manager: KVCacheManager) -> None:
+    """Check a manager and its pool; meant for tests and for ``verify`` runs, not for every step.
+
+    Raises:
+        IntegrityError: with the equation that failed.
+    """
+    _check_requests(manager)
+    tables = [
+        table for group in manager.coordinator.managers for table in group.block_tables.values()
+    ]
+    check_pool_integrity(manager.pool, tables)
+
+
+def check_pool_integrity(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+    """Check a pool against all tables that hold its blocks.
+
+    Raises:
+        IntegrityError: with the equation that failed.
+    """
+    holders = Counter(block for table in tables for block in table if block.large_page)
+    for arena in pool.arenas:
+        _check_conservation(arena)
+        free = {page.page_id for page in arena.free_pages}
+        for page in arena.pages:
+            _check_page(arena, page, holders, is_free=page.page_id in free)
+        for group in arena.groups.values():
+            _check_group(arena, group)
+    _check_hash_table(pool)
+    for block in holders:
+        if block.large_page is None or block not in block.large_page.blocks:
+            raise IntegrityError(
+                f"block {block.block_id} of group {block.group_id} is in {holders[block]} tables, "
+                "but its large page has gone to others"
+            )
+
+
+def _check_requests(manager: KVCacheManager) -> None:
+    live = manager.request_ids
+    for group in manager.coordinator.managers:
+        if group.block_tables.keys() != live:
+            raise IntegrityError(
+                f"requests with a table in group {group.group_id} "
+                f"{sorted(group.block_tables)} != live requests {sorted(live)}"
+            )
+    for block_hash, owners in manager.pending.owners.items():
+        if not owners or not owners <= live:
+            raise IntegrityError(
+                f"pending hash {_short(block_hash)} is owned by {sorted(owners)}, "
+                f"expected a non-empty part of the live requests {sorted(live)}"
+            )
+
+
+def _check_conservation(arena: PageArena) -> None:
+    free, unheld = len(arena.free_pages), len(arena.unheld)
+    held = sum(page.num_held > 0 for page in arena.pages)
+    total = free + held + unheld + 1
+    if total != len(arena.pages):
+        raise IntegrityError(
+            f"large pages: free ({free}) + held ({held}) + cached ({unheld}) + null (1) = {total}, "
+            f"expected num_pages = {len(arena.pages)}"
+        )
+
+
+def _check_page(
+    arena: PageArena, page: LargePage, holders: Counter[KVCacheBlock], *, is_free: bool
+) -> None:
+    serves_nobody = page.group_id is None
+    num_blocks = 0 if page.group_id is None else arena.groups[page.group_id].blocks_per_page
+    if len(page.blocks) != num_blocks:
+        raise IntegrityError(
+            f"large page {page.page_id} of group {page.group_id}: blocks ({len(page.blocks)}) != "
+            f"blocks per page ({num_blocks})"
+        )
+    if is_free != (serves_nobody and page.page_id > 0):
+        raise IntegrityError(
+            f"large page {page.page_id} serves group {page.group_id}, and free = {is_free}"
+        )
+    for block in page.blocks:
+        _check_block(arena, page, block, holders[block])
+    held = sum(block.ref_cnt > 0 for block in page.blocks)
+    if page.num_held != held:
+        raise IntegrityError(
+            f"large page {page.page_id}: num_held ({page.num_held}) != held blocks ({held})"
+        )
+    waits = not serves_nobody and held == 0
+    if waits != (page in arena.unheld):
+        raise IntegrityError(
+            f"large page {page.page_id} (group {page.group_id}, {held} held blocks): "
+            f"waits to be evicted = {not waits}, expected {waits}"
+        )
+
+
+def _check_block(arena: PageArena, page: LargePage, block: KVCacheBlock, num_holders: int) -> None:
+    name = f"block {block.block_id} of group {block.group_id}"
+    group = arena.groups[block.group_id]
+    if block.group_id != page.group_id or block.large_page is not page:
+        raise IntegrityError(f"{name} lies in large page {page.page_id} of group {page.group_id}")
+    if block.ref_cnt != num_holders:
+        raise IntegrityError(
+            f"{name}: ref_cnt ({block.ref_cnt}) != places in block tables ({num_holders})"
+        )
+    has_hash = block.block_hash is not None
+    actual = (block in page.free, block in group.cached)
+    expected = (block.ref_cnt == 0 and not has_hash, block.ref_cnt == 0 and has_hash)
+    if actual != expected:
+        raise IntegrityError(
+            f"{name} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
+            f"(free, cached) = {actual}, expected {expected}"
+        )
+    generation = int(group.generations[block.block_id])
+    if block.generation != generation:
+        raise IntegrityError(
+            f"{name}: generation ({block.generation}) != generations[{block.block_id}] "
+            f"({generation})"
+        )
+
+
+def _check_group(arena: PageArena, group: GroupPages) -> None:
+    null = group.null_block
+    if null.ref_cnt or null.generation or null.block_hash is not None:
+        raise IntegrityError(
+            f"null block of group {group.group_id}: ref_cnt ({null.ref_cnt}), generation "
+            f"({null.generation}), block_hash ({_short(null.block_hash)}), expected 0, 0, None"
+        )
+    pages = [page for page in arena.pages if page.group_id == group.group_id]
+    spare = sum(len(page.blocks) - page.num_held for page in pages if page.num_held)
+    if group.num_spare != spare:
+        raise IntegrityError(
+            f"group {group.group_id}: num_spare ({group.num_spare}) != blocks in held pages that "
+            f"nobody holds ({spare})"
+        )
+    for name, known, expected in (
+        ("held", group.held_with_free, {p.page_id for p in pages if p.num_held and p.free}),
+        ("unheld", group.unheld_with_free, {p.page_id for p in pages if not p.num_held and p.free}),
+    ):
+        if known.keys() != expected:
+            raise IntegrityError(
+                f"group {group.group_id}: {name} pages with free blocks {sorted(known)} != "
+                f"{sorted(expected)}"
+            )
+    num_cached = sum(1 for page in pages for _ in page.cached)
+    if len(group.cached) != num_cached:
+        raise IntegrityError(
+            f"group {group.group_id}: cached queue ({len(group.cached)}) != cached blocks "
+            f"({num_cached})"
+        )
+
+
+def _check_hash_table(pool: BlockPool) -> None:
+    for (group_id, block_hash), block in pool.hash_table.items():
+        if (block.group_id, block.block_hash) != (group_id, block_hash):
+            raise IntegrityError(
+                f"hash table entry (group {group_id}, {_short(block_hash)}) leads to block "
+                f"{block.block_id}, which has (group {block.group_id}, "
+                f"{_short(block.block_hash)})"
+            )
+    blocks = (block for arena in pool.arenas for page in arena.pages for block in page.blocks)
+    num_hashed = sum(block.block_hash is not None for block in blocks)
+    if num_hashed != len(pool.hash_table):
+        raise IntegrityError(
+            f"blocks with a hash ({num_hashed}) != hash table entries ({len(pool.hash_table)})"
+        )
+
+
+def _short(block_hash: bytes | None) -> str:
+    return "None" if block_hash is None else block_hash.hex()[:12]

@@ -1,0 +1,251 @@
+"""Pages in host memory to which a request's pages can move, and from which they come back.
+
+Swapping moves whole tables, every group's, and the output rows beside them::
+
+    device pages   | A A B B B . |  swap out A   | . . B B B . |  swap in A    | . A B B B A |
+    host pages     | . . . .     |  ──────────►  | A A . .     |  ──────────►  | . . . .     |
+
+The device's pages are free as soon as the decision is made, so the bytes must be copied before
+anything else is written: first all that goes out, then all that comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from prefix_cache.blocks.block import KVCacheBlock
+from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
+from prefix_cache.layer_types.chunk_stops import ChunkStops
+
+__all__ = ["PageCopy", "SwapSpace"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Pages of one group to be copied, in order.
+
+    Attributes:
+        group_id: the group.
+        sources: page ids where they are.
+        targets: page ids where they go; as many.
+    """
+
+    group_id: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Swapped:
+    """One request's tables on the host; None where a table held the null block.
+
+    Attributes:
+        tables: per group.
+        rows: output rows of its computed tokens, by name.
+        encoder_rows: output rows of its encoder sequence, if somebody wants them.
+        num_tokens: its computed tokens.
+        stops: see :class:`ChunkStops`.
+        num_resets: of the manager when the request went out; None if it was outdated already.
+    """
+
+    tables: tuple[tuple[KVCacheBlock | None, ...], ...]
+    rows: Mapping[str, Tensor]
+    encoder_rows: Mapping[str, Tensor]
+    num_tokens: int
+    stops: ChunkStops | None
+    num_resets: int | None
+
+
+class SwapSpace:
+    """Host pages beside a manager's device pages.
+
+    Args:
+        manager: whose requests are swapped.
+        num_pages: large pages on the host, the null page included.
+
+    Attributes:
+        pool: the host's blocks.
+
+    Raises:
+        ValueError: if there is no page beside the null page.
+    """
+
+    def __init__(self, manager: KVCacheManager, num_pages: int) -> None:
+        self._manager = manager
+        self.config = replace(manager.config, num_large_pages=num_pages)
+        self.pool = BlockPool.for_config(self.config)
+        self._swapped: dict[str, _Swapped] = {}
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Requests whose pages are here."""
+        return frozenset(self._swapped)
+
+    def swap_out(self, request_id: str, num_computed_tokens: int) -> tuple[PageCopy, ...] | None:
+        """Give a request's device blocks back and take host blocks for their content.
+
+        Args:
+            request_id: one that holds device blocks.
+            num_computed_tokens: tokens whose state and rows are worth keeping.
+
+        Returns:
+            What to copy from device to host, or None, and nothing has changed, if the host has
+            too few pages.
+
+        Raises:
+            ValueError: if the request holds no blocks.
+        """
+        managers = self._manager.coordinator.managers
+        tables = [manager.table(request_id) for manager in managers]
+        held = [[block for block in table if block.large_page is not None] for table in tables]
+        needs = {group_id: len(blocks) for group_id, blocks in enumerate(held)}
+        if not self.pool.can_allocate(needs):
+            return None
+        taken = self.pool.allocate(needs)
+        self._swapped[request_id] = _Swapped(
+            tables=tuple(_like(table, taken[group_id]) for group_id, table in enumerate(tables)),
+            rows=self._manager.gather_outputs(request_id, num_computed_tokens),
+            encoder_rows=self._encoder_rows(request_id),
+            num_tokens=num_computed_tokens,
+            stops=self._manager.stops(request_id),
+            num_resets=(
+                None if self._manager.is_outdated(request_id) else self._manager.num_resets
+            ),
+        )
+        self._manager.free(request_id)
+        return self._copies(held, [taken[g] for g in needs])
+
+    def swap_in(
+        self, request_id: str, block_hashes: Sequence[BlockHash] = (), *, headroom: int = 0
+    ) -> tuple[PageCopy, ...] | None:
+        """Take device blocks for a swapped request and give its host blocks back.
+
+        Args:
+            request_id: one that was swapped out.
+            block_hashes: of its full blocks; those not computed yet are in flight again.
+            headroom: blocks that must be left over in every group of the device.
+
+        Returns:
+            What to copy from host to device, or None, and nothing has changed, if the device has
+            too few free pages.
+
+        Raises:
+            ValueError: if the request is not swapped out.
+        """
+        swapped = self._get(request_id)
+        held = [[block for block in table if block is not None] for table in swapped.tables]
+        needs = {group_id: len(blocks) for group_id, blocks in enumerate(held)}
+        pool = self._manager.pool
+        if not pool.can_allocate({g: count + headroom for g, count in needs.items()}):
+            return None
+        taken = pool.allocate(needs)
+        tables = [
+            [block or manager.null_block for block in _like(table, taken[manager.group_id])]
+            for manager, table in zip(
+                self._manager.coordinator.managers, swapped.tables, strict=True
+            )
+        ]
+        self._manager.restore(
+            request_id,
+            tables,
+            swapped.num_tokens,
+            block_hashes,
+            swapped.stops,
+            publishes=swapped.num_resets == self._manager.num_resets,
+        )
+        self._write_rows(request_id, swapped)
+        copies = self._copies(held, [taken[g] for g in needs])
+        self.free(request_id)
+        return copies
+
+    def free(self, request_id: str) -> None:
+        """Give back the host blocks of a request. ``ValueError`` if it is not swapped out."""
+        swapped = self._get(request_id)
+        del self._swapped[request_id]
+        for table in swapped.tables:
+            self.pool.release(block for block in reversed(table) if block is not None)
+
+    def free_cross(self, request_id: str) -> None:
+        """Give back the host's cross-attention blocks of a request ahead of its others.
+
+        It can only be freed after that. ``ValueError`` if it is not swapped out.
+        """
+        swapped = self._get(request_id)
+        tables = list(swapped.tables)
+        for manager in self._manager.coordinator.encoder_managers:
+            table, tables[manager.group_id] = tables[manager.group_id], ()
+            self.pool.release(block for block in reversed(table) if block is not None)
+        self._swapped[request_id] = replace(swapped, tables=tuple(tables))
+
+    def free_all(self) -> None:
+        """Give back the host blocks of all requests: every page is free after that."""
+        for request_id in tuple(self._swapped):
+            self.free(request_id)
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """All host tables without their gaps, for integrity checks."""
+        return [
+            [block for block in table if block is not None]
+            for swapped in self._swapped.values()
+            for table in swapped.tables
+        ]
+
+    def _get(self, request_id: str) -> _Swapped:
+        swapped = self._swapped.get(request_id)
+        if swapped is None:
+            raise ValueError(f"request {request_id!r} is not swapped out")
+        return swapped
+
+    def _encoder_rows(self, request_id: str) -> dict[str, Tensor]:
+        manager = self._manager
+        if manager.encoder_outputs is None:
+            return {}
+        group_id = manager.coordinator.encoder_managers[0].group_id
+        block_ids = manager.block_ids(request_id, group_id)
+        return manager.encoder_outputs.gather(
+            block_ids, manager.encoder_outputs.num_valid_rows(block_ids)
+        )
+
+    def _write_rows(self, request_id: str, swapped: _Swapped) -> None:
+        manager = self._manager
+        slots = self._slots(request_id, manager.mirrored_group_id)
+        manager.stage_outputs.write(slots[: swapped.num_tokens], swapped.rows)
+        if manager.encoder_outputs is not None:
+            slots = self._slots(request_id, manager.coordinator.encoder_managers[0].group_id)
+            for name, rows in swapped.encoder_rows.items():
+                manager.encoder_outputs.write(slots[: len(rows)], {name: rows})
+
+    def _slots(self, request_id: str, group_id: int) -> Tensor:
+        """Slots of all places in a request's table."""
+        blocks = torch.tensor(self._manager.block_ids(request_id, group_id), dtype=torch.int64)
+        offsets = torch.arange(self._manager.block_size)
+        return (blocks[:, None] * self._manager.block_size + offsets).flatten()
+
+    def _copies(
+        self, sources: Sequence[Sequence[KVCacheBlock]], targets: Sequence[Sequence[KVCacheBlock]]
+    ) -> tuple[PageCopy, ...]:
+        return tuple(
+            PageCopy(
+                group_id,
+                tuple(block.block_id for block in sources[group_id]),
+                tuple(block.block_id for block in targets[group_id]),
+            )
+            for group_id, group in enumerate(self.config.groups)
+            if group.on_device and sources[group_id]
+        )
+
+
+def _like(
+    table: Sequence[KVCacheBlock | None], blocks: Sequence[KVCacheBlock]
+) -> tuple[KVCacheBlock | None, ...]:
+    """A table of other blocks with the same gaps."""
+    rest = iter(blocks)
+    return tuple(
+        next(rest) if old is not None and old.large_page is not None else None for old in table
+    )

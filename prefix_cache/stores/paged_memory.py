@@ -1,0 +1,156 @@
+"""The byte buffer that holds every layer's keys and values, and the views attention reads it by.
+
+Layout of one small page of a group of ``L`` layers (house name: block-major)::
+
+    page p
+    ┌ layer 0 ────────────┬ layer 1 ────────────┬ ... ┬ layer L-1 ──────────┐
+    │ K: bs rows │ V: bs  │ K: bs rows │ V: bs  │     │ K: bs rows │ V: bs  │
+    └────────────┴────────┴────────────┴────────┴─────┴────────────┴────────┘
+      one row = (num_kv_heads, head_dim) of one token
+
+so the buffer is also one flat tensor of rows, and one index per token serves all layers::
+
+    row(p, t; layer l, K) = p * 2L * bs + t  +  (2l)     * bs
+    row(p, t; layer l, V) = p * 2L * bs + t  +  (2l + 1) * bs
+                            └ row_mapping ─┘    └ a shifted view ┘
+
+(where pages are padded, a page has more than ``2L`` chunks). A page of a recurrent group holds
+one state: layer after layer, tensor after tensor, each aligned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefix_cache.kv_cache.swap_space import PageCopy
+from prefix_cache.specs.kv_cache_config import KVCacheConfig
+from prefix_cache.specs.kv_cache_spec import AttentionSpec, MambaSpec
+
+__all__ = ["LayerKVCache", "PagedMemory"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKVCache:
+    """One layer's keys and values inside the shared buffer. Views only; nothing is owned.
+
+    Attributes:
+        keys: ``(rows, num_kv_heads, head_dim)``; row ``row_mapping[i]`` is token i's key.
+        values: the same, shifted by one page slice, so that it takes the same index.
+        chunks: ``(num_blocks * chunks_per_page, block_size, num_kv_heads, head_dim)``: the buffer
+            cut into one chunk per (page, layer, K or V). This layer's key chunk of page p is
+            ``p * chunks_per_page + 2 * layer_index``, its value chunk the one after.
+        layer_index: the layer's place in its group.
+        chunks_per_page: ``2L``, or more where pages are padded.
+    """
+
+    keys: Tensor
+    values: Tensor
+    chunks: Tensor
+    layer_index: int
+    chunks_per_page: int
+
+
+class PagedMemory:
+    """One buffer of bytes on one device, divided into pages of ``KVCacheConfig.groups``.
+
+    Every group sees the whole buffer as pages of its own size; which pages are whose is the
+    :class:`prefix_cache.BlockPool`'s matter.
+
+    Args:
+        config: the geometry.
+        device: where the buffer lives.
+    """
+
+    def __init__(self, config: KVCacheConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.nbytes = config.num_large_pages * config.large_page_bytes
+        # Zeros, not empty: kernels may read the null block, and NaN * 0 is not 0.
+        self.buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+
+    def layer(self, group_id: int, layer_index: int) -> LayerKVCache:
+        """The views of the ``layer_index``-th layer of an attention group."""
+        spec = self._attention_spec(group_id)
+        row_shape = (spec.num_kv_heads, spec.head_dim)
+        rows = self.buffer.view(spec.dtype).view(-1, *row_shape)
+        key_shift = 2 * layer_index * spec.block_size
+        return LayerKVCache(
+            keys=rows[key_shift:],
+            values=rows[key_shift + spec.block_size :],
+            chunks=rows.view(-1, spec.block_size, *row_shape),
+            layer_index=layer_index,
+            chunks_per_page=self._chunks_per_page(group_id),
+        )
+
+    def state(self, group_id: int, layer_index: int) -> tuple[Tensor, ...]:
+        """The states of the ``layer_index``-th layer of a recurrent group.
+
+        Returns:
+            Per tensor of the spec a view ``(num_blocks, *shape)``, pages a stride apart.
+        """
+        group = self.config.groups[group_id]
+        if not isinstance(group.spec, MambaSpec):
+            raise ValueError(f"group {group_id} ({type(group.spec).__name__}) keeps no states")
+        offset = layer_index * group.spec.layer_page_bytes
+        views = []
+        for state in group.spec.states:
+            itemsize = state.dtype.itemsize
+            elements = self.buffer.view(state.dtype)
+            strides = torch.empty(state.shape, device="meta").stride()
+            views.append(
+                elements.as_strided(
+                    (self.config.num_blocks(group_id), *state.shape),
+                    (group.page_bytes // itemsize, *strides),
+                    offset // itemsize,
+                )
+            )
+            offset += state.nbytes
+        return tuple(views)
+
+    def clear_page(self, group_id: int, page_id: int) -> None:
+        """Fill a page with zeros.
+
+        For a page that a step fills in part: kernels may read it to its end, and although they
+        give no weight to what lies behind the sequence, NaN or infinity left there by an earlier
+        one would spoil the sum.
+        """
+        page_bytes = self.config.groups[group_id].page_bytes
+        self.buffer[page_id * page_bytes : (page_id + 1) * page_bytes].zero_()
+
+    def copy_pages(self, copy: PageCopy, target: PagedMemory) -> None:
+        """Copy pages of one group, byte for byte, to memory of the same geometry."""
+        page_bytes = self.config.groups[copy.group_id].page_bytes
+        pages = self.buffer.view(-1, page_bytes)
+        sources = torch.tensor(copy.sources, device=pages.device)
+        targets = torch.tensor(copy.targets, device=target.buffer.device)
+        moved = pages.index_select(0, sources).to(target.buffer.device)
+        target.buffer.view(-1, page_bytes).index_copy_(0, targets, moved)
+
+    def clear_null_page(self) -> None:
+        """Fill the null page of all groups with zeros, after something was written to it."""
+        self.buffer[: self.config.large_page_bytes].zero_()
+
+    def row_mapping(self, group_id: int, slot_mapping: Tensor) -> Tensor:
+        """Turn slots (``block_id * block_size + offset``) into row indices of layer 0's keys.
+
+        Args:
+            slot_mapping: ``(num_tokens,)`` integers.
+
+        Returns:
+            ``(num_tokens,)`` of the same type and device.
+        """
+        block_size = self._attention_spec(group_id).block_size
+        extra_rows_per_page = (self._chunks_per_page(group_id) - 1) * block_size
+        return slot_mapping + (slot_mapping // block_size) * extra_rows_per_page
+
+    def _chunks_per_page(self, group_id: int) -> int:
+        group = self.config.groups[group_id]
+        return group.page_bytes // self._attention_spec(group_id).page_unit_bytes
+
+    def _attention_spec(self, group_id: int) -> AttentionSpec:
+        spec = self.config.groups[group_id].spec
+        if not isinstance(spec, AttentionSpec):
+            raise ValueError(f"group {group_id} ({type(spec).__name__}) keeps no keys and values")
+        return spec

@@ -1,0 +1,288 @@
+"""Per-token outputs of a stage, kept on the CPU beside the KV blocks of the same tokens.
+
+A tensor of feature size D is mirrored in a store of ``(num_blocks, block_size, D)``. Flattened to
+rows, it takes the slots of the KV cache as they are, so a block table finds a token's outputs as
+it finds its keys::
+
+    block 0 (null)      block 1                 block 2
+    [ 0   1   2   3 ]   [ 4   5   6   7  ]      [ 8   9  10  11 ]   slot = block * block_size + t
+      └ padding           └ row of token 0        └ row of token 4
+
+Eviction needs no policy here: a block that is handed out again gets a new generation, and rows
+carry the generation of the block they were written for, so what is left of the old content does
+not count as this block's::
+
+    generations   block 1: 7                 tag == generation: the row is this block's
+    tags          [ 7   7   3   0 ]          3: an earlier owner's;  0: never written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["StageOutputCache", "StageOutputCacheStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutputCacheStats:
+    """What the cache holds and has done.
+
+    Attributes:
+        num_tensors: names mirrored now.
+        nbytes: bytes reserved; the operating system backs them with memory as they are written.
+        rows_written: rows of all tensors together, since the start.
+        rows_gathered: the same, for rows handed out.
+    """
+
+    num_tensors: int
+    nbytes: int
+    rows_written: int
+    rows_gathered: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenStore:
+    """One mirrored tensor.
+
+    Attributes:
+        rows: ``(num_blocks * block_size, *tail)``, indexed by slot.
+        tags: ``(num_blocks, block_size)`` int64, the generation each row was written for.
+        flat_tags: ``(num_blocks * block_size,)``, the same memory.
+    """
+
+    rows: Tensor
+    tags: Tensor
+    flat_tags: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.tags.nbytes
+
+
+class StageOutputCache:
+    """Mirrors every per-token tensor that is written to it.
+
+    Tensors are discovered: what has as many rows as the step has tokens is taken to be per token.
+    A tensor of another length is not, and its name is then dropped for good, stored rows included:
+    a tensor of one row per *request* has as many rows as tokens in a step that only decodes.
+
+    Args:
+        num_blocks: blocks mirrored, the null block included.
+        block_size: tokens per block.
+        generations: ``(num_blocks,)`` int64 on the CPU, how often each block was handed out; read
+            at each call, changed by its owner (:class:`~prefix_cache.blocks.block_pool.BlockPool`).
+        names: mirror these only; ``None`` mirrors all.
+
+    Raises:
+        ValueError: if ``generations`` is not of the stated form.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        generations: Tensor,
+        names: Collection[str] | None = None,
+    ) -> None:
+        if generations.shape != (num_blocks,) or generations.dtype != torch.int64:
+            raise ValueError(
+                f"generations must be int64 of shape ({num_blocks},), "
+                f"got {generations.dtype} of shape {tuple(generations.shape)}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._generations = generations
+        self._offsets = torch.arange(block_size)
+        self._restriction = None if names is None else frozenset(names)
+        self._stores: dict[str, _TokenStore] = {}
+        self._dropped: set[str] = set()
+        self._rows_written = 0
+        self._rows_gathered = 0
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Names a hit must deliver: those it is restricted to, else all discovered ones.
+
+        Names found not to be per-token tensors are left out: nobody can cache those.
+        """
+        if self._restriction is None:
+            return frozenset(self._stores)
+        return self._restriction - self._dropped
+
+    def mirrors(self, name: str) -> bool:
+        """Whether a tensor of this name would be kept, as far as is known of it."""
+        if name in self._dropped:
+            return False
+        return self._restriction is None or name in self._restriction
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """``(num_blocks, block_size, *tail)`` per mirrored name."""
+        return {
+            name: (self.num_blocks, self.block_size, *store.rows.shape[1:])
+            for name, store in self._stores.items()
+        }
+
+    @property
+    def nbytes_by_name(self) -> dict[str, int]:
+        """Bytes reserved for rows and tags, per mirrored name."""
+        return {name: store.nbytes for name, store in self._stores.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for all names."""
+        return sum(self.nbytes_by_name.values())
+
+    def stats(self) -> StageOutputCacheStats:
+        """A snapshot of sizes and counters."""
+        return StageOutputCacheStats(
+            num_tensors=len(self._stores),
+            nbytes=self.nbytes,
+            rows_written=self._rows_written,
+            rows_gathered=self._rows_gathered,
+        )
+
+    @torch.no_grad()
+    def write(self, slot_mapping: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Store one step's rows: one scatter per tensor.
+
+        Args:
+            slot_mapping: ``(num_tokens,)`` int64 on the CPU, each token's slot. Tokens in the null
+                block (padding) are written but never valid.
+            tensors: outputs of the step by name, on the CPU; those of ``num_tokens`` rows,
+                ``(num_tokens, *tail)``, are mirrored.
+
+        Raises:
+            ValueError: if a tensor's row shape or dtype is not what its name had before. Nothing
+                is written then.
+        """
+        num_tokens = slot_mapping.shape[0]
+        if num_tokens == 0:
+            return
+        matched = self._match_stores(num_tokens, tensors)
+        if not matched:
+            return
+        tags = self._generations.index_select(0, slot_mapping // self.block_size)
+        for store, rows in matched:
+            store.rows.index_copy_(0, slot_mapping, rows)
+            store.flat_tags.index_copy_(0, slot_mapping, tags)
+        self._rows_written += num_tokens * len(matched)
+
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        start: int = 0,
+        names: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Rows ``[start, num_tokens)`` of a sequence, by its block table.
+
+        Args:
+            block_ids: the sequence's block table from position 0; may be longer than needed.
+            num_tokens: end of the rows wanted.
+            start: first row wanted.
+            names: tensors wanted; ``None`` means all.
+
+        Returns:
+            ``(num_tokens - start, *tail)`` per name, in memory of its own. Only tensors every row
+            of which was written for the block that now holds it: a tensor with a stale or missing
+            row is absent, never filled up.
+
+        Raises:
+            ValueError: if the rows are not within the block table.
+        """
+        if not 0 <= start <= num_tokens <= len(block_ids) * self.block_size:
+            raise ValueError(
+                f"rows [{start}, {num_tokens}) are not within {len(block_ids)} blocks "
+                f"of {self.block_size} tokens"
+            )
+        first_block = start // self.block_size
+        end_block = -(-num_tokens // self.block_size)
+        blocks = torch.tensor(block_ids[first_block:end_block], dtype=torch.int64)
+        wanted_rows = slice(
+            start - first_block * self.block_size, num_tokens - first_block * self.block_size
+        )
+        # Row by row, not block by block: torch copies wide slices (32,768 elements) on one thread.
+        slots = (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)[wanted_rows]
+        gathered: dict[str, Tensor] = {}
+        for name, store in self._stores.items():
+            if names is not None and name not in names:
+                continue
+            if not self._valid_rows(store, blocks).view(-1)[wanted_rows].all():
+                continue
+            gathered[name] = store.rows.index_select(0, slots)
+        self._rows_gathered += (num_tokens - start) * len(gathered)
+        return gathered
+
+    def num_valid_rows(self, block_ids: Sequence[int], names: Collection[str] | None = None) -> int:
+        """Leading rows of a sequence that are valid in every wanted tensor.
+
+        Args:
+            block_ids: the sequence's block table.
+            names: tensors wanted, by default :attr:`wanted`. One never seen has no valid rows.
+        """
+        wanted = self.wanted if names is None else names
+        valid = torch.ones((len(block_ids), self.block_size), dtype=torch.bool)
+        blocks = torch.tensor(block_ids, dtype=torch.int64)
+        for name in wanted:
+            store = self._stores.get(name)
+            if store is None:
+                return 0
+            valid &= self._valid_rows(store, blocks)
+        return int(valid.view(-1).long().cumprod(0).sum())
+
+    def num_valid_blocks(
+        self, block_ids: Sequence[int], names: Collection[str] | None = None
+    ) -> int:
+        """Leading blocks in which every row is valid; see :meth:`num_valid_rows`."""
+        return self.num_valid_rows(block_ids, names) // self.block_size
+
+    def _valid_rows(self, store: _TokenStore, blocks: Tensor) -> Tensor:
+        """``(len(blocks), block_size)`` bool: rows that belong to what the block holds now."""
+        current = self._generations.index_select(0, blocks).unsqueeze(1)
+        # A block never handed out, the null block among them, has generation 0, like the tag of
+        # a row never written: equal, but nobody's.
+        return (store.tags.index_select(0, blocks) == current) & (current > 0)
+
+    def _match_stores(
+        self, num_tokens: int, tensors: Mapping[str, Tensor]
+    ) -> list[tuple[_TokenStore, Tensor]]:
+        """Pair each per-token tensor with its store; checks all before any is written."""
+        matched: list[tuple[_TokenStore, Tensor]] = []
+        for name, tensor in tensors.items():
+            if not self.mirrors(name):
+                continue
+            if tensor.dim() == 0 or tensor.shape[0] != num_tokens:
+                self._dropped.add(name)
+                self._stores.pop(name, None)
+                continue
+            store = self._stores.get(name)
+            if store is None:
+                store = self._stores[name] = self._new_store(tensor)
+            elif store.rows.shape[1:] != tensor.shape[1:] or store.rows.dtype != tensor.dtype:
+                raise ValueError(
+                    f"output {name!r} has rows of shape {tuple(tensor.shape[1:])} and type "
+                    f"{tensor.dtype}, but had shape {tuple(store.rows.shape[1:])} and type "
+                    f"{store.rows.dtype} before"
+                )
+            matched.append((store, tensor))
+        return matched
+
+    def _new_store(self, like: Tensor) -> _TokenStore:
+        num_slots = self.num_blocks * self.block_size
+        # A tensor born in inference mode could not be written outside of it later.
+        with torch.inference_mode(False):
+            # Not zeros: that would touch all of it at once. No row is read before its tag says
+            # that it was written.
+            rows = torch.empty((num_slots, *like.shape[1:]), dtype=like.dtype)
+            tags = torch.zeros((self.num_blocks, self.block_size), dtype=torch.int64)
+        return _TokenStore(
+            rows=rows,
+            tags=tags,
+            flat_tags=tags.view(-1),
+        )
