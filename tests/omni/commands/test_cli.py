@@ -422,7 +422,7 @@ def test_transforms_of_ones_own_are_found_in_the_working_directory(tmp_path: Pat
     finished = subprocess.run(
         [sys.executable, "-m", "omni", "validate", "two_step", "--set", override],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONSAFEPATH": "1", "PATH": ""},
+        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONSAFEPATH": "1", "PATH": ""},
         capture_output=True,
         text=True,
         check=False,
@@ -439,7 +439,7 @@ def test_help_does_not_wait_for_torch() -> None:
         "assert result.exit_code == 0 and 'verify' in result.output, result.output\n"
         "assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 def test_demo_shows_texts_hits_and_time_saved(
