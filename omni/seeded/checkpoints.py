@@ -21,14 +21,6 @@ import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from omni import (
-    seeded_encoder_decoders,
-    seeded_folder,
-    seeded_hybrids,
-    seeded_multimodal,
-    seeded_omni,
-    seeded_tokenizers,
-)
 from omni.seeded.encoder_decoders import (
     BART_BENCHMARK,
     build_bart,
@@ -302,16 +294,7 @@ def _cache_root(cache_dir: str | Path | None) -> Path:
 
 
 def _version() -> str:
-    modules = (
-        seeded_encoder_decoders,
-        seeded_folder,
-        seeded_hybrids,
-        seeded_multimodal,
-        seeded_omni,
-        seeded_tokenizers,
-    )
-    sources = [__file__, *(str(module.__file__) for module in modules)]
-    content = b"".join(Path(source).read_bytes() for source in sources)
+    content = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(content + transformers.__version__.encode()).hexdigest()[:12]
 
 

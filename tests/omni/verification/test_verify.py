@@ -20,9 +20,9 @@ from omni import (
     OmniRequest,
     Pipeline,
     StageInputs,
-    tolerance,
 )
 from omni.seeded.checkpoints import build_causal_lm
+from omni.verification import tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
