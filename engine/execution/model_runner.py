@@ -266,8 +266,8 @@ class ModelRunner:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self._device)
             self._merge_items(chunk, item.request, first)
-            if item.request.conditions is not None:
-                item.request.conditions.apply(chunk, first)
+            if item.request.streamed_rows is not None:
+                item.request.streamed_rows.apply(chunk, first)
         return embeds
 
     def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
@@ -279,7 +279,7 @@ class ModelRunner:
             chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
         """
         stop = first + chunk.shape[0]
-        for item in request.mm_inputs:
+        for item in request.multimodal_inputs:
             if self._encoder_cache is not None and item.overlaps(first, stop):
                 rows = self._encoder_cache.rows(item.content_hash)
                 begin, end = max(first, item.offset), min(stop, item.end)
@@ -382,7 +382,7 @@ def _shows_item(
     for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
         first = item.request.num_computed_tokens
         stop = first + item.num_tokens
-        for shown in item.request.mm_inputs:
+        for shown in item.request.multimodal_inputs:
             if shown.overlaps(first, stop):
                 if marks is None:
                     marks = torch.zeros(len(inputs.token_ids), dtype=torch.bool)

@@ -24,11 +24,11 @@ from torch import Tensor
 from engine.requests.multimodal_input import MultiModalInput
 from prefix_cache import ContentSpan
 
-__all__ = ["SoundInVideo"]
+__all__ = ["AudioInVideo"]
 
 
 @dataclass(frozen=True, slots=True)
-class SoundInVideo:
+class AudioInVideo:
     """How a model takes a video with its sound.
 
     Attributes:

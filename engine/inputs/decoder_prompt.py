@@ -14,7 +14,7 @@ from engine.interface.prompts import (
     TokensPrompt,
 )
 from engine.requests.prompt_choice import PromptChoice
-from engine.sampling.sampling_state import LogitsRule
+from engine.sampling.sampling_state import LogitsProcessor
 
 __all__ = ["DecoderPromptRule", "T5PromptRule"]
 
@@ -86,7 +86,7 @@ class DecoderPromptRule:
         """
         return None
 
-    def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
+    def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """What the kind of model asks of the output of a request, or None.
 
         Args:

@@ -28,7 +28,7 @@ from engine.models.mllama.mllama_prompt import MllamaPromptRule
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.prompt_choice import PromptChoice
-from engine.sampling.sampling_state import LogitsRule
+from engine.sampling.sampling_state import LogitsProcessor
 
 __all__ = ["EncoderDecoderInputProcessor", "EncoderDecoderInputs"]
 
@@ -41,14 +41,14 @@ class EncoderDecoderInputs:
         encoder_input: what the encoder gets; None for a model that can do without.
         encoder_view: which rows of the encoder's output the decoder's tokens see.
         prompt_token_ids: what the decoder begins with.
-        logits_rule: what its output has to keep to, or None.
+        logits_processor: what its output has to keep to, or None.
         prompt_choice: how the decoder's prompt goes on, if the model itself chooses; else None.
     """
 
     encoder_input: EncoderInput | None
     encoder_view: EncoderView
     prompt_token_ids: list[int]
-    logits_rule: LogitsRule | None = None
+    logits_processor: LogitsProcessor | None = None
     prompt_choice: PromptChoice | None = None
 
 
@@ -125,9 +125,9 @@ class EncoderDecoderInputProcessor:
             encoder_input = self._encoder_inputs.make(encoder, cache_salt=cache_salt)
         token_ids = self._decoder_rule.prompt_ids(encoder, decoder)
         view = self._encoder.encoder_view(encoder_input, token_ids)
-        rule = self._decoder_rule.logits_rule(encoder)
+        processor = self._decoder_rule.logits_processor(encoder)
         choice = self._decoder_rule.prompt_choice(encoder, decoder)
-        return EncoderDecoderInputs(encoder_input, view, token_ids, rule, choice)
+        return EncoderDecoderInputs(encoder_input, view, token_ids, processor, choice)
 
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:
         if isinstance(prompt, ExplicitEncoderDecoderPrompt):

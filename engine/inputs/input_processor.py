@@ -22,9 +22,9 @@ from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
 from engine.requests.prompt_positions import PromptPositions
 from engine.requests.request import Request, embeds_spans, encoder_spans, item_spans, position_spans
-from engine.requests.streamed_rows import Conditions
+from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampler import SamplingState
-from engine.sampling.sampling_state import LogitsRule
+from engine.sampling.sampling_state import LogitsProcessor
 from engine.text.stop_checker import CompletionText
 from prefix_cache import ContentSpan
 
@@ -64,11 +64,11 @@ class _Content:
     embeds: Tensor | None = None
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
-    logits_rule: LogitsRule | None = None
+    logits_processor: LogitsProcessor | None = None
     prompt_choice: PromptChoice | None = None
-    mm_inputs: tuple[MultiModalInput, ...] = ()
+    multimodal_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
-    conditions: Conditions | None = None
+    streamed_rows: StreamedRows | None = None
 
 
 class InputProcessor:
@@ -143,15 +143,15 @@ class InputProcessor:
                     params,
                     () if content.embeds is not None else token_ids,
                     (seed + index) % 2**63,
-                    content.logits_rule,
+                    content.logits_processor,
                 ),
                 text=CompletionText(self._tokenizer, params, self._eos_token_ids),
                 spans=content.spans,
                 encoder_input=content.encoder_input,
                 encoder_view=content.encoder_view,
-                mm_inputs=content.mm_inputs,
+                multimodal_inputs=content.multimodal_inputs,
                 positions=content.positions,
-                conditions=content.conditions,
+                streamed_rows=content.streamed_rows,
                 prompt_choice=content.prompt_choice,
             )
             for index in range(params.n)
@@ -172,7 +172,7 @@ class InputProcessor:
         params: SamplingParams,
         prompt_token_ids: Sequence[int] = (),
         seed: int = 0,
-        rule: LogitsRule | None = None,
+        logits_processor: LogitsProcessor | None = None,
     ) -> SamplingState:
         return SamplingState(
             params,
@@ -180,7 +180,7 @@ class InputProcessor:
             seed,
             self._eos_token_ids,
             self._num_choices,
-            rule=rule,
+            logits_processor=logits_processor,
             begin_suppress_token_ids=self._begin_suppressed,
         )
 
@@ -200,9 +200,9 @@ class InputProcessor:
         Raises:
             ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
         """
-        if self._speech is None or request.conditions is None:
+        if self._speech is None or request.streamed_rows is None:
             raise ValueError("this model is no talker: it takes its prompts whole, not in chunks")
-        self._speech.extend(request.conditions, prompt)
+        self._speech.extend(request.streamed_rows, prompt)
 
     def _resolve(self, prompt: Prompt, cache_salt: str | None) -> _Content:
         limits = self._limits
@@ -218,7 +218,7 @@ class InputProcessor:
                 spans,
                 encoder_input=inputs.encoder_input,
                 encoder_view=inputs.encoder_view,
-                logits_rule=inputs.logits_rule,
+                logits_processor=inputs.logits_processor,
                 prompt_choice=inputs.prompt_choice,
             )
         token_ids, embeds = resolve_prompt(
@@ -233,7 +233,7 @@ class InputProcessor:
             return _Content(
                 shown.token_ids,
                 item_spans(shown.items),
-                mm_inputs=shown.items,
+                multimodal_inputs=shown.items,
                 positions=shown.positions,
             )
         spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
@@ -245,7 +245,7 @@ class InputProcessor:
             inputs.token_ids,
             () if inputs.positions is None else position_spans(inputs.positions, block_size),
             positions=inputs.positions,
-            conditions=inputs.conditions,
+            streamed_rows=inputs.streamed_rows,
         )
 
     def _with_suppressed(self, params: SamplingParams) -> SamplingParams:

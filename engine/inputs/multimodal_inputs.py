@@ -146,7 +146,7 @@ class MultiModalInputProcessor:
         entry = self._input(modality, item, offset, cache_salt)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return [self._model.placeholders[modality]] * entry.length, (entry,)
-        way = self._model.sound_in_video
+        way = self._model.audio_in_video
         if way is None:
             raise ValueError("this model takes no video with its own sound; leave out its audio")
         try:

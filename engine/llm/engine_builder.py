@@ -28,7 +28,7 @@ from engine.models.registry import load_model, max_positions
 from engine.native import load_kernels
 from engine.resources.malloc_thresholds import keep_freed_memory
 from engine.resources.memory_plan import MemoryPlan, plan_memory
-from engine.scheduling.encoder_cache_manager import ItemHolds
+from engine.scheduling.encoder_cache_manager import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from prefix_cache import (
@@ -64,7 +64,7 @@ class EngineParts:
     scheduler: Scheduler
     model_runner: ModelRunner
     swap_space: SwapSpace | None
-    item_holds: ItemHolds | None
+    encoder_cache_manager: EncoderCacheManager | None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -149,9 +149,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     )
     swap_space = _swap_space(config, kv_cache_manager)
     swap_memory = PagedMemory(swap_space.config) if swap_space is not None else None
-    item_holds = None
+    encoder_cache_manager = None
     if isinstance(model, MultiModalModel):
-        item_holds = ItemHolds(EncoderCache(config.encoder_cache_bytes), _row_bytes(model, dtype))
+        encoder_cache_manager = EncoderCacheManager(
+            EncoderCache(config.encoder_cache_bytes), _row_bytes(model, dtype)
+        )
     runner = ModelRunner(
         model,
         kv_cache_manager=kv_cache_manager,
@@ -161,7 +163,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         input_batch=_input_batch(config, kv_config, model, max_model_len),
         device=device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, 5),
-        encoder_cache=item_holds.cache if item_holds is not None else None,
+        encoder_cache=encoder_cache_manager.cache if encoder_cache_manager is not None else None,
     )
     _check_output_names(output_names, runner.warm_up(), kv_cache_manager)
     usable_tokens = kv_cache_manager.longest_sequence(max_model_len)
@@ -171,7 +173,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         limits=limits,
         memory_plan=plan.with_caches(
             kv_cache_manager.output_nbytes_by_name,
-            encoder_cache=config.encoder_cache_bytes if item_holds is not None else 0,
+            encoder_cache=config.encoder_cache_bytes if encoder_cache_manager is not None else 0,
             swap=swap_memory.nbytes if swap_memory is not None else 0,
         ),
         input_processor=_input_processor(config, checkpoint, model, tokenizer, limits, speech),
@@ -183,11 +185,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_encoder_tokens=config.max_num_encoder_tokens,
             swap_space=swap_space,
-            items=item_holds,
+            items=encoder_cache_manager,
         ),
         model_runner=runner,
         swap_space=swap_space,
-        item_holds=item_holds,
+        encoder_cache_manager=encoder_cache_manager,
     )
 
 

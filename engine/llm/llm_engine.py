@@ -55,7 +55,7 @@ class LLMEngine:
         self._scheduler = parts.scheduler
         self._runner = parts.model_runner
         self._swap = parts.swap_space
-        self._items = parts.item_holds
+        self._items = parts.encoder_cache_manager
         self._declared_outputs = frozenset(output_names or ())
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep
-from engine.inputs.audio_in_video import SoundInVideo
+from engine.inputs.audio_in_video import AudioInVideo
 from engine.models.base import CausalModel
 from engine.requests.multimodal_input import Modality, MultiModalInput
 
@@ -85,11 +85,11 @@ class MultiModalModel(CausalModel):
         num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
             ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
             tokens of a step are text at the places that they have in their sequences.
-        sound_in_video: how it takes a video with its own sound; None if it does not.
+        audio_in_video: how it takes a video with its own sound; None if it does not.
     """
 
     num_position_axes: int = 1
-    sound_in_video: SoundInVideo | None = None
+    audio_in_video: AudioInVideo | None = None
 
     def __init__(
         self,
@@ -160,13 +160,13 @@ class MultiModalModel(CausalModel):
         return [rows[index] for index in range(len(inputs))]
 
     def position_ids(
-        self, prompt_ids: Sequence[int], mm_inputs: Sequence[MultiModalInput]
+        self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
         """Places of a prompt's tokens, where a token's index in its sequence is not its place.
 
         Args:
             prompt_ids: the expanded prompt.
-            mm_inputs: its items in the order of their offsets.
+            multimodal_inputs: its items in the order of their offsets.
 
         Returns:
             ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow

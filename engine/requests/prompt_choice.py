@@ -37,7 +37,12 @@ class PromptChoice:
         self.candidates = tuple(candidates)
         self.then = tuple(then)
         self.sampling = SamplingState(
-            SamplingParams(temperature=0.0), (), 0, (), max(self.candidates) + 1, rule=self
+            SamplingParams(temperature=0.0),
+            (),
+            0,
+            (),
+            max(self.candidates) + 1,
+            logits_processor=self,
         )
 
     @property
@@ -46,7 +51,7 @@ class PromptChoice:
         return 1 + len(self.then)
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
-        """Mask all but the candidates; see :class:`~engine.sampling.sampling_state.LogitsRule`."""
+        """Mask all but the candidates; see ``LogitsProcessor``."""
         kept = torch.tensor(self.candidates, device=logits.device)
         values = logits[kept]
         logits.fill_(-torch.inf)

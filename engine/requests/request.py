@@ -16,7 +16,7 @@ from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
 from engine.requests.prompt_positions import PromptPositions
-from engine.requests.streamed_rows import Conditions
+from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampler import SamplingState
 from engine.text.stop_checker import CompletionText
 from prefix_cache import (
@@ -98,9 +98,9 @@ class Request:
             decoder's.
         encoder_view: which rows of the encoder's output its tokens see.
         encoder_blocks: the encoder's output as cross-attention keeps it.
-        mm_inputs: images and the like, in the order of their places in the prompt.
+        multimodal_inputs: images and the like, in the order of their places in the prompt.
         positions: on several axes, where tokens are placed so; None where places are indices.
-        conditions: rows beside the tokens, in models that want them. They may come while the
+        streamed_rows: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
         is_paused: whether it rests, with what it holds, until somebody lets it go on.
         prompt_choice: how the prompt goes on behind the tokens that are known, until the model has
@@ -125,9 +125,9 @@ class Request:
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
     encoder_blocks: EncoderBlocks | None = None
-    mm_inputs: tuple[MultiModalInput, ...] = ()
+    multimodal_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None
-    conditions: Conditions | None = None
+    streamed_rows: StreamedRows | None = None
     prompt_choice: PromptChoice | None = None
     is_paused: bool = False
     alone_until: int = 0
@@ -147,9 +147,9 @@ class Request:
     @property
     def num_known_tokens(self) -> int:
         """Leading tokens that can run: those that need no row which is still to come."""
-        if self.conditions is None:
+        if self.streamed_rows is None:
             return self.num_tokens
-        return self.conditions.num_known(self.num_tokens)
+        return self.streamed_rows.num_known(self.num_tokens)
 
     @property
     def needs_input(self) -> bool:
@@ -233,7 +233,7 @@ class Request:
         num_known, first = self.num_known_tokens, len(self.block_hashes) * block_size
         if num_known - first < block_size:
             return
-        rows = () if self.conditions is None else self.conditions.spans(first, num_known)
+        rows = () if self.streamed_rows is None else self.streamed_rows.spans(first, num_known)
         extend_block_hashes(
             self.block_hashes,
             self.token_ids if num_known == self.num_tokens else self.token_ids[:num_known],

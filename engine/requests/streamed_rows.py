@@ -15,10 +15,10 @@ from torch import Tensor
 
 from prefix_cache import ContentSpan, content_hash
 
-__all__ = ["Conditions"]
+__all__ = ["StreamedRows"]
 
 
-class Conditions:
+class StreamedRows:
     """One row per position; several completions of one prompt share them.
 
     Args:

@@ -64,8 +64,8 @@ class Sampler:
             adjusted = logits.to(torch.float32, copy=True).contiguous()
             apply_masks(adjusted, states)
             for row, state in enumerate(states):
-                if state.rule is not None:
-                    state.apply_rule(adjusted[row])
+                if state.logits_processor is not None:
+                    state.apply_logits_processor(adjusted[row])
             apply_penalties(adjusted, states)
         largest, greedy = adjusted.max(dim=-1)
         errors = [_row_error(row, value) for row, value in enumerate(largest.tolist())]

@@ -13,10 +13,10 @@ from engine.interface.sampling_params import SamplingParams
 from engine.sampling.random_source import uniform
 from engine.sampling.token_counts import TokenCounts
 
-__all__ = ["LogitsRule", "SamplingState"]
+__all__ = ["LogitsProcessor", "SamplingState"]
 
 
-class LogitsRule(Protocol):
+class LogitsProcessor(Protocol):
     """A rule about what may follow what."""
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class SamplingState:
         seed: of this request's draws, ``0 <= seed < 2**63``.
         eos_token_ids: kept out until ``min_tokens``, unless ``ignore_eos``.
         vocab_size: of the logits.
-        rule: what else the checkpoint's kind of model asks of its output, or None.
+        logits_processor: what else the checkpoint's kind of model asks of its output, or None.
         begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
             rules; ids outside the vocabulary are ignored.
 
@@ -44,7 +44,7 @@ class SamplingState:
         params: as given.
         num_generated: tokens accepted so far.
         counts: of the tokens seen, or None when no penalty asks for them.
-        rule: as given.
+        logits_processor: as given.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SamplingState:
         eos_token_ids: Collection[int],
         vocab_size: int,
         *,
-        rule: LogitsRule | None = None,
+        logits_processor: LogitsProcessor | None = None,
         begin_suppress_token_ids: Collection[int] = (),
     ) -> None:
         _check_ids("suppress_token_ids", params.suppress_token_ids, vocab_size)
@@ -76,9 +76,12 @@ class SamplingState:
             params, eos_token_ids, begin, vocab_size
         )
         self._plain = (
-            params.is_greedy and self.counts is None and params.logprobs is None and rule is None
+            params.is_greedy
+            and self.counts is None
+            and params.logprobs is None
+            and logits_processor is None
         )
-        self.rule = rule
+        self.logits_processor = logits_processor
         self._generated: list[int] = []
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
@@ -89,7 +92,7 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Take note of an accepted token."""
         self.num_generated += 1
-        if self.rule is not None:
+        if self.logits_processor is not None:
             self._generated.append(token_id)
         if self.counts is not None:
             self.counts.append(token_id)
@@ -108,10 +111,10 @@ class SamplingState:
         """Whether this position is the largest of the unchanged logits and no more."""
         return self._plain and self.masked_ids is None
 
-    def apply_rule(self, logits: Tensor) -> None:
+    def apply_logits_processor(self, logits: Tensor) -> None:
         """Mask, in place, what the model's own rule forbids at this position; ``(vocab,)``."""
-        if self.rule is not None:
-            self.rule.apply(logits, self._generated)
+        if self.logits_processor is not None:
+            self.logits_processor.apply(logits, self._generated)
 
     def next_uniform(self) -> float:
         """The number in ``(0, 1]`` that draws the next token; asking again gives it again."""

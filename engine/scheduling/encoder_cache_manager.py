@@ -10,7 +10,7 @@ from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.request import Request
 from prefix_cache import EncoderCache
 
-__all__ = ["EncoderBudget", "ItemHolds", "ItemShare"]
+__all__ = ["EncoderBudget", "EncoderCacheManager", "ItemShare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ItemShare:
 
 
 @dataclass(slots=True)
-class ItemHolds:
+class EncoderCacheManager:
     """Holds in the encoder cache what running requests are in the middle of.
 
     An item is held from the step that computes its first placeholder which the prefix cache does
@@ -81,7 +81,7 @@ class ItemHolds:
         stop = start + num_tokens
         to_encode: list[MultiModalInput] = []
         held = self._items.get(request.request_id, [])
-        for item in request.mm_inputs:
+        for item in request.multimodal_inputs:
             if not item.overlaps(start, stop) or item in held:
                 continue
             if not self.cache.hold(item.content_hash):

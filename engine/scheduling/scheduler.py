@@ -6,7 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from engine.requests.request import Request, RequestStatus
-from engine.scheduling.encoder_cache_manager import EncoderBudget, ItemHolds, ItemShare
+from engine.scheduling.encoder_cache_manager import EncoderBudget, EncoderCacheManager, ItemShare
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
 from prefix_cache import CachedPrefix, KVCacheManager, PageCopy, SwapSpace
 
@@ -113,7 +113,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_encoder_tokens: int | None = None,
         swap_space: SwapSpace | None = None,
-        items: ItemHolds | None = None,
+        items: EncoderCacheManager | None = None,
     ) -> None:
         self._kv = kv_cache_manager
         self._block_size = block_size
@@ -226,13 +226,13 @@ class Scheduler:
 
     def _take_items(self, request: Request, num_tokens: int, step: _Step) -> ItemShare:
         """Cut a chunk to the items that it can have, and hold these."""
-        if self._items is None or not request.mm_inputs:
+        if self._items is None or not request.multimodal_inputs:
             return ItemShare(num_tokens, (), step.encoder_budget)
         return self._items.take(request, num_tokens, step.encoder_budget)
 
     def _release_items(self, request: Request, *, passed_only: bool = False) -> None:
         """Give back what a request holds of its items, or what it is done with."""
-        if self._items is None or not request.mm_inputs:
+        if self._items is None or not request.multimodal_inputs:
             return
         if passed_only:
             self._items.release_passed(request)

@@ -26,7 +26,7 @@ from engine.inputs.prompt_tokens import check_rows
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
 from engine.requests.prompt_positions import PromptPositions
-from engine.requests.streamed_rows import Conditions
+from engine.requests.streamed_rows import StreamedRows
 
 __all__ = ["SpeechInputs", "SpeechPromptProcessor", "SpeechTokens"]
 
@@ -59,12 +59,12 @@ class SpeechInputs:
 
     Attributes:
         token_ids: two more than the prompt has rows.
-        conditions: a row for each, as far as they are known.
+        streamed_rows: a row for each, as far as they are known.
         positions: None where places are indices.
     """
 
     token_ids: list[int]
-    conditions: Conditions
+    streamed_rows: StreamedRows
     positions: PromptPositions | None
 
 
@@ -149,17 +149,17 @@ class SpeechPromptProcessor:
             raise ValueError("the prompt is empty: prompt_rows needs at least one row")
         speaker = self.speakers.get(prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
-        conditions = Conditions(start, num_replaced=num_rows)
+        streamed_rows = StreamedRows(start, num_replaced=num_rows)
         if prompt.is_last:
-            self._end(conditions)
+            self._end(streamed_rows)
         tokens = self.tokens
         return SpeechInputs(
             [tokens.mask] * num_rows + [tokens.pad, tokens.bos],
-            conditions,
+            streamed_rows,
             _positions(prompt.positions, num_rows),
         )
 
-    def extend(self, conditions: Conditions, prompt: Prompt) -> None:
+    def extend(self, streamed_rows: StreamedRows, prompt: Prompt) -> None:
         """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks.
 
         Raises:
@@ -175,13 +175,13 @@ class SpeechPromptProcessor:
                 f"came with {num_rows} rows"
             )
         reply = self._check(prompt.reply_rows, "reply_rows")
-        conditions.extend(reply)
+        streamed_rows.extend(reply)
         if prompt.is_last:
-            self._end(conditions)
+            self._end(streamed_rows)
 
-    def _end(self, conditions: Conditions) -> None:
-        conditions.extend(self._end_row)
-        conditions.complete(self._pad_row[0])
+    def _end(self, streamed_rows: StreamedRows) -> None:
+        streamed_rows.extend(self._end_row)
+        streamed_rows.complete(self._pad_row[0])
 
     def _check(self, rows: object, name: str) -> Tensor:
         width, dtype = self._pad_row.shape[1], self._pad_row.dtype

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 
 from engine.attention.layer import AttentionStep
-from engine.inputs.audio_in_video import SoundInVideo
+from engine.inputs.audio_in_video import AudioInVideo
 from engine.models.encoder_module import build_empty
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_omni.audio_tower import AudioTower
@@ -83,7 +83,7 @@ def build_qwen2_5_omni_thinker(
         },
         stored,
     )
-    model.sound_in_video = SoundInVideo(
+    model.audio_in_video = AudioInVideo(
         int(config.audio_start_token_id),
         int(config.audio_end_token_id),
         int(config.position_id_per_seconds * config.seconds_per_chunk),

@@ -46,14 +46,14 @@ class MultiAxisModel(MultiModalModel):
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
 
     def position_ids(
-        self, prompt_ids: Sequence[int], mm_inputs: Sequence[MultiModalInput]
+        self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
         """``(3, len(prompt_ids))`` places; see :meth:`MultiModalModel.position_ids`."""
-        steps = _steps(len(prompt_ids), mm_inputs)
+        steps = _steps(len(prompt_ids), multimodal_inputs)
         table = torch.empty(self.num_position_axes, len(prompt_ids), dtype=torch.int64)
         begin = place = done = 0
         whole: ContentSpan | None = None
-        for item in mm_inputs:
+        for item in multimodal_inputs:
             place = _place_text(table[:, done : item.offset], steps[done : item.offset], place)
             if item.whole is None or item.whole != whole:
                 begin, whole = place, item.whole
@@ -65,10 +65,10 @@ class MultiAxisModel(MultiModalModel):
         return None if bool((table == torch.arange(len(prompt_ids))).all()) else table
 
 
-def _steps(num_tokens: int, mm_inputs: Sequence[MultiModalInput]) -> Tensor:
+def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput]) -> Tensor:
     """How far each token of text lies from the one before it, ``(num_tokens,)``: 1, or 0."""
     steps = torch.ones(num_tokens, dtype=torch.int64)
-    for item in mm_inputs:
+    for item in multimodal_inputs:
         if item.whole is not None:
             steps[item.whole.offset] = 0
             steps[item.whole.end : item.whole.end + 1] = 0

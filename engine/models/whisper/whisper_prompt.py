@@ -17,7 +17,7 @@ from engine.interface.prompts import (
 )
 from engine.models.whisper.timestamp_rule import TimestampRule
 from engine.requests.prompt_choice import PromptChoice
-from engine.sampling.sampling_state import LogitsRule
+from engine.sampling.sampling_state import LogitsProcessor
 
 __all__ = ["WhisperPromptRule"]
 
@@ -63,7 +63,7 @@ class WhisperPromptRule(DecoderPromptRule):
             return None
         return PromptChoice(tuple(self._setting("lang_to_id").values()), ids[1:])
 
-    def logits_rule(self, encoder: EncoderPrompt | None) -> LogitsRule | None:
+    def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """The order of timestamps, where they are wanted."""
         without = self._setting("no_timestamps_token_id")
         if without is None or not self._wants_timestamps(encoder):

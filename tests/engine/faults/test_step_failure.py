@@ -209,4 +209,4 @@ def test_suspects_take_turns_with_the_others(qwen2_checkpoint: str) -> None:
 
 def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
     (request,) = engine._inputs.process("probe", prompt, SamplingParams())
-    return [torch.as_tensor(item.features["pixel_values"]) for item in request.mm_inputs]
+    return [torch.as_tensor(item.features["pixel_values"]) for item in request.multimodal_inputs]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2_5OmniProcessor
 
-from engine.inputs.audio_in_video import SoundInVideo
+from engine.inputs.audio_in_video import AudioInVideo
 from engine.requests.multimodal_input import MultiModalInput
 
-WAY = SoundInVideo(begin_id=1, end_id=2, places_per_chunk=50)
+WAY = AudioInVideo(begin_id=1, end_id=2, places_per_chunk=50)
 
 
 def interleave(
-    video_times: list[int], num_sound: int, offset: int = 7, way: SoundInVideo = WAY
+    video_times: list[int], num_sound: int, offset: int = 7, way: AudioInVideo = WAY
 ) -> tuple[MultiModalInput, ...]:
     video = MultiModalInput("video", offset, len(video_times), b"v", {})
     sound = MultiModalInput("audio", offset, num_sound, b"s", {})
@@ -39,7 +39,7 @@ def test_pieces_are_transformers_chunks_in_turns(
     gaps: list[int], num_sound: int, places_per_chunk: int
 ) -> None:
     times = [0, *np.cumsum(gaps, dtype=int).tolist()]
-    pieces = interleave(times, num_sound, way=SoundInVideo(1, 2, places_per_chunk))
+    pieces = interleave(times, num_sound, way=AudioInVideo(1, 2, places_per_chunk))
     for modality, rows in (("video", times), ("audio", list(range(num_sound)))):
         ours = [
             (piece.rows_before, piece.rows_before + piece.length)
@@ -82,4 +82,4 @@ def test_either_half_tells_wholes_apart() -> None:
 
 def test_a_chunk_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a place, got 0"):
-        SoundInVideo(1, 2, 0)
+        AudioInVideo(1, 2, 0)

@@ -281,7 +281,7 @@ def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
     whole = Checkpoint.open(checkpoint, part="thinker")
     model = load_model(whole, dtype=torch.float32, device="cpu", block_size=4, max_model_len=64)
     assert isinstance(model, MultiModalModel)
-    model.sound_in_video = None
+    model.audio_in_video = None
     processor = MultiModalInputProcessor.from_checkpoint(
         whole, model, None, cache_bytes=1 << 20, row_bytes=ROW_BYTES
     )

@@ -47,7 +47,9 @@ def test_the_same_is_masked_as_by_transformers(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_sampler_keeps_to_the_rule_of_each_row(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=0)
-    ruled = SamplingState(params, (), 0, [END], VOCAB, rule=TimestampRule(WITHOUT, END, 3))
+    ruled = SamplingState(
+        params, (), 0, [END], VOCAB, logits_processor=TimestampRule(WITHOUT, END, 3)
+    )
     free = SamplingState(params, (), 0, [END], VOCAB)
     logits = torch.zeros(2, VOCAB)
     logits[:, 5] = 30.0

@@ -12,63 +12,63 @@ from torch import Tensor
 
 from engine.requests.prompt_positions import PromptPositions
 from engine.requests.request import position_spans
-from engine.requests.streamed_rows import Conditions
+from engine.requests.streamed_rows import StreamedRows
 
 ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 FILLER = torch.tensor([7.0, 8.0, 9.0])
 NUM_REPLACED = 4
 
 
-def grown(sizes: Sequence[int], *, rows: Tensor = ROWS, complete: bool = True) -> Conditions:
-    conditions = Conditions(rows[: sizes[0]], NUM_REPLACED)
+def grown(sizes: Sequence[int], *, rows: Tensor = ROWS, complete: bool = True) -> StreamedRows:
+    streamed_rows = StreamedRows(rows[: sizes[0]], NUM_REPLACED)
     done = sizes[0]
     for size in sizes[1:]:
-        conditions.extend(rows[done : done + size])
+        streamed_rows.extend(rows[done : done + size])
         done += size
     if complete:
-        conditions.extend(rows[done:])
-        conditions.complete(FILLER)
-    return conditions
+        streamed_rows.extend(rows[done:])
+        streamed_rows.complete(FILLER)
+    return streamed_rows
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
 def test_how_rows_came_changes_nothing(sizes: list[int], data: st.DataObject) -> None:
-    conditions, whole = grown(sizes), grown([len(ROWS)])
+    streamed_rows, whole = grown(sizes), grown([len(ROWS)])
     start = data.draw(st.integers(0, 30))
     stop = data.draw(st.integers(start, 40))
     expected = torch.cat([ROWS, FILLER.expand(20, -1)])
-    assert torch.equal(conditions.cut(start, stop), expected[start:stop])
-    assert conditions.spans(start, stop) == whole.spans(start, stop)
+    assert torch.equal(streamed_rows.cut(start, stop), expected[start:stop])
+    assert streamed_rows.spans(start, stop) == whole.spans(start, stop)
     embeds = torch.randn(stop - start, 3)
     inputs = embeds.clone()
-    conditions.apply(inputs, start)
+    streamed_rows.apply(inputs, start)
     expected[NUM_REPLACED:stop] += torch.cat([torch.zeros(start, 3), embeds])[NUM_REPLACED:stop]
     torch.testing.assert_close(inputs, expected[start:stop], atol=0, rtol=0)
 
 
 def test_rows_that_have_not_come_are_not_known() -> None:
-    conditions = grown([5, 3], complete=False)
-    assert not conditions.is_complete
-    assert [conditions.num_known(limit) for limit in (2, 8, 9)] == [2, 8, 8]
+    streamed_rows = grown([5, 3], complete=False)
+    assert not streamed_rows.is_complete
+    assert [streamed_rows.num_known(limit) for limit in (2, 8, 9)] == [2, 8, 8]
     with pytest.raises(ValueError, match="8 are known"):
-        conditions.cut(7, 9)
-    conditions.complete(FILLER)
-    assert conditions.num_known(1000) == 1000
+        streamed_rows.cut(7, 9)
+    streamed_rows.complete(FILLER)
+    assert streamed_rows.num_known(1000) == 1000
 
 
 def test_nothing_follows_the_last() -> None:
-    conditions = grown([5])
+    streamed_rows = grown([5])
     with pytest.raises(ValueError, match="ended"):
-        conditions.extend(ROWS[:1])
+        streamed_rows.extend(ROWS[:1])
     with pytest.raises(ValueError, match="ended already"):
-        conditions.complete(FILLER)
+        streamed_rows.complete(FILLER)
 
 
 def test_the_rows_are_the_conditions_own() -> None:
     rows = ROWS.clone()
-    conditions = Conditions(rows, NUM_REPLACED)
+    streamed_rows = StreamedRows(rows, NUM_REPLACED)
     rows.zero_()
-    assert torch.equal(conditions.cut(0, 20), ROWS)
+    assert torch.equal(streamed_rows.cut(0, 20), ROWS)
 
 
 def test_spans_tell_rows_and_their_use_apart() -> None:
@@ -76,7 +76,7 @@ def test_spans_tell_rows_and_their_use_apart() -> None:
     changed[6] += 1
     spans, others = grown([20]).spans(0, 20), grown([20], rows=changed).spans(0, 20)
     assert [a == b for a, b in zip(spans, others, strict=True)] == [i != 6 for i in range(20)]
-    same = Conditions(ROWS[:1].expand(6, -1), NUM_REPLACED).spans(3, 5)
+    same = StreamedRows(ROWS[:1].expand(6, -1), NUM_REPLACED).spans(3, 5)
     assert same[0].content_hash == same[1].content_hash and same[0].kind != same[1].kind
 
 
