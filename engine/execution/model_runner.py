@@ -16,8 +16,6 @@ from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.step_metadata import build_step_metadata
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.multimodal import MultiModalModel
 from engine.requests.request import Request
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
@@ -151,7 +149,7 @@ class ModelRunner:
             for item in scheduled
             if item.runs_encoder and item.request.encoder_input is not None
         ]
-        if not entries or not isinstance(self._model, EncoderDecoderModel):
+        if not entries:
             return None
         rows = self._model.encode(entries)
         mirror = self._kv.encoder_outputs
@@ -201,7 +199,7 @@ class ModelRunner:
     def _reserve_encoder_outputs(self, dtype: torch.dtype) -> None:
         """Make the store of the encoder's rows now, by a row in the null block: it is told then."""
         mirror = self._kv.encoder_outputs
-        if mirror is None or not isinstance(self._model, EncoderDecoderModel):
+        if mirror is None:
             return
         row = torch.zeros((1, self._model.encoder_hidden_size), dtype=dtype)
         mirror.write(torch.zeros(1, dtype=torch.int64), {ENCODER_HIDDEN_STATES: row})
@@ -288,7 +286,7 @@ class ModelRunner:
     def _encode_items(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Run the towers for the images and the like that this step begins and nobody knows."""
         items = [entry for item in scheduled for entry in item.items_to_encode]
-        if not items or self._encoder_cache is None or not isinstance(self._model, MultiModalModel):
+        if not items or self._encoder_cache is None:
             return
         for entry, rows in zip(items, self._model.encode_multimodal(items), strict=True):
             self._encoder_cache.fill(entry.content_hash, rows)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.attention.state_layer import StateLayer
 from engine.layers import Linear
+from engine.requests.encoder_input import EncoderInput
+from engine.requests.multimodal_input import Modality, MultiModalInput
 
 __all__ = ["CausalModel"]
 
@@ -22,14 +25,27 @@ class CausalModel(nn.Module):
         state_layers: every recurrent layer in order, likewise; none unless a model says so.
         hidden_size: width of ``hidden_states`` and of prompt embeddings.
         vocab_size: number of logits, or 0 when the checkpoint has no head (an embedding model).
+        input_vocab_size: ids of prompts are below this; there may be more of them than logits.
         max_position_embeddings: the longest sequence that the checkpoint's config allows.
+        num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
+            ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
+            tokens of a step are text at the places that they have in their sequences.
+        ignored_weights: names that a checkpoint may hold, although nothing asks for them.
+        encoder_hidden_size: width of the rows that :meth:`encode` makes; 0 without an encoder.
+        placeholders: of a model whose prompts may show images and the like, the ids of the tokens
+            that stand for them; :meth:`encode_multimodal` makes their rows. Else empty.
     """
 
     attention_layers: list[Attention]
     state_layers: Sequence[StateLayer] = ()
     hidden_size: int
     vocab_size: int
+    input_vocab_size: int
     max_position_embeddings: int
+    num_position_axes: int = 1
+    ignored_weights: Collection[str] = ()
+    encoder_hidden_size: int = 0
+    placeholders: Mapping[Modality, int] = MappingProxyType({})
 
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -84,3 +100,37 @@ class CausalModel(nn.Module):
         Raises:
             ValueError: the checkpoint has no language-model head.
         """
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most rows of one input that :meth:`encode` makes; 0 without an encoder."""
+        return 0
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Run the encoder that the decoder attends to.
+
+        Args:
+            inputs: at least one, of any lengths.
+
+        Returns:
+            ``(sum of num_tokens, encoder_hidden_size)``, one input's rows after the other's.
+
+        Raises:
+            ValueError: an input cannot be encoded.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encoder")
+
+    def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """Make the rows that replace the :attr:`placeholders` of images and the like.
+
+        Args:
+            inputs: at least one item, of any requests.
+
+        Returns:
+            For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type.
+
+        Raises:
+            ValueError: an input is nothing that this model takes, or has not as many
+                placeholders as it has rows.
+        """
+        raise NotImplementedError(f"prompts of {type(self).__name__} show nothing")

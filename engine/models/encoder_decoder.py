@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,17 +18,9 @@ class EncoderDecoderModel(CausalModel):
 
     Attributes:
         encoder: makes the rows.
-        encoder_hidden_size: width of a row.
-        max_encoder_len: most rows of one input.
-        input_vocab_size: token ids of the decoder prompt are below this; the model may have
-            embeddings for more tokens than it has logits.
-        ignored_weights: names that a checkpoint may hold, although nothing asks for them.
     """
 
     encoder: EncoderModule
-    encoder_hidden_size: int
-    input_vocab_size: int
-    ignored_weights: Collection[str] = ()
 
     @property
     def max_encoder_len(self) -> int:
@@ -51,17 +43,7 @@ class EncoderDecoderModel(CausalModel):
         return EncoderView(0, entry.num_tokens, entry.num_tokens)
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Run the encoder.
-
-        Args:
-            inputs: at least one, of any lengths.
-
-        Returns:
-            ``(sum of num_tokens, encoder_hidden_size)``, one input's rows after the other's.
-
-        Raises:
-            ValueError: an input cannot be encoded.
-        """
+        """Run the encoder; see :meth:`CausalModel.encode`."""
         for entry in inputs:
             self.encoder.check_input(entry)
         rows: Tensor = self.encoder(inputs)

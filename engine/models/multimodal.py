@@ -82,13 +82,9 @@ class MultiModalModel(CausalModel):
         stored: names of the checkpoint's weights: published folders name them in several ways.
 
     Attributes:
-        num_position_axes: numbers that place one token: 1, or 3 (time, height, width), where
-            ``forward`` takes positions of ``(3, num_tokens)``, or ``(num_tokens,)`` if all
-            tokens of a step are text at the places that they have in their sequences.
         audio_in_video: how it takes a video with its own sound; None if it does not.
     """
 
-    num_position_axes: int = 1
     audio_in_video: AudioInVideo | None = None
 
     def __init__(
@@ -107,6 +103,7 @@ class MultiModalModel(CausalModel):
         self.state_layers = decoder.state_layers
         self.hidden_size = decoder.hidden_size
         self.vocab_size = decoder.vocab_size
+        self.input_vocab_size = decoder.input_vocab_size
         self.max_position_embeddings = decoder.max_position_embeddings
         self._stored = stored
 
@@ -133,18 +130,7 @@ class MultiModalModel(CausalModel):
         return self.towers[modality].num_rows(features)
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        """Run the towers, each once at most.
-
-        Args:
-            inputs: at least one item, of any requests.
-
-        Returns:
-            For each ``(num_rows, hidden_size)`` rows, on the model's device and in its type.
-
-        Raises:
-            ValueError: an input is nothing that this model takes, or has not as many
-                placeholders as the tower gives rows.
-        """
+        """Run the towers, each once at most; see :meth:`CausalModel.encode_multimodal`."""
         for item in inputs:
             num_rows = self.num_rows(item.modality, item.features)
             if num_rows != item.num_rows:

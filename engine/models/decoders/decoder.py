@@ -43,6 +43,7 @@ class DecoderModel(CausalModel):
         self.ops = settings.ops
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size if has_head else 0
+        self.input_vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         options = settings.tensor_options
         embedding = torch.empty(config.vocab_size, config.hidden_size, **options)

@@ -49,6 +49,7 @@ class HybridModel(CausalModel):
         self.ops = settings.ops
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size if has_head else 0
+        self.input_vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         self.history = config.mamba_d_conv - 1
         options = settings.tensor_options
