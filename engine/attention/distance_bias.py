@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata
 
 __all__ = ["bias_at", "bias_of_tile", "check_bias"]
 

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.attention.distance_bias import check_bias
-from engine.attention.state_layer import StateMetadata
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.scoring import Scoring
+from engine.attention.step import AttentionStep
 from prefix_cache import AttentionSpec, LayerKVCache
 
-__all__ = ["Attention", "AttentionStep"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """One engine step, as the layers that keep something need it; everything is per group.
-
-    Attributes:
-        backends: what computes a group's attention; None for groups without attention.
-        metadata: what the step tells a group's layers; None for groups without layers.
-        encoder_hidden_states: ``(encoder tokens, width)`` of the requests whose encoder ran in
-            this step, packed in the step's order; cross-attention writes its keys and values from
-            them. None when no encoder ran: all that is needed is in the pages.
-        follows_encoder: ``(num_tokens,)`` booleans, False for tokens that come before the place
-            of their encoder's input in the prompt (an image's), or have no such input. None: all
-            tokens follow it.
-        shows_item: ``(num_tokens,)`` booleans, True for tokens whose embedding is a row of an
-            image or the like. None: no token's is.
-    """
-
-    backends: Sequence[AttentionBackend | None]
-    metadata: Sequence[AttentionMetadata | StateMetadata | None]
-    encoder_hidden_states: Tensor | None = None
-    follows_encoder: Tensor | None = None
-    shows_item: Tensor | None = None
+__all__ = ["Attention"]
 
 
 class Attention:
@@ -50,6 +24,9 @@ class Attention:
         spec: what the layer keeps per token.
         scale: factor on the scores before the softmax.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+
+    Attributes:
+        scoring: how products become scores, but for a bias, which comes with a call.
     """
 
     def __init__(
@@ -57,8 +34,7 @@ class Attention:
     ) -> None:
         self.layer_name = layer_name
         self.spec = spec
-        self.scale = scale
-        self.softcap = softcap
+        self.scoring = Scoring(scale, softcap)
         self._kv_cache: LayerKVCache | None = None
         self._group_id = 0
 
@@ -94,8 +70,10 @@ class Attention:
         backend, metadata = step.backends[self._group_id], step.metadata[self._group_id]
         if backend is None or not isinstance(metadata, AttentionMetadata):
             raise RuntimeError(f"group {self._group_id} of {self.layer_name} is not attention")
+        scoring = self.scoring
         if bias is not None:
             check_bias(bias, query.shape[1], metadata)
+            scoring = Scoring(scoring.scale, scoring.softcap, bias)
         if key is None or value is None:
             num_written = metadata.row_mapping.shape[0]
             if num_written:
@@ -103,6 +81,4 @@ class Attention:
                     f"{self.layer_name} got no keys and values, expected {num_written} to store"
                 )
             key = value = query.new_empty(0, self.spec.num_kv_heads, self.spec.head_dim)
-        return backend.forward(
-            query, key, value, self._kv_cache, metadata, self.scale, self.softcap, bias
-        )
+        return backend.forward(query, key, value, self._kv_cache, metadata, scoring)

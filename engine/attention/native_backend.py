@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionMetadata
-from engine.attention.torch_backend import Scoring, TorchBackend, new_output
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.scoring import Scoring
+from engine.attention.torch_backend import TorchBackend, new_output
 from engine.attention.visibility import first_visible
-from engine.native import NativeBuildError, load_kernels
+from engine.native import NativeBuildError, PagedSpans, load_kernels
 from prefix_cache import LayerKVCache
 
 __all__ = ["NativeBackend"]
@@ -35,6 +36,7 @@ _TASKS_PER_THREAD = 4
 _MIN_PART_TOKENS = 64
 # From so many query tokens on, torch's products are faster than reading keys token by token.
 _LONG_QUERY = 256
+_NO_SPANS = PagedSpans(torch.empty(0, 0, dtype=torch.int32), torch.empty(3, 0, dtype=torch.int32))
 
 
 class NativeBackend(TorchBackend):
@@ -53,11 +55,9 @@ class NativeBackend(TorchBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self._kernels = load_kernels()
-        self._block_table = torch.empty(0, 0, dtype=torch.int32)
-        self._spans = torch.empty(3, 0, dtype=torch.int32)
+        # Of all tokens of the step, and of those before its long prefills.
+        self._spans = self._short_spans = _NO_SPANS
         self._largest_block_id = self._largest_row = 0
-        self._num_parts = 1
-        self._num_short_tokens = 0
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
@@ -86,14 +86,15 @@ class NativeBackend(TorchBackend):
                 f"sequences of {shortest} to {longest} tokens do not fit a block table of "
                 f"{capacity} tokens, lowest block id {lowest}, lowest row {lowest_row}"
             )
-        self._block_table, self._spans = table, spans
-        query_lens = metadata.query_start_loc.diff()
-        num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
-        self._num_short_tokens = int(metadata.query_start_loc[num_short])
-        self._lay_out_prefills(metadata, num_short)
         wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // metadata.num_tokens)
         most_seen = int((spans[2] - spans[1]).max())
-        self._num_parts = max(1, min(wanted, most_seen // _MIN_PART_TOKENS))
+        num_parts = max(1, min(wanted, most_seen // _MIN_PART_TOKENS))
+        query_lens = metadata.query_start_loc.diff()
+        num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
+        num_short_tokens = int(metadata.query_start_loc[num_short])
+        self._spans = PagedSpans(table, spans, num_parts)
+        self._short_spans = PagedSpans(table, spans[:, :num_short_tokens], num_parts)
+        self._lay_out_prefills(metadata, num_short)
 
     def forward(
         self,
@@ -102,9 +103,7 @@ class NativeBackend(TorchBackend):
         value: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         num_pages = kv_cache.chunks.shape[0] // kv_cache.chunks_per_page
@@ -115,43 +114,24 @@ class NativeBackend(TorchBackend):
                 f"row {self._largest_row} in a layer of {kv_cache.values.shape[0]} rows"
             )
         self._kernels.write_kv(key, value, kv_cache.keys, kv_cache.values, metadata.row_mapping)
-        scoring = Scoring(scale, softcap, None if bias is None else bias.contiguous())
+        # torch's fused products know no soft cap.
+        if scoring.softcap is not None or not self._prefills:
+            return self._attend(query, kv_cache, self._spans, scoring)
         output = new_output(query, metadata)
-        if softcap is not None:  # torch's fused products know no soft cap
-            self._attend(slice(0, metadata.num_tokens), query, kv_cache, metadata, scoring, output)
-            return output
-        if self._num_short_tokens:
-            self._attend(
-                slice(0, self._num_short_tokens), query, kv_cache, metadata, scoring, output
-            )
-        self._attend_prefills(query, key, value, kv_cache, metadata, scoring, output)
+        num_short = self._short_spans.num_tokens
+        if num_short:
+            short = query[:num_short]
+            output[:num_short] = self._attend(short, kv_cache, self._short_spans, scoring)
+        self._attend_prefills(query, key, value, kv_cache, scoring, output)
         return output
 
     def _attend(
-        self,
-        tokens: slice,
-        query: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-        output: Tensor,
-    ) -> None:
-        """Run the kernel for some tokens of the step."""
-        query, output = query[tokens], output[tokens]
-        num_tokens, num_heads, head_dim = query.shape
-        self._kernels.paged_attention(
-            query,
-            kv_cache.keys,
-            kv_cache.values,
-            self._block_table,
-            self._spans[:, tokens],
-            block_size=metadata.block_size,
-            chunks_per_page=kv_cache.chunks_per_page,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            bias=scoring.bias,
-            partial=query.new_empty(num_tokens, self._num_parts, num_heads, head_dim + 2),
-            output=output,
+        self, query: Tensor, kv_cache: LayerKVCache, spans: PagedSpans, scoring: Scoring
+    ) -> Tensor:
+        """Run the kernel for the tokens of the spans."""
+        bias = None if scoring.bias is None else scoring.bias.contiguous()
+        return self._kernels.paged_attention(
+            query, kv_cache, spans, scoring.scale, scoring.softcap, bias
         )
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.visibility import chunk_bounds, first_visible
 
 __all__ = ["Prefill", "QueryTile", "TileMask", "lay_out_prefill"]
@@ -51,12 +51,16 @@ class Prefill:
             nothing is cached, and its keys are those of its own tokens.
         tiles: all its queries, in order.
         is_causal: it can run as one, without a mask: every query sees all keys up to its own.
+        is_masked: False where every query of a tile sees all keys of it.
+        window: how many positions a query sees at most, itself included; None: all before it.
     """
 
     tokens: slice
     pages: Tensor | None
     tiles: tuple[QueryTile, ...]
     is_causal: bool
+    is_masked: bool
+    window: int | None = None
 
 
 def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
@@ -85,6 +89,8 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
             for (a, b), first in zip(pairwise(bounds), firsts, strict=True)
         ),
         is_causal=num_cached == 0 and first_of_last == 0,
+        is_masked=True,
+        window=metadata.window,
     )
 
 
@@ -98,6 +104,7 @@ def _lay_out_rectangle(metadata: AttentionMetadata, request: int) -> Prefill:
         pages=metadata.block_table[request, : -(-seq_len // metadata.block_size)],
         tiles=tuple(QueryTile(slice(a, b), slice(0, seq_len)) for a, b in pairwise(bounds)),
         is_causal=False,
+        is_masked=False,
     )
 
 

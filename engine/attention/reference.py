@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import write_kv
+from engine.attention.scoring import Scoring
 from prefix_cache import LayerKVCache
 
 __all__ = ["ReferenceBackend", "visibility_mask"]
@@ -64,9 +66,7 @@ class ReferenceBackend(AttentionBackend):
         value: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         write_kv(key, value, kv_cache, metadata.row_mapping)
@@ -79,16 +79,13 @@ class ReferenceBackend(AttentionBackend):
             mask = visibility_mask(
                 end - start, seq_len, metadata.window, metadata.chunk_size, metadata.causal
             )
-            # Nobody sees what lies before: it may be gone, and is not even to be read.
+            # No query sees what lies before: it may be gone, and is not even to be read.
             first = int(mask.any(dim=0).nonzero()[0])
             keys, values = _sequence_rows(
                 kv_cache, metadata.block_table[request], metadata.block_size, first, seq_len
             )
             mask = mask[:, first:].to(query.device)
-            added = None
-            if bias is not None:
-                added = _bias_of_sequence(bias, end - start, seq_len)[:, :, first:]
-            output[start:end] = _attend(query[start:end], keys, values, mask, scale, softcap, added)
+            output[start:end] = _attend(query[start:end], keys, values, mask, scoring)
         return output
 
 
@@ -103,29 +100,22 @@ def _sequence_rows(
     return kv_cache.chunks[key_chunks, offsets], kv_cache.chunks[key_chunks + 1, offsets]
 
 
-def _bias_of_sequence(bias: Tensor, query_len: int, seq_len: int) -> Tensor:
-    """``(num_heads, query_len, seq_len)``; distances past the last column take that."""
-    queries = torch.arange(seq_len - query_len, seq_len)[:, None]
-    distances = (queries - torch.arange(seq_len)).clamp(0, bias.shape[1] - 1)
+def _bias_of(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """``(num_heads, num_queries, num_keys)``; distances past the last column take that."""
+    queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    distances = (queries - torch.arange(num_keys)).clamp(0, bias.shape[1] - 1)
     return bias[:, distances.to(bias.device)].double()
 
 
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    bias: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """The sequence's last tokens over its keys; ``mask`` is ``(queries, keys)``."""
     queries_per_kv_head = query.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(queries_per_kv_head, dim=1)
     values = values.double().repeat_interleave(queries_per_kv_head, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.bias is not None:
+        scores = scores + _bias_of(scoring.bias, *mask.shape)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

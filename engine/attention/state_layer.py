@@ -12,46 +12,15 @@ writes another, so that the kept one stays as it is for whoever hits it next::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.attention.metadata import StateMetadata
+from engine.attention.step import AttentionStep
 from prefix_cache import MambaSpec
 
-if TYPE_CHECKING:
-    from engine.attention.layer import AttentionStep
-
-__all__ = ["StateLayer", "StateMetadata"]
-
-
-@dataclass(frozen=True, slots=True)
-class StateMetadata:
-    """What one step tells the recurrent layers of one KV-cache group.
-
-    Requests are ordered as in :class:`engine.attention.AttentionMetadata`.
-
-    Attributes:
-        query_start_loc: ``(num_reqs + 1,)`` int32 on the CPU: where each request's tokens start.
-        num_decodes: how many of the leading requests have exactly one token.
-        read_pages: ``(num_reqs,)`` int64 on the device: the page of the state that each request
-            continues; 0 where it begins.
-        write_pages: ``(num_reqs,)`` int64 on the device: the page that takes the state after the
-            request's last token of this step; may be the one that is read.
-        has_state: ``(num_reqs,)`` booleans on the device; False: the request begins with zeros.
-    """
-
-    query_start_loc: Tensor
-    num_decodes: int
-    read_pages: Tensor
-    write_pages: Tensor
-    has_state: Tensor
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests in the step."""
-        return self.read_pages.shape[0]
+__all__ = ["StateLayer"]
 
 
 class StateLayer:

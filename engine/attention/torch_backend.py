@@ -16,21 +16,23 @@ see (cross-attention without an encoder's output) are in no bucket and no prefil
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.backend import AttentionBackend
 from engine.attention.distance_bias import bias_at, bias_of_tile
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import layer_chunks, visible_blocks, write_kv
 from engine.attention.query_tiles import Prefill, QueryTile, TileMask, lay_out_prefill
+from engine.attention.scoring import Scoring
 from engine.attention.soft_cap import soft_capped_attention
 from engine.attention.visibility import first_visible
 from prefix_cache import LayerKVCache
 
-__all__ = ["Scoring", "TorchBackend", "bucket_by_length", "new_output"]
+__all__ = ["TorchBackend", "bucket_by_length", "new_output"]
 
 # A bucket's shortest sequence fills at least this share of the padded length. Below it, padding
 # costs more than the further calls that smaller buckets need.
@@ -51,14 +53,6 @@ def bucket_by_length(lengths: list[int]) -> list[list[int]]:
             longest = lengths[index]
         buckets[-1].append(index)
     return [sorted(bucket) for bucket in buckets]
-
-
-class Scoring(NamedTuple):
-    """How a layer's products become scores; see :meth:`AttentionBackend.forward`."""
-
-    scale: float
-    softcap: float | None
-    bias: Tensor | None
 
 
 def new_output(query: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -168,18 +162,15 @@ class TorchBackend(AttentionBackend):
         value: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         write_kv(key, value, kv_cache, metadata.row_mapping)
-        scoring = Scoring(scale, softcap, bias)
         output = new_output(query, metadata)
         if metadata.num_decodes:
             decodes = slice(0, metadata.num_decodes)
             self._attend_decodes(query[decodes], kv_cache, scoring, output[decodes])
-        self._attend_prefills(query, key, value, kv_cache, metadata, scoring, output)
+        self._attend_prefills(query, key, value, kv_cache, scoring, output)
         return output
 
     def _attend_prefills(
@@ -188,14 +179,13 @@ class TorchBackend(AttentionBackend):
         key: Tensor,
         value: Tensor,
         kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
         scoring: Scoring,
         output: Tensor,
     ) -> None:
         """Write what :meth:`_lay_out_prefills` prepared to its rows of ``output``."""
         for prefill in self._prefills:
             tokens = prefill.tokens
-            if prefill.is_causal and scoring.softcap is None and scoring.bias is None:
+            if prefill.is_causal and scoring.only_scales:
                 output[tokens] = _sdpa(
                     query[tokens], key[tokens], value[tokens], scoring.scale, is_causal=True
                 )
@@ -209,17 +199,15 @@ class TorchBackend(AttentionBackend):
                     query[tile.queries],
                     keys[tile.keys],
                     values[tile.keys],
-                    self._mask_of(tile, metadata, scoring.bias),
+                    self._mask_of(prefill, tile, scoring.bias),
                     scoring,
                 )
 
-    def _mask_of(
-        self, tile: QueryTile, metadata: AttentionMetadata, bias: Tensor | None
-    ) -> Tensor | None:
-        """``(queries, keys)``, or ``(num_heads, queries, keys)`` with a bias."""
-        if not metadata.causal:
+    def _mask_of(self, prefill: Prefill, tile: QueryTile, bias: Tensor | None) -> Tensor | None:
+        """``(queries, keys)``, or ``(num_heads, queries, keys)`` with a bias; None: all is seen."""
+        if not prefill.is_masked:
             return None
-        mask = self._tile_mask.corner(tile, metadata.window)
+        mask = self._tile_mask.corner(tile, prefill.window)
         return mask if bias is None else mask + bias_of_tile(bias, *mask.shape).to(mask.dtype)
 
     def _attend_decodes(

@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import write_kv
+from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.xformers_masks import (
     decode_bias,
@@ -100,16 +102,14 @@ class XformersBackend(AttentionBackend):
         value: Tensor,
         kv_cache: LayerKVCache,
         metadata: AttentionMetadata,
-        scale: float,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
-        if softcap is not None or bias is not None:
+        if not scoring.only_scales:
             if not self._torch_ready:
                 self._torch.begin_step(metadata)
                 self._torch_ready = True
-            return self._torch.forward(query, key, value, kv_cache, metadata, scale, softcap, bias)
+            return self._torch.forward(query, key, value, kv_cache, metadata, scoring)
         if not self._ready:
             self._prepare(metadata, kv_cache.chunks_per_page)
         write_kv(key, value, kv_cache, metadata.row_mapping)
@@ -120,7 +120,7 @@ class XformersBackend(AttentionBackend):
             keys = kv_cache.keys[: kv_cache.values.shape[0]]
             decodes = query[: metadata.num_decodes]
             attended = self._attend(
-                decodes, keys, kv_cache.values, self._decode_bias, scale, paged=True
+                decodes, keys, kv_cache.values, self._decode_bias, scoring.scale, paged=True
             )
             parts.append(attended)
         if self._prefill_bias is not None:
@@ -130,9 +130,10 @@ class XformersBackend(AttentionBackend):
             else:
                 keys = kv_cache.keys.index_select(0, self._prefill_rows)
                 values = kv_cache.values.index_select(0, self._prefill_rows)
-            parts.append(
-                self._attend(prefills, keys, values, self._prefill_bias, scale, paged=False)
+            attended = self._attend(
+                prefills, keys, values, self._prefill_bias, scoring.scale, paged=False
             )
+            parts.append(attended)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._blind_tokens is not None:
             output = output.masked_fill(self._blind_tokens, 0.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import visible_blocks
 from engine.attention.visibility import chunk_bounds, first_visible
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
-from engine.attention.layer import AttentionStep
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.step import AttentionStep
 from engine.execution.host_copy import HostCopy
 from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.step_metadata import build_step_metadata

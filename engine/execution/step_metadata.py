@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionMetadata
-from engine.attention.state_layer import StateMetadata
+from engine.attention.metadata import AttentionMetadata, StateMetadata
 from engine.execution.input_batch import GroupInputs, StepInputs
 from prefix_cache import (
     AttentionSpec,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer import AttentionStep
 from engine.attention.state_layer import StateLayer
+from engine.attention.step import AttentionStep
 from engine.layers.activation import activation_of
 from engine.layers.causal_conv import CausalConv
 from engine.layers.fused_state_update import fused_state_update

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from engine.attention.layer import Attention, AttentionStep
+from engine.attention.layer import Attention
 from engine.attention.state_layer import StateLayer
+from engine.attention.step import AttentionStep
 from engine.layers import Linear
 from engine.requests.encoder_input import EncoderInput
 from engine.requests.multimodal_input import Modality, MultiModalInput

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.models.base import CausalModel
 from engine.requests.multimodal_input import Modality, MultiModalInput

@@ -11,8 +11,9 @@ from functools import cache
 
 from engine.native.build import NativeBuildError, compile_kernels
 from engine.native.kernels import NativeKernels
+from engine.native.paged_spans import PagedSpans
 
-__all__ = ["NativeBuildError", "NativeKernels", "load_kernels"]
+__all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.native.build import NativeBuildError
+from engine.native.paged_spans import PagedSpans
+from prefix_cache import LayerKVCache
 
 __all__ = ["NativeKernels"]
 
@@ -213,79 +215,45 @@ class NativeKernels:
     def paged_attention(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        spans: Tensor,
-        *,
-        block_size: int,
-        chunks_per_page: int,
+        kv_cache: LayerKVCache,
+        spans: PagedSpans,
         scale: float,
-        softcap: float | None,
+        softcap: float | None = None,
         bias: Tensor | None = None,
-        partial: Tensor,
-        output: Tensor,
-    ) -> None:
+    ) -> Tensor:
         """Query tokens over the paged keys and values of their sequences, read in place.
-
-        The table's entries and the spans are not looked at here: they are the same for all
-        layers, and the caller checks them once per step.
 
         Args:
             query: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
-            keys: as :attr:`prefix_cache.LayerKVCache.keys`.
-            values: likewise.
-            block_table: ``(num_reqs, blocks)`` int32; blocks lie side by side.
-            spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its
-                request's row in the table, the first position that it sees, and one past the
-                last; who sees nothing gets zeros.
-            block_size: tokens per block.
-            chunks_per_page: from :class:`prefix_cache.LayerKVCache`.
+            kv_cache: one layer's keys and values.
+            spans: what each token sees; who sees nothing gets zeros.
             scale: factor on the scores.
             softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
             bias: ``(num_heads, distances)`` added to scores by how far the key lies behind the
                 token's last position, the last column standing for all that lie farther.
-            partial: ``(num_tokens, parts, num_heads, head_dim + 2)`` scratch; the keys of each
-                token are cut into ``parts`` that run in parallel.
-            output: ``(num_tokens, num_heads, head_dim)``, contiguous, written to.
+
+        Returns:
+            ``(num_tokens, num_heads, head_dim)``.
         """
-        _require_rows(query, "query")
-        for tensor, name in ((keys, "keys"), (values, "values"), (partial, "partial")):
-            _require(tensor, name)
-        _require(output, "output")
+        _check_attention(query, kv_cache, spans, bias)
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = keys.shape[1]
-        parts = partial.shape[1]
-        scratch = (num_tokens, parts, num_heads, head_dim + 2)
-        if partial.shape != scratch or output.shape != query.shape:
-            raise ValueError(
-                f"query {tuple(query.shape)} takes no partial {tuple(partial.shape)}, "
-                f"output {tuple(output.shape)}"
-            )
-        if num_heads % num_kv_heads or keys.shape[2] != head_dim:
-            raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(keys.shape)}")
-        if spans.shape != (3, num_tokens) or spans.dtype != torch.int32 or spans.stride(1) != 1:
-            raise ValueError(f"{num_tokens} tokens, but spans {tuple(spans.shape)} {spans.dtype}")
-        num_distances = 0
-        if bias is not None:
-            _require(bias, "bias")
-            if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] < 1:
-                raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
-            num_distances = bias.shape[1]
-        rows, starts, ends = (span.data_ptr() for span in spans)
+        _, block_size, num_kv_heads, _ = kv_cache.chunks.shape
+        scratch = query.new_empty(num_tokens, spans.num_parts, num_heads, head_dim + 2)
+        output = query.new_empty(query.shape)
+        first_row, to_next = spans.spans.data_ptr(), spans.spans.stride(0) * 4
         self._paged_attention(
             query.data_ptr(),
             query.stride(0),
-            block_table.data_ptr(),
-            block_table.stride(0),
-            rows,
-            starts,
-            ends,
-            keys.data_ptr(),
-            values.data_ptr(),
-            chunks_per_page * block_size * num_kv_heads * head_dim,
+            spans.block_table.data_ptr(),
+            spans.block_table.stride(0),
+            first_row,
+            first_row + to_next,
+            first_row + 2 * to_next,
+            kv_cache.keys.data_ptr(),
+            kv_cache.values.data_ptr(),
+            kv_cache.chunks_per_page * block_size * num_kv_heads * head_dim,
             num_tokens,
-            parts,
+            spans.num_parts,
             block_size,
             num_kv_heads,
             num_heads // num_kv_heads,
@@ -293,11 +261,31 @@ class NativeKernels:
             scale,
             softcap or 0.0,
             None if bias is None else bias.data_ptr(),
-            num_distances,
-            partial.data_ptr(),
+            0 if bias is None else bias.shape[1],
+            scratch.data_ptr(),
             output.data_ptr(),
             torch.get_num_threads(),
         )
+        return output
+
+
+def _check_attention(
+    query: Tensor, kv_cache: LayerKVCache, spans: PagedSpans, bias: Tensor | None
+) -> None:
+    _require_rows(query, "query")
+    _require(kv_cache.keys, "keys")
+    _require(kv_cache.values, "values")
+    num_tokens, num_heads, head_dim = query.shape
+    keys = kv_cache.keys
+    if num_heads % keys.shape[1] or keys.shape[2] != head_dim:
+        raise ValueError(f"query {tuple(query.shape)}, but keys {tuple(keys.shape)}")
+    if spans.num_tokens != num_tokens:
+        raise ValueError(f"{num_tokens} tokens, but spans {tuple(spans.spans.shape)}")
+    if bias is None:
+        return
+    _require(bias, "bias")
+    if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] < 1:
+        raise ValueError(f"{num_heads} heads take no bias {tuple(bias.shape)}")
 
 
 def _require(tensor: Tensor, name: str) -> None:

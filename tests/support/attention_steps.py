@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, Scoring
 from prefix_cache import PagedMemory
 from tests.support.paged_batch import layer_of, metadata_for, paged_memory, random_block_table
 
@@ -97,8 +97,8 @@ def run_steps(
 ) -> tuple[Tensor, Tensor]:
     """Two steps over one memory, so that nothing of the first survives in the second.
 
-    All pages hold NaN but those that a query can see: what a window has passed, what nobody
-    owns, the null page.
+    All pages hold NaN but those that a query can see: what a window has passed, what no
+    request owns, the null page.
 
     Returns:
         The outputs of both steps in all layers, and the memory's bytes afterwards.
@@ -108,6 +108,7 @@ def run_steps(
     # not their very scale, which is torch's default and would hide a backend that ignores it.
     # Soft caps are to bend scores, not only to touch them.
     scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
+    scoring = Scoring(scale, softcap, bias)
     num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.seq_lens)
     memory = paged_memory(
         num_blocks=num_blocks,
@@ -136,9 +137,7 @@ def run_steps(
                 (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
             )
             layer = layer_of(memory, index)
-            outputs.append(
-                backend.forward(query, key, value, layer, metadata, scale, softcap, bias)
-            )
+            outputs.append(backend.forward(query, key, value, layer, metadata, scoring))
     return torch.cat(outputs), memory.buffer
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, Scoring
 from prefix_cache import LayerKVCache
 from tests.support.paged_batch import (
     cross_metadata_for,
@@ -47,7 +47,7 @@ def assert_steps_equal_brute_force(
 ) -> None:
     """Outputs as :func:`_brute_force`, keys and values where the table says, all else untouched.
 
-    Pages that nobody owns hold NaN, and so does the null page unless told otherwise.
+    Pages that no request owns hold NaN, and so does the null page unless told otherwise.
     """
     generator = torch.Generator().manual_seed(0)
     num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.encoder_lens)
@@ -77,8 +77,8 @@ def assert_steps_equal_brute_force(
                 _store(layer_of(memory, index), table[request], keys, values)
     expected_memory = memory.buffer.clone()
 
-    nobody = (False,) * len(shape.query_lens)
-    for is_written in (shape.is_written, nobody):
+    none_written = (False,) * len(shape.query_lens)
+    for is_written in (shape.is_written, none_written):
         metadata = cross_metadata_for(
             memory, shape.query_lens, shape.encoder_lens, is_written, table
         )
@@ -93,7 +93,7 @@ def assert_steps_equal_brute_force(
             key, value = (
                 torch.cat([nothing, *(pair[part] for pair in written)]) for part in (0, 1)
             )
-            output = backend.forward(query, key, value, layer, metadata, 0.3, softcap)
+            output = backend.forward(query, key, value, layer, metadata, Scoring(0.3, softcap))
             expected = _brute_force(query, encoded[index], shape.query_lens, 0.3, softcap)
             torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=2e-5)
     after = memory.buffer.clone()

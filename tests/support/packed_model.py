@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attention, AttentionMetadata, AttentionStep, get_backend
-from engine.attention.state_layer import StateLayer, StateMetadata
+from engine.attention.metadata import StateMetadata
+from engine.attention.state_layer import StateLayer
 from engine.models import CausalModel
 from prefix_cache import (
     KVCacheConfig,

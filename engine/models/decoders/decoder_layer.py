@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from engine.attention.layer import Attention, AttentionStep
+from engine.attention.layer import Attention
+from engine.attention.step import AttentionStep
 from engine.layers import GatedMLP, HeadNorm, Linear, RMSNorm
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import LayerKind

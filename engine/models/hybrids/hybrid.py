@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.layers import (
     Linear,
     Mamba2Mixer,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.layer import Attention, AttentionStep
+from engine.attention.layer import Attention
+from engine.attention.step import AttentionStep
 from engine.layers import (
     GatedMLP,
     Linear,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.layers import Linear, RMSNorm, RotaryEmbedding, rope_frequencies
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer

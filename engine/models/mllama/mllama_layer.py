@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.attention.layer import Attention, AttentionStep
+from engine.attention.layer import Attention
+from engine.attention.step import AttentionStep
 from engine.layers import GatedMLP, Linear, RMSNorm
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.model_settings import ModelSettings

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.layers import Linear, MultiAxisRotaryEmbedding, rope_frequencies
 from engine.models.decoders.decoder import DecoderModel
 from engine.models.decoders.qwen2 import qwen2_config

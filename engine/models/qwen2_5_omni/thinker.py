@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.models.encoder_module import build_empty
 from engine.models.model_settings import ModelSettings

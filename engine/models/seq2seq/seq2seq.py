@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer import AttentionStep
+from engine.attention.step import AttentionStep
 from engine.layers import LayerNorm, Linear, RMSNorm
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.encoder_module import EncoderModule

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from engine.attention.layer import Attention, AttentionStep
+from engine.attention.layer import Attention
+from engine.attention.step import AttentionStep
 from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.attention import Attention, AttentionStep, ReferenceBackend, get_backend
+from engine.attention import Attention, AttentionStep, ReferenceBackend, Scoring, get_backend
 from engine.attention.distance_bias import bias_at, bias_of_tile
 from prefix_cache import FullAttentionSpec
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
@@ -122,12 +122,12 @@ def test_biases_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype
     metadata = metadata_for(memory, [1, 5], [21, 9], table)
     query, key, value = torch.randn(6, 8, 16, generator=generator).to(dtype).split((4, 2, 2), 1)
     memory.buffer.view(dtype).copy_(torch.randn(memory.buffer.numel() // 2, generator=generator))
-    bias = random_bias(4, 12)
+    scoring = Scoring(0.25, bias=random_bias(4, 12))
     outputs = []
     for backend in (get_backend("torch", CPU, dtype, 4), ReferenceBackend()):
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
-        outputs.append(backend.forward(query, key, value, layer, metadata, 0.25, None, bias))
+        outputs.append(backend.forward(query, key, value, layer, metadata, scoring))
     # The bias is rounded as scores are, and the output once more.
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
@@ -162,7 +162,7 @@ def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
             for projection in (attention.q, attention.k, attention.v)
         )
         # Of the last of 21 tokens, whose keys are 20, 19, ... 0 behind it.
-        bias = attention.compute_bias(21, 21)[0, :, -1].flip(-1)
+        scoring = Scoring(1.0, bias=attention.compute_bias(21, 21)[0, :, -1].flip(-1))
     memory = paged_memory(num_blocks=20, block_size=4, num_layers=1, num_kv_heads=3, head_dim=8)
     table = random_block_table([61], 4, 20, torch.Generator().manual_seed(1))
     backend = get_backend(name, CPU, torch.float32, 4)
@@ -173,7 +173,7 @@ def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
         metadata = metadata_for(memory, [length], [end], table)
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
-        outputs.append(backend.forward(q[new], k[new], v[new], layer, metadata, 1.0, None, bias))
+        outputs.append(backend.forward(q[new], k[new], v[new], layer, metadata, scoring))
     with torch.no_grad():
         output = attention.o(torch.cat(outputs).flatten(1))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import Attention, AttentionStep, ReferenceBackend, get_backend
+from engine.attention import Attention, AttentionStep, ReferenceBackend, Scoring, get_backend
 from prefix_cache import CrossAttentionSpec
 from tests.support.cross_steps import CrossShape, assert_steps_equal_brute_force
 from tests.support.materialised_xformers import MaterialisedXformers
@@ -177,5 +177,6 @@ def test_xformers_kernels_equal_the_reference_on_cuda(
         # Values below 1: what is compared is the sum, not how coarse the type is far from 0.
         key, value = torch.randn(2, sum(lens), 2, 64, generator=generator).to("cuda", dtype) / 4
         backend.begin_step(metadata)
-        outputs.append(backend.forward(query, key, value, layer_of(memory, 0), metadata, 0.125))
+        layer = layer_of(memory, 0)
+        outputs.append(backend.forward(query, key, value, layer, metadata, Scoring(0.125)))
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

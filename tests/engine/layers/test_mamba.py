@@ -16,7 +16,8 @@ from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
 
 from engine.attention import AttentionStep
-from engine.attention.state_layer import StateLayer, StateMetadata
+from engine.attention.metadata import StateMetadata
+from engine.attention.state_layer import StateLayer
 from engine.layers import (
     Mamba2Config,
     Mamba2Mixer,
