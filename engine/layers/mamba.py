@@ -22,7 +22,7 @@ from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
-from engine.layers.selective_scan import selective_scan
+from engine.layers.selective_scan import ScanInputs, selective_scan
 from prefix_cache import MambaSpec, StateTensor
 
 __all__ = ["MambaConfig", "MambaMixer"]
@@ -141,7 +141,8 @@ class MambaMixer(nn.Module):
         if update is not None:
             y = update(ssm_state, u, dt, self.a, b, c)
         else:
-            y, ssm_state = selective_scan(u, dt, self.a, b, c, ssm_state, layout.time_order)
+            inputs = ScanInputs(x=u, dt=dt, b=b, c=c)
+            y, ssm_state = selective_scan(inputs, self.a, ssm_state, layout.time_order)
         self.state.write(step, conv_state, ssm_state)
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
         mixed: Tensor = self.out_proj(y.to(x.dtype))

@@ -5,16 +5,35 @@ Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State S
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from engine.layers.packed_layout import TimeOrder
 
-__all__ = ["selective_scan"]
+__all__ = ["ScanInputs", "selective_scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanInputs:
+    """What the recurrence takes in for each of ``n`` tokens; float32.
+
+    Attributes:
+        x: ``(n, channels)``.
+        dt: ``(n, channels)``, positive step sizes.
+        b: ``(n, state_size)``.
+        c: ``(n, state_size)``.
+    """
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, order: TimeOrder
+    inputs: ScanInputs, a: Tensor, states: Tensor, order: TimeOrder
 ) -> tuple[Tensor, Tensor]:
     """Run, for every token of every request in its order::
 
@@ -26,19 +45,16 @@ def selective_scan(
     matrix form over time as :mod:`engine.layers.ssd_scan` has it.
 
     Args:
-        x: ``(num_tokens, channels)`` float32.
-        dt: ``(num_tokens, channels)`` float32, positive step sizes.
+        inputs: packed tokens.
         a: ``(channels, state_size)`` float32, negative.
-        b: ``(num_tokens, state_size)`` float32.
-        c: ``(num_tokens, state_size)`` float32.
         states: ``(num_reqs, channels, state_size)`` float32 before the step.
         order: of all tokens.
 
     Returns:
         ``y`` ``(num_tokens, channels)``, and the states after the step, in the order of requests.
     """
-    by_time = (t.index_select(0, order.items) for t in (x * dt, dt, b, c))
-    x_dt, dt, b, c = by_time
+    packed = (inputs.x * inputs.dt, inputs.dt, inputs.b, inputs.c)
+    x_dt, dt, b, c = (rows.index_select(0, order.items) for rows in packed)
     h = states.index_select(0, order.sequences)
     y = torch.empty_like(x_dt)
     for now in order.batches():
