@@ -15,9 +15,10 @@ from prefix_cache.blocks.block_hash import (
     whole_input_hash,
 )
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import PageArena
 from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
-from prefix_cache.kv_cache.integrity import IntegrityError, check_integrity, check_pool_integrity
+from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrity
 from prefix_cache.kv_cache.kv_cache_manager import ENCODER_HIDDEN_STATES, KVCacheManager
 from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
 from prefix_cache.kv_cache.page_accounting import (
@@ -27,7 +28,7 @@ from prefix_cache.kv_cache.page_accounting import (
     request_bytes,
 )
 from prefix_cache.kv_cache.pending_blocks import PendingBlocks
-from prefix_cache.kv_cache.swap_space import PageCopy, SwapSpace
+from prefix_cache.kv_cache.swap_space import SwapSpace
 from prefix_cache.layer_types.chunk_stops import ChunkStops
 from prefix_cache.layer_types.coordinator import MANAGER_TYPES, KVCacheCoordinator
 from prefix_cache.layer_types.cross_attention_manager import CrossAttentionManager
@@ -51,7 +52,7 @@ from prefix_cache.specs.kv_cache_spec import (
     StateTensor,
 )
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
-from prefix_cache.stores.paged_memory import LayerKVCache, PagedMemory
+from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache, StageOutputCacheStats
 from prefix_cache.stores.whole_input_cache import WholeInputCache
 

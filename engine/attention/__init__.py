@@ -1,4 +1,7 @@
-"""Attention over paged keys and values: one interface, several backends."""
+"""Attention over paged keys and values: one interface, several backends.
+
+Imports native, and the prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Building blocks that models share: projections, norms, rotary positions, MLPs."""
+"""Building blocks that models share: projections, norms, rotary positions, MLPs.
+
+Imports attention, native, and the prefix cache.
+"""
 
 from __future__ import annotations
 

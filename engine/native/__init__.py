@@ -1,6 +1,7 @@
 """Optional C kernels for the CPU. Without a compiler everything runs with torch alone.
 
-``OMNI_NATIVE=0`` in the environment turns them off.
+``OMNI_NATIVE=0`` in the environment turns them off. Imports nothing of the engine, only the
+prefix cache.
 """
 
 from __future__ import annotations

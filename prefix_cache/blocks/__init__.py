@@ -1,4 +1,4 @@
-"""Blocks, their hashes, the pages that hold them and the order of eviction.
+"""Blocks, their hashes, the pages that hold them, the order of eviction; the integrity error.
 
 Imports specs.
 """

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock, LargePage
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import GroupPages, PageArena
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 
-__all__ = ["IntegrityError", "check_integrity", "check_pool_integrity"]
-
-
-class IntegrityError(RuntimeError):
-    """Two records of the same fact differ; the message prints both with their numbers."""
+__all__ = ["check_integrity", "check_pool_integrity"]
 
 
 def check_integrity(manager: KVCacheManager) -> None:

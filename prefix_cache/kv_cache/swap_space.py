@@ -22,23 +22,9 @@ from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.layer_types.chunk_stops import ChunkStops
+from prefix_cache.stores.paged_memory import PageCopy
 
-__all__ = ["PageCopy", "SwapSpace"]
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Pages of one group to be copied, in order.
-
-    Attributes:
-        group_id: the group.
-        sources: page ids where they are.
-        targets: page ids where they go; as many.
-    """
-
-    group_id: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+__all__ = ["SwapSpace"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefix_cache.kv_cache.integrity import IntegrityError
+from prefix_cache.blocks.integrity_error import IntegrityError
 
 __all__ = ["EncoderCache", "EncoderCacheStats"]
 

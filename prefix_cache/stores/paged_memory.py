@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefix_cache.kv_cache.swap_space import PageCopy
 from prefix_cache.specs.kv_cache_config import KVCacheConfig
 from prefix_cache.specs.kv_cache_spec import AttentionSpec, MambaSpec
 
-__all__ = ["LayerKVCache", "PagedMemory"]
+__all__ = ["LayerKVCache", "PageCopy", "PagedMemory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,21 @@ class LayerKVCache:
     chunks: Tensor
     layer_index: int
     chunks_per_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Pages of one group to be copied, in order.
+
+    Attributes:
+        group_id: the group.
+        sources: page ids where they are.
+        targets: page ids where they go; as many.
+    """
+
+    group_id: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 class PagedMemory:
