@@ -1,7 +1,7 @@
 """Runs one model: engine loop, scheduler, model runner, attention, models, sampling.
 
 Engines are imported when they are first used, since that takes seconds of torch and transformers,
-for which nobody should wait who only names prompts and settings.
+for which a caller who only names prompts and settings should not wait.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.interface.config import EngineConfig
+from engine.interface.engine import Engine
 from engine.interface.generator_config import (
     GenerationParams,
     GeneratorConfig,
@@ -18,7 +19,9 @@ from engine.interface.generator_config import (
 )
 from engine.interface.outputs import (
     CompletionOutput,
+    EncoderOutput,
     FinishReason,
+    GeneratorOutput,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -41,13 +44,11 @@ from engine.interface.prompts import (
     VideoFeatures,
 )
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.stats import EngineStats
 
 if TYPE_CHECKING:
     from engine.encoder.encoder_engine import EncoderEngine
-    from engine.encoder.encoder_request import EncoderOutput
     from engine.generator.generator_engine import GeneratorEngine
-    from engine.generator.generator_request import GeneratorOutput
-    from engine.interface.stats import EngineStats
     from engine.llm.llm_engine import LLMEngine
     from engine.media.waveform import Waveform
     from engine.resources.memory_plan import MemoryPlan
@@ -63,6 +64,7 @@ __all__ = [
     "EncoderEngine",
     "EncoderOutput",
     "EncoderPrompt",
+    "Engine",
     "EngineConfig",
     "EngineStats",
     "ExplicitEncoderDecoderPrompt",
@@ -91,10 +93,7 @@ __all__ = [
 
 _IMPORTED_ON_USE = {
     "EncoderEngine": "engine.encoder.encoder_engine",
-    "EncoderOutput": "engine.encoder.encoder_request",
-    "EngineStats": "engine.interface.stats",
     "GeneratorEngine": "engine.generator.generator_engine",
-    "GeneratorOutput": "engine.generator.generator_request",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
     "Waveform": "engine.media.waveform",

@@ -6,15 +6,14 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from engine import EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
+from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from stages.engine_stage import EngineStage
 from stages.stage import StageInputs, StageOutput, StageRequest
-from stages.tensor_selection import select_tensors
 
 __all__ = ["AutoregressiveStage"]
 
 
-class AutoregressiveStage(EngineStage):
+class AutoregressiveStage(EngineStage[RequestOutput]):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
@@ -32,6 +31,7 @@ class AutoregressiveStage(EngineStage):
     """
 
     final_output_kinds = ("text", "tensors")
+    engine: LLMEngine
 
     def __init__(
         self,
@@ -46,14 +46,9 @@ class AutoregressiveStage(EngineStage):
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         self._sampling = sampling if sampling is not None else SamplingParams()
         self._owns_engine = isinstance(engine, EngineConfig)
-        self._engine = (
+        self.engine = (
             LLMEngine(engine, output_names=outputs) if isinstance(engine, EngineConfig) else engine
         )
-
-    @property
-    def engine(self) -> LLMEngine:
-        """The engine that runs the model."""
-        return self._engine
 
     @property
     def sampling(self) -> SamplingParams:
@@ -64,21 +59,8 @@ class AutoregressiveStage(EngineStage):
         """See :class:`~stages.stage.Stage`."""
         self.engine.check_sampling(params)
 
-    def add_request(self, request: StageRequest) -> None:
-        """Queue a request; see :class:`~stages.stage.Stage`."""
-        sampling = request.sampling if request.sampling is not None else self._sampling
-        self.engine.add_request(
-            request.request_id,
-            request.prompt,
-            sampling,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether the model is a talker, which begins while its text is still written."""
-        return self.engine.speakers is not None
+    def _engine_sampling(self, request: StageRequest) -> SamplingParams:
+        return request.sampling if request.sampling is not None else self._sampling
 
     @property
     def gives_chunks(self) -> bool:
@@ -93,14 +75,6 @@ class AutoregressiveStage(EngineStage):
     def speakers(self) -> tuple[str, ...] | None:
         """Voices of a talker."""
         return self.engine.speakers
-
-    def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk; see :class:`~stages.stage.Stage`. One for nobody is ignored."""
-        self.engine.extend_request(request_id, prompt)
-
-    def needs_input(self, request_id: str) -> bool:
-        """Whether a live request cannot go on before its next chunk comes."""
-        return self.engine.needs_input(request_id)
 
     def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:
         """Rows of a live request; see :class:`~stages.stage.Stage`.
@@ -123,14 +97,10 @@ class AutoregressiveStage(EngineStage):
         """Let a paused request go on; one that is not paused, or not there, is ignored."""
         self.engine.resume(request_id)
 
-    def step(self) -> list[StageOutput]:
-        """Run one engine step over all its requests."""
-        return [self._stage_output(output) for output in self.engine.step()]
-
     def _stage_output(self, output: RequestOutput) -> StageOutput:
         first = output.outputs[0]
         several = len(output.outputs) > 1
-        stage_output = StageOutput(
+        return StageOutput(
             request_id=output.request_id,
             stage=self.name,
             finished=output.finished,
@@ -151,7 +121,6 @@ class AutoregressiveStage(EngineStage):
             else (),
             metrics=output.metrics,
         )
-        return select_tensors(stage_output, self.outputs)
 
     def close(self) -> None:
         """Close the engine if this stage built it."""

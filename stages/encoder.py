@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import replace
 
 from engine import (
     EncoderEngine,
@@ -20,7 +18,6 @@ from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.models.registry import SUPPORTED_ARCHITECTURES
 from stages.engine_stage import EngineStage
 from stages.stage import StageInputs, StageOutput, StageRequest
-from stages.tensor_selection import select_tensors
 
 __all__ = ["EncoderStage"]
 
@@ -28,7 +25,7 @@ _POOLED = "pooled"
 _HIDDEN_STATES = "hidden_states"
 
 
-class EncoderStage(EngineStage):
+class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     """Runs an encoder, and hands on ``hidden_states (n, D)`` and ``pooled (D,)``.
 
     A bidirectional encoder (BERT and its kin) runs in an ``EncoderEngine``, where a hit is all or
@@ -50,6 +47,7 @@ class EncoderStage(EngineStage):
     """
 
     final_output_kinds = ("tensors",)
+    engine: EncoderEngine | LLMEngine
 
     def __init__(
         self,
@@ -68,100 +66,31 @@ class EncoderStage(EngineStage):
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
-        causal = checkpoint.architecture in SUPPORTED_ARCHITECTURES
-        runner = _CausalRunner if causal else _BidirectionalRunner
-        self._runner: _Runner = runner(engine, pooling, self.outputs)
+        if checkpoint.architecture in SUPPORTED_ARCHITECTURES:
+            self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
+            self.engine = LLMEngine(engine, output_names=_rows_behind(self.outputs))
+        else:
+            self.engine = EncoderEngine(engine, output_names=self.outputs, pooling=pooling)
 
-    @property
-    def engine(self) -> EncoderEngine | LLMEngine:
-        """The engine that runs the model."""
-        return self._runner.engine
+    def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
+        """Nothing is generated: a decoder runs its prompt only."""
+        return SamplingParams(max_tokens=0) if isinstance(self.engine, LLMEngine) else None
 
-    def add_request(self, request: StageRequest) -> None:
-        """Queue an input; see :class:`~stages.stage.Stage`."""
-        self._runner.add_request(request)
-
-    def step(self) -> list[StageOutput]:
-        """Run one forward pass over a batch of its requests."""
-        return [
-            select_tensors(replace(output, stage=self.name), self.outputs)
-            for output in self._runner.step()
-        ]
-
-
-class _Runner(ABC):
-    """What differs between the two engines: how a request goes in and what comes out."""
-
-    engine: EncoderEngine | LLMEngine
-
-    @abstractmethod
-    def add_request(self, request: StageRequest) -> None: ...
-
-    @abstractmethod
-    def step(self) -> list[StageOutput]:
-        """Run one step; the outputs' stage is still to be named."""
-
-
-class _BidirectionalRunner(_Runner):
-    def __init__(
-        self, config: EngineConfig, pooling: Pooling, outputs: Collection[str] | None
-    ) -> None:
-        self.engine: EncoderEngine = EncoderEngine(config, output_names=outputs, pooling=pooling)
-
-    def add_request(self, request: StageRequest) -> None:
-        self.engine.add_request(
-            request.request_id,
-            request.prompt,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-
-    def step(self) -> list[StageOutput]:
-        return [self._stage_output(output) for output in self.engine.step()]
-
-    def _stage_output(self, output: EncoderOutput) -> StageOutput:
+    def _stage_output(self, output: RequestOutput | EncoderOutput) -> StageOutput:
+        finish_reason: FinishReason | None
+        if isinstance(output, EncoderOutput):
+            tensors = output.tensors
+            finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
+        else:
+            completion = output.outputs[0]
+            tensors, finish_reason = dict(completion.tensors), completion.finish_reason
+            if _HIDDEN_STATES in tensors:
+                tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
         return StageOutput(
             request_id=output.request_id,
-            stage="",
+            stage=self.name,
             finished=output.finished,
-            finish_reason=FinishReason.STOP if output.error is None else FinishReason.ERROR,
-            error=output.error,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            tensors=output.tensors,
-            metrics=output.metrics,
-        )
-
-
-class _CausalRunner(_Runner):
-    def __init__(
-        self, config: EngineConfig, pooling: Pooling, outputs: Collection[str] | None
-    ) -> None:
-        self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
-        self.engine: LLMEngine = LLMEngine(config, output_names=_rows_behind(outputs))
-
-    def add_request(self, request: StageRequest) -> None:
-        self.engine.add_request(
-            request.request_id,
-            request.prompt,
-            SamplingParams(max_tokens=0),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-
-    def step(self) -> list[StageOutput]:
-        return [self._stage_output(output) for output in self.engine.step() if output.finished]
-
-    def _stage_output(self, output: RequestOutput) -> StageOutput:
-        completion = output.outputs[0]
-        tensors = dict(completion.tensors)
-        if _HIDDEN_STATES in tensors:
-            tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
-        return StageOutput(
-            request_id=output.request_id,
-            stage="",
-            finished=True,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
             error=output.error,
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,

@@ -1,37 +1,80 @@
-"""What stages around an engine have in common: all but how requests go in and outputs come out."""
+"""What stages around an engine have in common: all but how its outputs are told."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from engine import EncoderEngine, LLMEngine
-from stages.stage import Stage, StageStats
+from engine import Engine, Prompt, SamplingParams
+from stages.stage import Stage, StageOutput, StageRequest, StageStats
+from stages.tensor_selection import select_tensors
 
 __all__ = ["EngineStage"]
 
+OutputT = TypeVar("OutputT")
 
-class EngineStage(Stage):
-    """A stage around one engine."""
+
+class EngineStage(Stage, Generic[OutputT]):
+    """A stage around one engine.
+
+    Attributes:
+        engine: runs the model; set by the kind of stage, after it has checked what it is given.
+    """
+
+    engine: Engine[OutputT]
 
     @property
-    @abstractmethod
-    def engine(self) -> LLMEngine | EncoderEngine:
-        """The engine that runs the model."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of its hidden states and of the embeddings it takes."""
+    def hidden_size(self) -> int | None:
+        """Width of its hidden states and of the embeddings it takes; None if it has none."""
         return self.engine.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type of weights and activations."""
-        dtype: torch.dtype = getattr(torch, self.engine.memory_plan.dtype)
-        return dtype
+        return self.engine.dtype
+
+    def add_request(self, request: StageRequest) -> None:
+        """Queue a request; see :class:`~stages.stage.Stage`."""
+        self.engine.add_request(
+            request.request_id,
+            request.prompt,
+            self._engine_sampling(request),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
+        """What the engine is told of sampling; None to one that generates no tokens."""
+        return None
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the engine begins a request before all of its prompt is there."""
+        return self.engine.takes_chunks
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk; one for a request that has ended is ignored."""
+        if not self.takes_chunks:
+            super().extend_request(request_id, prompt)
+        self.engine.extend_request(request_id, prompt)
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a live request cannot go on before its next chunk comes."""
+        return self.engine.needs_input(request_id)
+
+    def step(self) -> list[StageOutput]:
+        """Run one engine step over its requests."""
+        return [
+            select_tensors(self._stage_output(output), self.outputs)
+            for output in self.engine.step()
+        ]
+
+    @abstractmethod
+    def _stage_output(self, output: OutputT) -> StageOutput:
+        """Tell an output of the engine, with all tensors that it has."""
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks."""
@@ -39,7 +82,7 @@ class EngineStage(Stage):
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
+        """Whether it has requests, be it that they wait for input."""
         return self.engine.has_unfinished_requests
 
     @property
@@ -57,31 +100,14 @@ class EngineStage(Stage):
 
     def stats(self) -> StageStats:
         """Counters since the engine was built."""
-        stats = self.engine.stats()
-        return StageStats(
-            num_steps=stats.num_steps,
-            busy_s=stats.busy_s,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            generated_tokens=stats.generated_tokens,
-            encoder_runs=stats.encoder_runs,
-            encoder_hits=stats.encoder_hits,
-        )
+        return self.engine.stats()
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
-        return {
-            "engine": type(self.engine).__name__,
-            "hidden_size": self.hidden_size,
-            "dtype": self.engine.memory_plan.dtype,
-            "device": self.engine.memory_plan.device,
-            "max_model_len": self.engine.max_model_len,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "memory": self.engine.memory_plan.lines(),
-        }
+        return {"engine": type(self.engine).__name__, **self.engine.describe()}
 
     def check_integrity(self) -> None:
-        """Raise if blocks are not conserved."""
+        """Raise if the engine lost something: blocks, or sound that its codes stand for."""
         self.engine.check_integrity()
 
     def close(self) -> None:

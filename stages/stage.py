@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from engine import FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+from engine import (
+    EngineStats,
+    FinishReason,
+    Prompt,
+    RequestMetrics,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -94,39 +101,8 @@ class StageOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
-@dataclass(frozen=True, slots=True)
-class StageStats:
-    """Counters of one stage since it was built.
-
-    Attributes:
-        num_steps: engine steps run. One that found nothing to do, since every request is paused or
-            waits for input, is not counted: the runtime tells by it whether anything moves.
-        busy_s: seconds spent in steps.
-        prompt_tokens: tokens of all inputs that were scheduled.
-        cached_tokens: of these, tokens that the cache saved.
-        generated_tokens: tokens generated.
-        encoder_runs: images, sounds and the like, and inputs of an encoder-decoder model's encoder,
-            that were encoded.
-        encoder_hits: how often one was needed whose encoding was there. What a prefix of cached
-            tokens shows is not needed, and counts for neither.
-    """
-
-    num_steps: int = 0
-    busy_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    encoder_runs: int = 0
-    encoder_hits: int = 0
-
-    def since(self, earlier: StageStats) -> StageStats:
-        """What was added since an earlier reading."""
-        return StageStats(
-            **{
-                each.name: getattr(self, each.name) - getattr(earlier, each.name)
-                for each in fields(self)
-            }
-        )
+StageStats: TypeAlias = EngineStats
+"""A stage counts what its engine counts."""
 
 
 @dataclass(frozen=True, slots=True)

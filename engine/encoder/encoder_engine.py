@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +17,27 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.encoder.encoder_model import EncoderModel
 from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder.encoder_queue import EncoderQueue
-from engine.encoder.encoder_request import EncoderOutput, EncoderRequest
+from engine.encoder.encoder_request import EncoderRequest
 from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.config import EngineConfig
+from engine.interface.engine import Engine
+from engine.interface.outputs import EncoderOutput
 from engine.interface.prompts import Prompt
+from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer
 from prefix_cache import ContentSpan, content_hash, whole_input_hash
 
-__all__ = ["EncoderEngine", "EncoderOutput"]
+__all__ = ["EncoderEngine"]
 
 logger = logging.getLogger(__name__)
 
 
-class EncoderEngine:
+class EncoderEngine(Engine[EncoderOutput]):
     """Runs one encoder: batching by length, outputs kept in the stage-output cache.
 
     A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. Cached
@@ -44,8 +48,6 @@ class EncoderEngine:
                       └ no ─► batch ─► forward ─► write ─────┘
                                                     └ publish (when caching)
 
-    One thread drives it. Every call leaves the engine consistent, also one that raises.
-
     Args:
         config: what to run and with how much. ``max_num_batched_tokens`` bounds the padded size
             of a batch, and thereby the longest input: such an encoder cannot be chunked.
@@ -54,7 +56,6 @@ class EncoderEngine:
 
     Attributes:
         tokenizer: of the checkpoint, or None.
-        hidden_size: width of embeddings that it takes.
         max_model_len: longest input.
         memory_plan: what it reserved.
         pooling: what ``auto`` has become.
@@ -91,7 +92,8 @@ class EncoderEngine:
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(
             str(checkpoint.path), trust_remote_code=config.trust_remote_code
         )
-        self.hidden_size = self._model.hidden_size
+        self.hidden_size: int = self._model.hidden_size
+        self.dtype = dtype
         self.max_model_len = _max_model_len(config, self._model)
         self.pooling = resolve_pooling(pooling, self._model.pooler)
         self._output_names = self._check_output_names(output_names)
@@ -110,21 +112,17 @@ class EncoderEngine:
         self,
         request_id: str,
         prompt: Prompt,
+        sampling: SamplingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue an input.
+        """Queue an input; see :class:`~engine.interface.engine.Engine`.
 
-        Args:
-            request_id: unique among the live ones.
-            prompt: text, chat messages, token ids, or embeddings if the model takes them.
-            priority: lower runs earlier.
-            cache_salt: outputs are shared only within one salt.
-
-        Raises:
-            ValueError: this input cannot run; the engine is unchanged.
+        The prompt is text, chat messages, token ids, or embeddings if the model takes them.
         """
+        if sampling is not None:
+            self.check_sampling(sampling)
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
         refuse_items(prompt)
@@ -162,8 +160,7 @@ class EncoderEngine:
         held = self._hold_blocks(batch)
         if held:
             outputs += self._run(held, started)
-        self._stats.num_steps += 1
-        self._stats.busy_s += time.perf_counter() - clock
+        self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -173,9 +170,9 @@ class EncoderEngine:
             self._queue.remove(request)
 
     @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has work."""
-        return bool(self._requests)
+    def live_request_ids(self) -> tuple[str, ...]:
+        """The inputs that wait for their turn."""
+        return tuple(self._requests)
 
     @property
     def enable_prefix_caching(self) -> bool:
@@ -195,17 +192,16 @@ class EncoderEngine:
         self._store.reset()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was built."""
+        """Read the counters; only ``step`` adds to them."""
         return replace(self._stats, kv=self._store.stats())
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the engine resolved and reserved."""
+        return self.memory_plan.describe(self.hidden_size, self._enable_prefix_caching)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
         self._store.check_integrity()
-
-    def close(self) -> None:
-        """Drop all requests."""
-        for request_id in tuple(self._requests):
-            self.abort(request_id)
 
     def _answer_cached(self, started: float) -> list[EncoderOutput]:
         """Answer every waiting input whose outputs are there."""
@@ -251,10 +247,9 @@ class EncoderEngine:
         if self._enable_prefix_caching and not cached:
             self._store.publish(item)
         self._retire(item)
-        self._stats.cached_tokens += request.num_tokens if cached else 0
-        return request.output(
-            tensors, started=started, num_cached_tokens=request.num_tokens if cached else 0
-        )
+        num_cached_tokens = request.num_tokens if cached else 0
+        self._stats = self._stats.plus(cached_tokens=num_cached_tokens)
+        return request.output(tensors, started=started, num_cached_tokens=num_cached_tokens)
 
     # Not inference_mode: users may go on with the tensors as they like.
     @torch.no_grad()
@@ -273,7 +268,7 @@ class EncoderEngine:
     def _retire(self, item: HeldInput) -> None:
         self._store.release(item)
         del self._requests[item.request.request_id]
-        self._stats.prompt_tokens += item.request.num_tokens
+        self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
 
     def _check_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_model_len:

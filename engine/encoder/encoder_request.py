@@ -8,36 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.interface.outputs import RequestMetrics
+from engine.interface.outputs import EncoderOutput, RequestMetrics
 from prefix_cache import BlockHash
 
-__all__ = ["EncoderOutput", "EncoderRequest"]
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderOutput:
-    """The result of one request. There are no partial ones.
-
-    Attributes:
-        request_id: as given to ``add_request``.
-        finished: always True; the field lets callers treat all engines alike.
-        tensors: on the CPU; ``hidden_states`` is ``(num_prompt_tokens, D)``, ``pooled`` ``(D,)``.
-            Empty when the request failed.
-        num_prompt_tokens: tokens (or embedding rows) of the input.
-        num_cached_tokens: all of them when the cache had the input, else 0.
-        prompt_token_ids: the input's ids; empty for embeddings.
-        error: why the request failed; it failed alone.
-        metrics: times; there is no first token.
-    """
-
-    request_id: str
-    finished: bool
-    tensors: Mapping[str, Tensor]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    prompt_token_ids: tuple[int, ...] = ()
-    error: str | None = None
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+__all__ = ["EncoderRequest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from operator import index
 from typing import Any
@@ -25,12 +24,14 @@ import torch
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.generator.generator_request import (
     CodeWindow,
-    GeneratorOutput,
     GeneratorRequest,
     WindowSizes,
 )
+from engine.interface.engine import Engine
 from engine.interface.generator_config import GeneratorConfig
+from engine.interface.outputs import GeneratorOutput
 from engine.interface.prompts import CodecPrompt, Prompt
+from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import resolve_device
 from engine.models.qwen2_5_omni.code2wav import SAMPLING_RATE, Code2Wav, initial_noise
@@ -38,12 +39,12 @@ from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
 from engine.resources.byte_sizes import format_bytes
 from prefix_cache import IntegrityError
 
-__all__ = ["GeneratorEngine", "GeneratorOutput"]
+__all__ = ["GeneratorEngine"]
 
 logger = logging.getLogger(__name__)
 
 
-class GeneratorEngine:
+class GeneratorEngine(Engine[GeneratorOutput]):
     """Batches utterances, or windows of them, that have the same length.
 
     ::
@@ -72,6 +73,8 @@ class GeneratorEngine:
     def __init__(self, config: GeneratorConfig) -> None:
         checkpoint = Checkpoint.open(config.model, part=config.part, revision=config.revision)
         self.config = config
+        self.hidden_size, self.dtype = None, torch.float32
+        self.enable_prefix_caching = True  # kept as it is set; it changes nothing
         self._model = Code2Wav(checkpoint, resolve_device(config.device))
         self.speakers: Speakers = load_speakers(checkpoint.path)
         for name in self.speakers.names:
@@ -84,18 +87,22 @@ class GeneratorEngine:
         self._arrivals = count()
         self._stats = EngineStats()
 
-    def add_request(self, request_id: str, prompt: Prompt, *, priority: int = 0) -> None:
-        """Queue an utterance, or its first chunk.
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue an utterance, or its first chunk; see :class:`~engine.interface.engine.Engine`.
 
-        Args:
-            request_id: unique among the live ones.
-            prompt: a ``CodecPrompt``; one with ``is_last`` is computed as a
-                whole, one without in windows.
-            priority: lower runs earlier.
-
-        Raises:
-            ValueError: this utterance cannot run; the engine is unchanged.
+        A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
+        Utterances share nothing, so that ``cache_salt`` says nothing.
         """
+        if sampling is not None:
+            self.check_sampling(sampling)
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
         prompt = _codec_prompt(prompt)
@@ -110,6 +117,11 @@ class GeneratorEngine:
             is_last=prompt.is_last,
             is_cut_off=prompt.is_cut_off,
         )
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Codes may come as they are made."""
+        return True
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Hand in the next codes of a live utterance; one that is not live (it failed) is ignored.
@@ -148,8 +160,7 @@ class GeneratorEngine:
         if batch:
             outputs += self._run(batch)
         if outputs:
-            self._stats.num_steps += 1
-            self._stats.busy_s += time.perf_counter() - clock
+            self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -157,13 +168,16 @@ class GeneratorEngine:
         self._requests.pop(request_id, None)
 
     @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether it has utterances, be it that they wait for input."""
-        return bool(self._requests)
+    def live_request_ids(self) -> tuple[str, ...]:
+        """The utterances that have not ended, be it that they wait for input."""
+        return tuple(self._requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget nothing: nothing is kept from one utterance for another."""
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was built; ``prompt_tokens`` are codes that became sound."""
-        return replace(self._stats)
+        """Read the counters; ``prompt_tokens`` are codes that became sound."""
+        return self._stats
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved, for people."""
@@ -197,10 +211,6 @@ class GeneratorEngine:
                     f"{len(request.codes)} codes * {self.samples_per_code}"
                 )
 
-    def close(self) -> None:
-        """Drop all requests."""
-        self._requests.clear()
-
     def _next_batch(self) -> list[tuple[GeneratorRequest, CodeWindow]]:
         """The first in the order that can run, and those after it with windows as long."""
         batch: list[tuple[GeneratorRequest, CodeWindow]] = []
@@ -230,7 +240,7 @@ class GeneratorEngine:
             first, stop = window.kept - window.start, window.kept_stop - window.start
             kept = row[first * self.samples_per_code : stop * self.samples_per_code]
             request.num_done = window.kept_stop
-            self._stats.prompt_tokens += window.kept_stop - window.kept
+            self._stats = self._stats.plus(prompt_tokens=window.kept_stop - window.kept)
             # A copy, so that the window's margins are not kept with it.
             outputs.append(self._advance(request, kept.clone()))
         return outputs

@@ -8,36 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.interface.outputs import RequestMetrics
+from engine.interface.outputs import GeneratorOutput, RequestMetrics
 from engine.media.waveform import Waveform
 from engine.models.qwen2_5_omni.speakers import Speaker
 
-__all__ = ["CodeWindow", "GeneratorOutput", "GeneratorRequest", "WindowSizes"]
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorOutput:
-    """What an utterance has become, so far or in the end.
-
-    Attributes:
-        request_id: as given to ``add_request``.
-        finished: nothing follows.
-        delta: what was made since the output before; None for a request that failed.
-        waveform: all of it, when finished; None before and for a request that failed.
-        num_codes: codes that came so far.
-        error: why the request failed; it failed alone.
-        is_cut_off: whether its last codes said that a limit of length cut them off.
-        metrics: times; there is no first token.
-    """
-
-    request_id: str
-    finished: bool
-    delta: Waveform | None
-    waveform: Waveform | None
-    num_codes: int
-    error: str | None = None
-    is_cut_off: bool = False
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+__all__ = ["CodeWindow", "GeneratorRequest", "WindowSizes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CompletionOutput", "FinishReason", "RequestMetrics", "RequestOutput", "TokenLogprobs"]
+    from engine.media.waveform import Waveform
+
+__all__ = [
+    "CompletionOutput",
+    "EncoderOutput",
+    "FinishReason",
+    "GeneratorOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "TokenLogprobs",
+]
 
 
 class FinishReason(StrEnum):
@@ -105,4 +115,55 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...] = ()
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     encoder_prompt: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOutput:
+    """The result of one request. There are no partial ones.
+
+    Attributes:
+        request_id: as given to ``add_request``.
+        finished: always True; the field lets callers treat all engines alike.
+        tensors: on the CPU; ``hidden_states`` is ``(num_prompt_tokens, D)``, ``pooled`` ``(D,)``.
+            Empty when the request failed.
+        num_prompt_tokens: tokens (or embedding rows) of the input.
+        num_cached_tokens: all of them when the cache had the input, else 0.
+        prompt_token_ids: the input's ids; empty for embeddings.
+        error: why the request failed; it failed alone.
+        metrics: times; there is no first token.
+    """
+
+    request_id: str
+    finished: bool
+    tensors: Mapping[str, Tensor]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_token_ids: tuple[int, ...] = ()
+    error: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorOutput:
+    """What an utterance has become, so far or in the end.
+
+    Attributes:
+        request_id: as given to ``add_request``.
+        finished: nothing follows.
+        delta: what was made since the output before; None for a request that failed.
+        waveform: all of it, when finished; None before and for a request that failed.
+        num_codes: codes that came so far.
+        error: why the request failed; it failed alone.
+        is_cut_off: whether its last codes said that a limit of length cut them off.
+        metrics: times; there is no first token.
+    """
+
+    request_id: str
+    finished: bool
+    delta: Waveform | None
+    waveform: Waveform | None
+    num_codes: int
+    error: str | None = None
+    is_cut_off: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from engine.execution.model_runner import SampledToken, SwapError
 from engine.interface.config import EngineConfig
+from engine.interface.engine import Engine
 from engine.interface.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -27,10 +29,8 @@ __all__ = ["LLMEngine"]
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(Engine[RequestOutput]):
     """Runs one decoder: paged KV cache, continuous batching, prefix caching, mirrored outputs.
-
-    One thread drives it. Every call leaves the engine consistent, also one that raises.
 
     Args:
         config: what to run and with how much.
@@ -48,7 +48,8 @@ class LLMEngine:
         self.config = config
         self.tokenizer = parts.tokenizer
         self.memory_plan = parts.memory_plan
-        self.hidden_size = parts.limits.hidden_size
+        self.hidden_size: int = parts.limits.hidden_size
+        self.dtype = parts.limits.dtype
         self.max_model_len = parts.limits.max_model_len
         self._inputs = parts.input_processor
         self._kv = parts.kv_cache_manager
@@ -72,18 +73,10 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request.
+        """Queue a request; see :class:`~engine.interface.engine.Engine`.
 
-        Args:
-            request_id: unique among the live ones.
-            prompt: text, chat messages, token ids, embeddings, or all or the first chunk of what
-                a talker speaks.
-            sampling: how tokens are chosen.
-            priority: lower runs earlier.
-            cache_salt: blocks are shared only within one salt.
-
-        Raises:
-            ValueError: this request cannot run; the engine is unchanged.
+        The prompt is text, chat messages, token ids, embeddings, or all or the first chunk of what
+        a talker speaks.
         """
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
@@ -151,8 +144,8 @@ class LLMEngine:
             self._scheduler.complete(scheduled)
             outputs = self._process(scheduled, sampled)
         if scheduled.scheduled:
-            self._stats.num_steps += 1
-        self._stats.busy_s += time.perf_counter() - started
+            self._stats = self._stats.plus(num_steps=1)
+        self._stats = self._stats.plus(busy_s=time.perf_counter() - started)
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -166,11 +159,6 @@ class LLMEngine:
         self._forget(group)
 
     @property
-    def has_unfinished_requests(self) -> bool:
-        """Whether requests are live, those that wait for input or are paused included."""
-        return bool(self._groups)
-
-    @property
     def live_request_ids(self) -> tuple[str, ...]:
         """The requests that were added and have not ended, oldest first."""
         return tuple(self._groups)
@@ -182,6 +170,11 @@ class LLMEngine:
             ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
         """
         self._inputs.check_sampling(params)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the model is a talker, which begins while its text is still written."""
+        return self.speakers is not None
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
@@ -312,7 +305,7 @@ class LLMEngine:
             self._items.cache.reset()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was built."""
+        """Read the counters; only ``step`` adds to them."""
         items = self._items.cache.stats() if self._items is not None else None
         return replace(
             self._stats,
@@ -323,6 +316,10 @@ class LLMEngine:
             kv=self._kv.stats(),
         )
 
+    def describe(self) -> Mapping[str, Any]:
+        """What the engine resolved and reserved."""
+        return self.memory_plan.describe(self.hidden_size, self.enable_prefix_caching)
+
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""
         check_integrity(self._kv)
@@ -331,20 +328,18 @@ class LLMEngine:
         if self._items is not None:
             self._items.check_integrity()
 
-    def close(self) -> None:
-        """Drop all requests. Weights and pages go with the last reference to the engine."""
-        for request_id in tuple(self._groups):
-            self.abort(request_id)
-
     def _note_first_run(self, scheduled: SchedulerOutput) -> None:
         for item in scheduled.scheduled:
-            self._stats.encoder_runs += item.runs_encoder
+            if item.runs_encoder:
+                self._stats = self._stats.plus(encoder_runs=1)
             if item.request.times.first_scheduled is None:
                 item.request.times.first_scheduled = time.monotonic()
-                self._stats.prompt_tokens += item.request.num_prompt_tokens
-                self._stats.cached_tokens += item.request.num_cached_tokens or 0
                 is_known = item.request.encoder_input is not None and not item.runs_encoder
-                self._stats.encoder_hits += is_known
+                self._stats = self._stats.plus(
+                    prompt_tokens=item.request.num_prompt_tokens,
+                    cached_tokens=item.request.num_cached_tokens or 0,
+                    encoder_hits=int(is_known),
+                )
 
     def _process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
@@ -374,7 +369,7 @@ class LLMEngine:
     def _complete_prompt(self, request: Request, token_id: int) -> None:
         """Take the token that the model chose for the prompt; nothing is put out for it."""
         new = request.complete_prompt(token_id)
-        self._stats.prompt_tokens += len(new)
+        self._stats = self._stats.plus(prompt_tokens=len(new))
         for each in new:
             self._runner.append_token(request, each)
 
@@ -387,7 +382,7 @@ class LLMEngine:
     ) -> None:
         """Take one sampled token; end the completion if it is the last."""
         request.append(token_id, logprobs)
-        self._stats.generated_tokens += 1
+        self._stats = self._stats.plus(generated_tokens=1)
         if request.times.first_token is None:
             request.times.first_token = time.monotonic()
         reason = request.text.append(token_id)

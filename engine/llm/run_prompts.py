@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from engine.interface.engine import Engine
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.llm.llm_engine import LLMEngine
 
 __all__ = ["run_prompts", "stream_prompt"]
 
 
 def run_prompts(
-    engine: LLMEngine,
+    engine: Engine[RequestOutput],
     prompts: Prompt | Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[RequestOutput]:
@@ -45,7 +42,7 @@ def run_prompts(
 
 
 def stream_prompt(
-    engine: LLMEngine, prompt: Prompt, sampling: SamplingParams | None
+    engine: Engine[RequestOutput], prompt: Prompt, sampling: SamplingParams | None
 ) -> Iterator[RequestOutput]:
     """See :meth:`~engine.llm.llm_engine.LLMEngine.stream`."""
     _check_idle(engine, "stream")
@@ -61,7 +58,7 @@ def stream_prompt(
         engine.abort(request_id)
 
 
-def _check_idle(engine: LLMEngine, method: str) -> None:
+def _check_idle(engine: Engine[RequestOutput], method: str) -> None:
     live = len(engine.live_request_ids)
     if live:
         raise ValueError(

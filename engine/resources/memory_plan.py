@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
@@ -71,6 +72,17 @@ class MemoryPlan:
             encoder_cache_bytes=encoder_cache,
             swap_bytes=swap,
         )
+
+    def describe(self, hidden_size: int, enable_prefix_caching: bool) -> Mapping[str, Any]:
+        """The plan for people, beside what else its engine resolved."""
+        return {
+            "hidden_size": hidden_size,
+            "dtype": self.dtype,
+            "device": self.device,
+            "max_model_len": self.max_model_len,
+            "enable_prefix_caching": enable_prefix_caching,
+            "memory": self.lines(),
+        }
 
     def lines(self) -> list[str]:
         """The plan for people, a line per reservation."""

@@ -14,8 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from engine import EmbedsPrompt, EngineConfig, TextPrompt, TokensPrompt
-from engine.encoder.encoder_engine import EncoderEngine, EncoderOutput
+from engine import (
+    EmbedsPrompt,
+    EncoderEngine,
+    EncoderOutput,
+    EngineConfig,
+    TextPrompt,
+    TokensPrompt,
+)
 from omni.seeded.checkpoints import build_causal_lm, build_text_encoder
 
 HIDDEN = 64

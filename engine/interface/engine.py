@@ -1,0 +1,136 @@
+"""What every engine is: requests in by an id, outputs out step by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.interface.prompts import Prompt
+    from engine.interface.sampling_params import SamplingParams
+    from engine.interface.stats import EngineStats
+
+__all__ = ["Engine"]
+
+OutputT_co = TypeVar("OutputT_co", covariant=True)
+
+
+class Engine(ABC, Generic[OutputT_co]):
+    """Runs one model over requests that come and go. ::
+
+        add_request ──► step ──► output ──► step ──► ... ──► output, finished
+                         ▲         └──► abort: no more output
+        needs_input? ──► extend_request
+
+    A request's id is the handle to it: live from ``add_request`` to the output that says
+    ``finished``, or to ``abort``, and free to be used again after that. A request may end before
+    its caller has seen so, hence a call about one that is not live does nothing.
+
+    One thread drives an engine. Every call leaves it consistent, also one that raises; one that
+    raises ``ValueError`` has changed nothing. Only ``step`` runs the model.
+
+    Attributes:
+        hidden_size: width of the embeddings it takes and of its ``hidden_states``; None without.
+        dtype: element type of weights and activations.
+        enable_prefix_caching: whether requests reuse what was computed for earlier ones; may be
+            set while no request is live. Never changes an output.
+    """
+
+    hidden_size: int | None
+    dtype: torch.dtype
+    enable_prefix_caching: bool
+
+    @abstractmethod
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request; nothing runs before ``step``.
+
+        Args:
+            request_id: unique among the live ones.
+            prompt: what to run, or its first chunk.
+            sampling: how tokens are chosen; None takes the defaults. See :meth:`check_sampling`.
+            priority: lower runs earlier; equal ones run first come, first served.
+            cache_salt: what was computed is shared only within one salt.
+
+        Raises:
+            ValueError: this request cannot run, alone and with the whole pool to itself.
+        """
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse sampling parameters that no request could run with; an engine without tokens, all.
+
+        Raises:
+            ValueError: the model cannot do what they ask for.
+        """
+        raise ValueError("it generates no tokens, so it takes no sampling parameters")
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether prompts may come in chunks: a first one, and more by ``extend_request``."""
+        return False
+
+    def extend_request(self, request_id: str, prompt: Prompt) -> None:
+        """Hand in the next chunk of a live request's prompt; ``is_last`` of it says if it ends.
+
+        Raises:
+            ValueError: the model takes prompts whole, or not this chunk; the request stays live,
+                and waits.
+        """
+        raise ValueError("the model takes prompts whole, not in chunks")
+
+    def needs_input(self, request_id: str) -> bool:
+        """Whether a live request cannot go on before its next chunk comes."""
+        return False
+
+    @abstractmethod
+    def step(self) -> Sequence[OutputT_co]:
+        """Run one batch; return the outputs that moved, finished or not.
+
+        Requests that fail end with an output that says why; the others go on. Where nothing can
+        run, nothing happens.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; no output of it follows."""
+
+    @property
+    @abstractmethod
+    def live_request_ids(self) -> tuple[str, ...]:
+        """The requests that were added and have not ended, oldest first."""
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests are live, those that wait for input or are paused included."""
+        return bool(self.live_request_ids)
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed for requests that are no longer live."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Read the counters; the reading does not change any more."""
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """What the engine resolved and reserved, for people."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError``, with the equation that failed, if anything was lost."""
+
+    def close(self) -> None:
+        """Drop all requests. Weights and pages go with the last reference to the engine."""
+        for request_id in self.live_request_ids:
+            self.abort(request_id)
