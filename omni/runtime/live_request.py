@@ -49,6 +49,10 @@ class LiveRequest:
         """The streamed edges that leave a stage."""
         return [stream for stream in self.streams.values() if stream.source.name == source]
 
+    def is_held_up(self, source: str) -> bool:
+        """Whether a stage's next chunks should wait."""
+        return any(stream.is_full for stream in self.streams_from(source))
+
     def show(self, stage: Stage, output: StageOutput) -> None:
         """Put what the user asked to get of a stage into the next output.
 
