@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from engine import (
-    AudioPrompt,
-    ChatPrompt,
-    EncoderPrompt,
-    ExplicitEncoderDecoderPrompt,
-    Prompt,
-    TextPrompt,
-)
-from omni.requests.request import OmniRequest
+import typer
+
+if TYPE_CHECKING:
+    from engine import EncoderPrompt, Prompt
+    from omni.requests.request import OmniRequest
 
 __all__ = ["PromptFlags"]
 
@@ -22,6 +19,8 @@ __all__ = ["PromptFlags"]
 @dataclass(frozen=True, slots=True)
 class PromptFlags:
     """The flags that make up requests: one for each prompt, chat and encoder prompt.
+
+    Options of a command inherit them; see :func:`~omni.commands.command.command`.
 
     Attributes:
         prompts: texts, taken as they stand.
@@ -35,13 +34,66 @@ class PromptFlags:
         images: files that each of the texts and chats shows likewise; before the sound in chats.
     """
 
-    prompts: Sequence[str] | None = None
-    chats: Sequence[str] | None = None
-    audio: Sequence[Path] | None = None
-    language: str | None = None
-    encoder_prompts: Sequence[str] | None = None
-    decoder_prompt: str | None = None
-    images: Sequence[Path] | None = None
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="A prompt, taken as it stands, placeholders included; may be given several times.",
+        ),
+    ] = None
+    chats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--chat",
+            metavar="TEXT",
+            help="What a user says, in the checkpoint's chat template, after every --image and "
+            "--audio; needs no placeholders. Each of several is a conversation of its own.",
+        ),
+    ] = None
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--audio",
+            metavar="FILE",
+            help="A WAV file that every --chat begins with, after its images, or that every "
+            "--prompt shows where its next placeholder is; without either, a request to a speech "
+            "model. May be given several times.",
+        ),
+    ] = None
+    language: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE",
+            help="The language spoken in every --audio: en, fr, ...; the model finds out if it is "
+            "left out.",
+        ),
+    ] = None
+    encoder_prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--encoder-prompt",
+            metavar="TEXT",
+            help="Text for an encoder; may be given several times.",
+        ),
+    ] = None
+    decoder_prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the decoder goes on from, beside every --audio or --encoder-prompt.",
+        ),
+    ] = None
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            metavar="FILE",
+            help="An image that every --chat begins with, or that every --prompt shows where its "
+            "next placeholder is; may be given several times.",
+        ),
+    ] = None
 
     @property
     def given(self) -> bool:
@@ -56,6 +108,10 @@ class PromptFlags:
             ValueError: there are both prompts and chats; or the decoder prompt, the language, or
                 an image has nothing to stand beside.
         """
+        # Only here: help and mistakes in the flags do not wait for it.
+        from engine import AudioPrompt, ExplicitEncoderDecoderPrompt
+        from omni.requests.request import OmniRequest
+
         if self.chats and self.prompts:
             raise ValueError(
                 "--chat and --prompt do not go together: one is put into the chat template, the "
@@ -85,6 +141,8 @@ class PromptFlags:
 
     def _shown(self) -> Iterator[Prompt]:
         """The prompts and chats, with the files that they show."""
+        from engine import ChatPrompt, TextPrompt
+
         given = {"image": tuple(self.images or ()), "audio": tuple(self.audio or ())}
         shown = {modality: files for modality, files in given.items() if files}
         for text in self.prompts or ():

@@ -131,10 +131,11 @@ class GuardedStages:
                     first_row=first_row,
                     is_last=is_last,
                 )
-                prompt = transform(context)
-                if not isinstance(prompt, Prompt):
-                    kind = type(prompt).__name__
+                made: object = transform(context)  # a user's code may return anything
+                if not isinstance(made, Prompt):
+                    kind = type(made).__name__
                     raise ValueError(f"its transform returned a {kind}, not a prompt")
+                prompt = made
             # A stage would wait for more, which never comes.
             if is_last and isinstance(prompt, CodecPrompt | SpeechPrompt) and not prompt.is_last:
                 raise ValueError(

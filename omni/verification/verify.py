@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+import torch
 
 from engine import SamplingParams
 from omni.pipelines.pipeline import Pipeline
@@ -83,11 +83,11 @@ def verify(
             for stage in pipeline.stages.values():
                 stage.reset_prefix_cache()
             cold = _run(pipeline, prepared, caching=True)
-            warm = _run(pipeline, prepared, caching=True)
+            passes = _Passes(uncached, regrouped, cold, _run(pipeline, prepared, caching=True))
         finally:
             for name, stage in pipeline.stages.items():
                 stage.enable_prefix_caching = switches[name]
-    return _report(pipeline, prepared, uncached, regrouped, cold, warm, atol)
+    return _report(pipeline, prepared, passes, atol)
 
 
 @dataclass(slots=True)
@@ -103,6 +103,16 @@ class _Pass:
     outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     work: dict[str, StageStats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """All the runs that are compared; ``regrouped`` is empty where noise is not measured."""
+
+    uncached: _Pass
+    regrouped: _Pass
+    cold: _Pass
+    warm: _Pass
 
 
 def _prepare(pipeline: Pipeline, index: int, request: OmniRequest) -> OmniRequest:
@@ -222,14 +232,10 @@ def _compare(
 
 
 def _report(
-    pipeline: Pipeline,
-    requests: Sequence[OmniRequest],
-    uncached: _Pass,
-    regrouped: _Pass,
-    cold: _Pass,
-    warm: _Pass,
-    atol: float | None,
+    pipeline: Pipeline, requests: Sequence[OmniRequest], passes: _Passes, atol: float | None
 ) -> VerifyReport:
+    uncached, regrouped = passes.uncached, passes.regrouped
+    cold, warm = passes.cold, passes.warm
     ran_again = {*regrouped.errors, *(request_id for request_id, _ in regrouped.outputs)}
     again = [request for request in requests if request.request_id in ran_again]
     measuring = dict.fromkeys(pipeline.order, Tolerance(measuring=True))
@@ -238,23 +244,9 @@ def _report(
     tolerances = {name: Tolerance(atol, noise[name]) for name in pipeline.order}
     of_cold = _compare(pipeline, requests, uncached, cold, "cold", tolerances)
     of_warm = _compare(pipeline, requests, uncached, warm, "warm", tolerances)
-    dtypes = {
-        (stage, tensor): elements.dtype
-        for (_, stage), output in uncached.outputs.items()
-        for tensor, elements in _tensors(output).items()
-    }
-
-    def tensors(stage: str) -> Iterator[TensorVerification]:
-        spread = of_cold.spreads[stage]
-        spread.include(of_warm.spreads[stage])
-        for name, difference in sorted(spread.tensors.items()):
-            yield TensorVerification(
-                name=name,
-                max_difference=difference,
-                tolerance=tolerances[stage].tensor(name, dtypes[stage, name]),
-                noise=noise[stage].tensors.get(name),
-            )
-
+    for name, spread in of_warm.spreads.items():
+        of_cold.spreads[name].include(spread)
+    dtypes = _dtypes(uncached)
     return VerifyReport(
         num_requests=len(requests),
         stages=tuple(
@@ -263,7 +255,15 @@ def _report(
                 prompt_tokens=uncached.work[name].prompt_tokens,
                 cold_hit_tokens=cold.work[name].cached_tokens,
                 warm_hit_tokens=warm.work[name].cached_tokens,
-                tensors=tuple(tensors(name)),
+                tensors=tuple(
+                    TensorVerification(
+                        name=tensor,
+                        max_difference=difference,
+                        tolerance=tolerances[name].tensor(tensor, dtypes[name, tensor]),
+                        noise=noise[name].tensors.get(tensor),
+                    )
+                    for tensor, difference in sorted(of_cold.spreads[name].tensors.items())
+                ),
                 uncached_s=uncached.work[name].busy_s,
                 cold_s=cold.work[name].busy_s,
                 warm_s=warm.work[name].busy_s,
@@ -277,10 +277,14 @@ def _report(
     )
 
 
-def _tensors(output: StageOutput) -> Mapping[str, Tensor]:
-    """Everything of an output that is compared element by element."""
-    sound = {} if output.audio is None else {WAVEFORM: output.audio.samples}
-    return {**output.tensors, **sound}
+def _dtypes(done: _Pass) -> dict[tuple[str, str], torch.dtype]:
+    """``(stage, tensor) -> element type`` of all that is compared element by element."""
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
+    for (_, stage), output in done.outputs.items():
+        dtypes |= {(stage, name): tensor.dtype for name, tensor in output.tensors.items()}
+        if output.audio is not None:
+            dtypes[stage, WAVEFORM] = output.audio.samples.dtype
+    return dtypes
 
 
 def _sampling_of(pipeline: Pipeline, request: OmniRequest, stage: str) -> SamplingParams | None:
