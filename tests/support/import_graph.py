@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["LAYERS", "ROOT", "arrows_back", "imported_packages", "modules"]
+__all__ = [
+    "LAYERS",
+    "ROOT",
+    "arrows",
+    "arrows_back",
+    "circles",
+    "imported_names",
+    "imported_packages",
+    "module_name",
+    "modules",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,25 +29,46 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imported_packages(source: str) -> Iterator[tuple[int, str]]:
-    """Line and top-level package of every absolute import, wherever in the file it stands.
+def module_name(file: str) -> str:
+    """``engine.models`` for ``engine/models/__init__.py``."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
-    Imports inside functions and under ``TYPE_CHECKING`` count too, and so do literal
-    ``import_module("...")`` and ``__import__("...")``.
+
+def imported_names(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, wherever in the file it stands.
+
+    ``from a import b`` is ``a.b``, be it a module or not. Imports inside functions and under
+    ``TYPE_CHECKING`` count too, and so do literal ``import_module("...")`` and
+    ``__import__("...")``.
+
+    Args:
+        source: of the file.
+        package: that the file is in, for relative imports; without one they are left out.
     """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
                 for alias in names:
-                    yield node.lineno, alias.name.partition(".")[0]
-            case ast.ImportFrom(module=str(module), level=0):
-                yield node.lineno, module.partition(".")[0]
+                    yield node.lineno, alias.name
+            case ast.ImportFrom(module=module, names=names, level=level):
+                if level and not package:
+                    continue
+                above = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
+                start = ".".join([*above, *([module] if module else [])])
+                for alias in names:
+                    yield node.lineno, f"{start}.{alias.name}"
             case ast.Call(
                 func=ast.Name(id="import_module" | "__import__")
                 | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(module)), *_],
             ):
-                yield node.lineno, module.partition(".")[0]
+                yield node.lineno, module
+
+
+def imported_packages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and top-level package of every absolute import."""
+    seen = ((line, name.partition(".")[0]) for line, name in imported_names(source))
+    yield from dict.fromkeys(seen)
 
 
 def arrows_back(package: str, source: str, place: str) -> list[str]:
@@ -48,3 +79,58 @@ def arrows_back(package: str, source: str, place: str) -> list[str]:
         for line, imported in imported_packages(source)
         if imported in forbidden
     ]
+
+
+def arrows(sources: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Which file imports which, with the line of the first such import.
+
+    Args:
+        sources: text by path, such as ``engine/llm/llm_engine.py``. What is imported from
+            elsewhere is left out.
+    """
+    files = {module_name(file): file for file in sources}
+    found: dict[tuple[str, str], int] = {}
+    for file, source in sources.items():
+        package = file.rpartition("/")[0].replace("/", ".")
+        for line, name in imported_names(source, package):
+            # The longest part of the name that is a file: what follows stands in that file.
+            while name and name not in files:
+                name = name.rpartition(".")[0]
+            if name and files[name] != file:
+                found.setdefault((file, files[name]), line)
+    return found
+
+
+def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """The circles that arrows make: for each two files on one, a shortest way round is named.
+
+    Returns:
+        Paths that end where they begin, one for each set of files that reach each other.
+    """
+    onward: dict[str, list[str]] = {}
+    for start, end in sorted(pairs):
+        onward.setdefault(start, []).append(end)
+    found: list[list[str]] = []
+    on_a_circle: set[str] = set()
+    for start in sorted(onward):
+        if start in on_a_circle:
+            continue
+        way = _shortest_way(onward, start)
+        if way:
+            found.append(way)
+            on_a_circle.update(way)
+    return found
+
+
+def _shortest_way(onward: Mapping[str, list[str]], start: str) -> list[str]:
+    """From a file back to itself; empty if there is no way."""
+    ways = [[start]]
+    seen: set[str] = set()
+    for way in ways:
+        for end in onward.get(way[-1], []):
+            if end == start:
+                return [*way, end]
+            if end not in seen:
+                seen.add(end)
+                ways.append([*way, end])
+    return []

@@ -1,0 +1,87 @@
+"""The rooms of the house from the ground up, and what imports do not keep to their doors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tests.support.import_graph import arrows, module_name
+
+__all__ = ["FLOORS", "closed_doors", "floor_of", "room_of", "unknown_rooms"]
+
+FLOORS = """\
+prefix_cache.specs
+prefix_cache.blocks
+prefix_cache.layer_types, prefix_cache.stores
+prefix_cache.kv_cache
+prefix_cache
+engine.interface
+engine.resources, engine.checkpoints, engine.text, engine.media, engine.native, engine.sampling
+engine.requests
+engine.attention
+engine.layers
+engine.inputs
+engine.models
+engine.models.decoders
+engine.models.hybrids, engine.models.seq2seq, engine.models.mllama, engine.models.llava, \
+engine.models.qwen2_5_vl
+engine.models.whisper, engine.models.qwen2_5_omni
+engine.models.registry
+engine.scheduling
+engine.execution
+engine.encoder, engine.generator, engine.llm
+engine
+stages.stage
+stages.transforms
+stages
+stage_configs, omni.documents
+omni.seeded
+omni.pipelines, omni.requests
+omni.runtime
+omni.verification
+omni.commands
+omni
+"""
+"""A line is a floor, the first one the ground. A room is a folder, without its subfolders, or a
+module that stands apart from its folder. Its files may import each other, in no circle, and what
+stands on lower floors; not its neighbours on the same floor."""
+
+
+def floor_of(floors: str = FLOORS) -> dict[str, int]:
+    """Every room with its floor, the lowest 0.
+
+    Raises:
+        ValueError: a room stands on two floors.
+    """
+    rooms: dict[str, int] = {}
+    for floor, line in enumerate(floors.splitlines()):
+        for room in line.split(","):
+            if rooms.setdefault(room.strip(), floor) != floor:
+                raise ValueError(f"{room.strip()} stands on floors {rooms[room.strip()]}, {floor}")
+    return rooms
+
+
+def room_of(file: str, rooms: Mapping[str, int]) -> str | None:
+    """The room that a file such as ``engine/llm/llm_engine.py`` is in, if there is one."""
+    folder = file.rpartition("/")[0].replace("/", ".")
+    return next((name for name in (module_name(file), folder) if name in rooms), None)
+
+
+def unknown_rooms(files: Iterable[str], rooms: Mapping[str, int]) -> list[str]:
+    """Folders that hold modules and are no room, with the first module of each."""
+    found: dict[str, str] = {}
+    for file in sorted(files):
+        if room_of(file, rooms) is None:
+            found.setdefault(file.rpartition("/")[0], file)
+    return [f"{folder}/ is not in the table of rooms ({file})" for folder, file in found.items()]
+
+
+def closed_doors(sources: Mapping[str, str], rooms: Mapping[str, int]) -> list[str]:
+    """Imports from a room of one that is not on a lower floor; unknown rooms are left out."""
+    found = []
+    for (file, imported), line in arrows(sources).items():
+        room, other = room_of(file, rooms), room_of(imported, rooms)
+        if room is None or other is None or room == other or rooms[other] < rooms[room]:
+            continue
+        where = "above it" if rooms[other] > rooms[room] else "beside it"
+        found.append(f"{file}:{line} imports {imported}: {other} is {where}, not below {room}")
+    return sorted(found)
