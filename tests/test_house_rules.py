@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from tests.support.import_graph import LAYERS, ROOT, imported_packages, modules
 
 MAX_LINES = 500
+MAX_CLASS_LINES = 300
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6
 PACKAGES = (*LAYERS, "stage_configs")
 SOURCES = [file for package in PACKAGES for file in modules(package)]
 TESTS = [file for folder in ("tests", "examples", "benchmarks") for file in modules(folder)]
@@ -39,6 +43,49 @@ def test_file_is_named_for_a_noun_and_says_what_is_public(file: Path):
     }
     assert "__all__" in assigned or file.name == "__main__.py", "no __all__"
     assert ast.get_docstring(tree), "no module docstring"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=relative)
+def test_classes_and_functions_are_short_and_take_few_parameters(file: Path):
+    found = list(too_large(file.read_text("utf-8")))
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        ("class A:\n" + "    x = 1\n" * 300, "line 1: class A has 301 lines, of at most 300"),
+        ("def f():\n" + "    x = 1\n" * 60, "line 1: f has 61 lines, of at most 60"),
+        (
+            "class A:\n    async def f(self):\n" + "        x = 1\n" * 60,
+            "line 2: f has 61 lines, of at most 60",
+        ),
+        ("def f(a, b, c, d, e, f, g): ...", "line 1: f takes 7 parameters, of at most 6"),
+        ("def f(a, /, b, *c, d, e, f, **g): ...", "line 1: f takes 7 parameters, of at most 6"),
+        (
+            "class A:\n    @staticmethod\n    def f(self, b, c, d, e, f, g): ...",
+            "line 3: f takes 7 parameters, of at most 6",
+        ),
+        (
+            "class A:\n    def f(self, a, b, c, d, e, f, g): ...",
+            "line 2: f takes 7 parameters, of at most 6",
+        ),
+        (
+            "def outer():\n    def f(a, b, c, d, e, f, g): ...",
+            "line 2: f takes 7 parameters, of at most 6",
+        ),
+    ],
+)
+def test_a_planted_large_thing_is_found(planted: str, told: str):
+    assert list(too_large(planted)) == [told]
+
+
+def test_things_that_just_fit_are_not_found():
+    assert not list(too_large("class A:\n" + "    x = 1\n" * 299))
+    assert not list(too_large("def f():\n" + "    x = 1\n" * 59))
+    assert not list(too_large("class A:\n    def f(self, a, b, *, c, d, e, f): ..."))
+    assert not list(too_large("class A:\n    @classmethod\n    def f(cls, a, b, c, d, e, f): ..."))
+    assert not list(too_large("class A:\n    def __init__(self, a, b, c, d, e, f, g): ..."))
 
 
 @pytest.mark.parametrize("file", SOURCES + TESTS, ids=relative)
@@ -76,6 +123,44 @@ def test_pyproject_lists_every_package():
     assert set(listed["tool"]["setuptools"]["packages"]) == found
     folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in SOURCES}
     assert folders == found, "a folder with modules but no __init__.py"
+
+
+def too_large(source: str) -> Iterator[str]:
+    """Classes and functions that are too long, and functions that take too much.
+
+    Constructors take what the object is made of, and a dataclass writes no function; ``self`` and
+    ``cls`` are not counted.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and _lines(node) > MAX_CLASS_LINES:
+            yield f"line {node.lineno}: class {node.name} has {_lines(node)} lines, " + (
+                f"of at most {MAX_CLASS_LINES}"
+            )
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if _lines(node) > MAX_FUNCTION_LINES:
+                yield f"line {node.lineno}: {node.name} has {_lines(node)} lines, " + (
+                    f"of at most {MAX_FUNCTION_LINES}"
+                )
+            taken = _parameters(node)
+            if len(taken) > MAX_PARAMETERS and node.name not in {"__init__", "__new__"}:
+                yield f"line {node.lineno}: {node.name} takes {len(taken)} parameters, " + (
+                    f"of at most {MAX_PARAMETERS}"
+                )
+
+
+def _lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From ``class`` or ``def`` to the last line; decorators stand before it."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = node.args
+    named = [argument.arg for argument in given.posonlyargs + given.args]
+    is_static = any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)
+    if named[:1] in (["self"], ["cls"]) and not is_static:
+        del named[0]
+    rest = [argument.arg for argument in (given.vararg, given.kwarg) if argument is not None]
+    return named + [argument.arg for argument in given.kwonlyargs] + rest
 
 
 def unsafe_loads(source: str) -> list[str]:
