@@ -19,8 +19,9 @@ from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import PageArena
 from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
 from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrity
-from prefix_cache.kv_cache.kv_cache_manager import ENCODER_HIDDEN_STATES, KVCacheManager
+from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
+from prefix_cache.kv_cache.mirrored_outputs import ENCODER_HIDDEN_STATES
 from prefix_cache.kv_cache.page_accounting import (
     held_bytes,
     needed_bytes,

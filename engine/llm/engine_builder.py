@@ -172,7 +172,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         tokenizer=tokenizer,
         limits=limits,
         memory_plan=plan.with_caches(
-            kv_cache_manager.output_nbytes_by_name,
+            kv_cache_manager.outputs.nbytes_by_name,
             encoder_cache=config.encoder_cache_bytes if encoder_cache_manager is not None else 0,
             swap=swap_memory.nbytes if swap_memory is not None else 0,
         ),

@@ -11,16 +11,14 @@ anything else is written: first all that goes out, then all that comes in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
 
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
+from prefix_cache.kv_cache.mirrored_outputs import SavedRows
 from prefix_cache.layer_types.chunk_stops import ChunkStops
 from prefix_cache.stores.paged_memory import PageCopy
 
@@ -33,19 +31,17 @@ class _Swapped:
 
     Attributes:
         tables: per group.
-        rows: output rows of its computed tokens, by name.
-        encoder_rows: output rows of its encoder sequence, if somebody wants them.
+        rows: output rows of its computed tokens and of its encoder sequence.
         num_tokens: its computed tokens.
         stops: see :class:`ChunkStops`.
-        num_resets: of the manager when the request went out; None if it was outdated already.
+        resets_before: see :meth:`KVCacheManager.resets_before`.
     """
 
     tables: tuple[tuple[KVCacheBlock | None, ...], ...]
-    rows: Mapping[str, Tensor]
-    encoder_rows: Mapping[str, Tensor]
+    rows: SavedRows
     num_tokens: int
     stops: ChunkStops | None
-    num_resets: int | None
+    resets_before: int
 
 
 class SwapSpace:
@@ -96,13 +92,10 @@ class SwapSpace:
         taken = self.pool.allocate(needs)
         self._swapped[request_id] = _Swapped(
             tables=tuple(_like(table, taken[group_id]) for group_id, table in enumerate(tables)),
-            rows=self._manager.gather_outputs(request_id, num_computed_tokens),
-            encoder_rows=self._encoder_rows(request_id),
+            rows=self._manager.outputs.save(request_id, num_computed_tokens),
             num_tokens=num_computed_tokens,
-            stops=self._manager.stops(request_id),
-            num_resets=(
-                None if self._manager.is_outdated(request_id) else self._manager.num_resets
-            ),
+            stops=self._manager.coordinator.stops.get(request_id),
+            resets_before=self._manager.resets_before(request_id),
         )
         self._manager.free(request_id)
         return self._copies(held, [taken[g] for g in needs])
@@ -143,9 +136,9 @@ class SwapSpace:
             swapped.num_tokens,
             block_hashes,
             swapped.stops,
-            publishes=swapped.num_resets == self._manager.num_resets,
+            resets_before=swapped.resets_before,
         )
-        self._write_rows(request_id, swapped)
+        self._manager.outputs.restore(request_id, swapped.rows)
         copies = self._copies(held, [taken[g] for g in needs])
         self.free(request_id)
         return copies
@@ -156,23 +149,6 @@ class SwapSpace:
         del self._swapped[request_id]
         for table in swapped.tables:
             self.pool.release(block for block in reversed(table) if block is not None)
-
-    def free_cross(self, request_id: str) -> None:
-        """Give back the host's cross-attention blocks of a request ahead of its others.
-
-        It can only be freed after that. ``ValueError`` if it is not swapped out.
-        """
-        swapped = self._get(request_id)
-        tables = list(swapped.tables)
-        for manager in self._manager.coordinator.encoder_managers:
-            table, tables[manager.group_id] = tables[manager.group_id], ()
-            self.pool.release(block for block in reversed(table) if block is not None)
-        self._swapped[request_id] = replace(swapped, tables=tuple(tables))
-
-    def free_all(self) -> None:
-        """Give back the host blocks of all requests: every page is free after that."""
-        for request_id in tuple(self._swapped):
-            self.free(request_id)
 
     def tables(self) -> list[list[KVCacheBlock]]:
         """All host tables without their gaps, for integrity checks."""
@@ -187,31 +163,6 @@ class SwapSpace:
         if swapped is None:
             raise ValueError(f"request {request_id!r} is not swapped out")
         return swapped
-
-    def _encoder_rows(self, request_id: str) -> dict[str, Tensor]:
-        manager = self._manager
-        if manager.encoder_outputs is None:
-            return {}
-        group_id = manager.coordinator.encoder_managers[0].group_id
-        block_ids = manager.block_ids(request_id, group_id)
-        return manager.encoder_outputs.gather(
-            block_ids, manager.encoder_outputs.num_valid_rows(block_ids)
-        )
-
-    def _write_rows(self, request_id: str, swapped: _Swapped) -> None:
-        manager = self._manager
-        slots = self._slots(request_id, manager.mirrored_group_id)
-        manager.stage_outputs.write(slots[: swapped.num_tokens], swapped.rows)
-        if manager.encoder_outputs is not None:
-            slots = self._slots(request_id, manager.coordinator.encoder_managers[0].group_id)
-            for name, rows in swapped.encoder_rows.items():
-                manager.encoder_outputs.write(slots[: len(rows)], {name: rows})
-
-    def _slots(self, request_id: str, group_id: int) -> Tensor:
-        """Slots of all places in a request's table."""
-        blocks = torch.tensor(self._manager.block_ids(request_id, group_id), dtype=torch.int64)
-        offsets = torch.arange(self._manager.block_size)
-        return (blocks[:, None] * self._manager.block_size + offsets).flatten()
 
     def _copies(
         self, sources: Sequence[Sequence[KVCacheBlock]], targets: Sequence[Sequence[KVCacheBlock]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.layer_types.chunk_stops import ChunkStops
 from prefix_cache.layer_types.cross_attention_manager import CrossAttentionManager
 from prefix_cache.layer_types.full_attention_manager import FullAttentionManager
 from prefix_cache.layer_types.mamba_manager import MambaManager
@@ -49,6 +50,9 @@ class KVCacheCoordinator:
         pool: shared by all groups.
         max_num_batched_tokens: most tokens of a request that a step runs.
 
+    Attributes:
+        stops: per request whose states are kept, where its prefill should end its chunks.
+
     Raises:
         NotImplementedError: for a spec without a manager, or block sizes that differ.
     """
@@ -71,6 +75,7 @@ class KVCacheCoordinator:
         # Per request, tokens that its tables hold, and computed tokens at which blocks can be
         # given back: below both there is nothing to do, which is so in most decode steps.
         self._settled: dict[str, tuple[int, int]] = {}
+        self.stops: dict[str, ChunkStops] = {}
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_num_tokens: int) -> Hit:
         """The longest prefix that every group can serve: one tuple of blocks per group.
@@ -91,7 +96,7 @@ class KVCacheCoordinator:
     ) -> int:
         """Tokens of the longest prefix that all groups but the recurrent ones can serve.
 
-        Somebody has computed so much of this sequence before, so it is where others may part
+        An earlier request has computed so much of this sequence, so it is where others may part
         again: a state is worth keeping there.
         """
         managers = [m for m in self._token_managers if not m.keeps_states]
@@ -106,7 +111,7 @@ class KVCacheCoordinator:
         num_encoder_tokens: int = 0,
         headroom: int = 0,
     ) -> bool:
-        """Whether a new request could go on to ``num_tokens`` if nobody else took a block.
+        """Whether a new request could go on to ``num_tokens`` if no other took a block.
 
         Changes nothing.
 
@@ -174,6 +179,14 @@ class KVCacheCoordinator:
         self._settled[request_id] = (num_held, next_release)
         return True
 
+    def keep_stops(self, request_id: str, stops: ChunkStops | None) -> None:
+        """Note where a request's prefill should end its chunks; states are kept there."""
+        if stops is None:
+            return
+        self.stops[request_id] = stops
+        for manager in self.state_managers:
+            manager.keep(request_id, stops.ends)
+
     def max_blocks(self, num_tokens: int, num_encoder_tokens: int = 0) -> dict[int, int]:
         """Per group, most blocks that one request of ``num_tokens`` ever holds at once."""
         return {
@@ -191,6 +204,7 @@ class KVCacheCoordinator:
     def free(self, request_id: str) -> None:
         """Give back the request's blocks in every group. ``ValueError`` if it is unknown."""
         self._settled.pop(request_id, None)
+        self.stops.pop(request_id, None)
         for manager in self.managers:
             manager.free(request_id)
 

@@ -178,12 +178,6 @@ class SingleTypeKVCacheManager(ABC):
         self._num_adopted.pop(request_id, None)
         self.pool.release(reversed(table))
 
-    def empty(self, request_id: str) -> None:
-        """Give back all blocks of a request, tail first, but not its table."""
-        table = self._table(request_id)
-        self.block_tables[request_id] = []
-        self.pool.release(reversed(table))
-
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table as ids, a new list. ``ValueError`` if it is unknown."""
         return [block.block_id for block in self._table(request_id)]

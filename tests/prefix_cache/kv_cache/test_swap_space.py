@@ -47,9 +47,17 @@ class Pools:
         self.device = PagedMemory(config)
         self.host = PagedMemory(self.swap.config)
 
+    def free_all(self) -> None:
+        """Free every request, here and there, and forget all content."""
+        for request_id in self.manager.request_ids:
+            self.manager.free(request_id)
+        for request_id in self.swap.request_ids:
+            self.swap.free(request_id)
+        self.manager.reset_prefix_cache()
+
     @property
     def free(self) -> tuple[int, int]:
-        """Large pages on the device and on the host that nobody holds."""
+        """Large pages on the device and on the host that no request holds."""
         pools = (self.manager.pool, self.swap.pool)
         device, host = (pool.arenas[0].num_available for pool in pools)
         return device, host
@@ -100,9 +108,6 @@ def test_the_equations_of_a_request_with_both_tables() -> None:
     assert pools.free == allocated
     assert pools.manager.request_ids == {"a"} and not pools.swap.request_ids
 
-    pools.manager.free_cross("a")
-    assert pools.free == (allocated[0] + cross_blocks, allocated[1])
-    pools.check()
     pools.manager.free("a")
     assert pools.free == (allocated[0] + cross_blocks + self_blocks, allocated[1]) == total
     pools.check()
@@ -114,9 +119,6 @@ def test_the_equations_of_a_request_on_the_host() -> None:
     assert pools.manager.allocate_slots("a", 10, encoder=encoder_of(7))
     assert pools.swap_out("a", 10)
     assert pools.free == (total[0], total[1] - 5)
-    pools.swap.free_cross("a")
-    assert pools.free == (total[0], total[1] - 3)
-    pools.check()
     pools.swap.free("a")
     assert pools.free == total
     pools.check()
@@ -129,8 +131,7 @@ def test_a_reset_frees_every_block_of_both_pools() -> None:
         assert pools.manager.allocate_slots(name, 6, encoder=encoder_of(5, number))
     pools.manager.publish("a", hashes_of(range(6), BLOCK_SIZE), 6)
     assert pools.swap_out("b", 6)
-    pools.manager.free_all()
-    pools.swap.free_all()
+    pools.free_all()
     assert pools.free == total
     assert len(pools.manager.pool.arenas[0].free_pages) == total[0], "no content is kept either"
     pools.check()
@@ -267,7 +268,7 @@ def test_too_little_room_changes_nothing_on_either_side() -> None:
     pools.check()
 
 
-@pytest.mark.parametrize("method", ["free", "free_cross", "swap_in"])
+@pytest.mark.parametrize("method", ["free", "swap_in"])
 def test_only_who_is_swapped_out_comes_back(method: str) -> None:
     pools = Pools(bart_like())
     assert pools.manager.allocate_slots("a", 4)
@@ -341,7 +342,7 @@ class Traffic:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["grow", "grow", "move", "move", "free", "free_cross"]),
+        st.sampled_from(["grow", "grow", "move", "move", "free", "free"]),
         st.integers(0, 5),
         st.integers(1, 6),
     ),
@@ -369,11 +370,7 @@ def test_any_order_of_events_conserves_blocks_and_pages(
             traffic.swap_in(request_id)
         elif event == "free" and (lives or swapped):
             traffic.free(request_id)
-        elif event == "free_cross" and swapped:
-            traffic.swap.free_cross(request_id)
-            traffic.free(request_id)
         traffic.check()
-    traffic.manager.free_all()
-    traffic.swap.free_all()
+    traffic.pools.free_all()
     traffic.pools.check()
     assert traffic.pools.free == (11, 7)
