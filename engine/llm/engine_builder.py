@@ -27,7 +27,7 @@ from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from engine.models.registry import load_model, max_positions
 from engine.native import load_kernels
 from engine.resources.malloc_thresholds import keep_freed_memory
-from engine.resources.memory_plan import MemoryPlan, plan_memory
+from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 from engine.scheduling.encoder_cache_manager import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
@@ -133,13 +133,15 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=trusted)
     kv_config, plan = plan_memory(
         config,
-        _cache_groups(model, config.block_size),
-        weights_bytes=model.weight_nbytes,
-        max_model_len=max_model_len,
+        ModelNeeds(
+            _cache_groups(model, config.block_size),
+            weights_bytes=model.weight_nbytes,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_encoder_len=_max_encoder_len(model),
+        ),
         device=device,
-        dtype=dtype,
         attention=attention,
-        max_encoder_len=_max_encoder_len(model),
     )
     kv_cache_manager = KVCacheManager(
         kv_config,

@@ -15,7 +15,7 @@ from engine.resources.byte_sizes import format_bytes
 from engine.resources.kv_cache_report import KVCacheReport, report_kv_cache
 from prefix_cache import KVCacheConfig, KVCacheGroup, KVCacheManager
 
-__all__ = ["MemoryPlan", "plan_memory", "resolve_num_blocks"]
+__all__ = ["MemoryPlan", "ModelNeeds", "plan_memory", "resolve_num_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def resolve_num_blocks(
 
     Raises:
         ValueError: not even one sequence of ``max_model_len`` would fit; says what would. A length
-            that nobody stated may be too long for a ``num_blocks`` that somebody did: requests
-            that do not fit are refused one by one then, as long as there is room for any.
+            that is the checkpoint's may be too long for a ``num_blocks`` that the user set:
+            requests that do not fit are refused one by one then, as long as there is room for any.
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
@@ -182,27 +182,39 @@ def resolve_num_blocks(
     return num_pages
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a loaded model asks of the memory.
+
+    Attributes:
+        groups: what its layers keep.
+        weights_bytes: its parameters.
+        dtype: element type of weights and pages.
+        max_model_len: longest sequence.
+        max_encoder_len: most encoder tokens that a sequence may bring.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    weights_bytes: int
+    dtype: torch.dtype
+    max_model_len: int
+    max_encoder_len: int = 0
+
+
 def plan_memory(
-    config: EngineConfig,
-    groups: tuple[KVCacheGroup, ...],
-    *,
-    weights_bytes: int,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    max_encoder_len: int = 0,
+    config: EngineConfig, needs: ModelNeeds, *, device: torch.device, attention: str
 ) -> tuple[KVCacheConfig, MemoryPlan]:
     """Size the pool; ``attention`` is the backend's name, for the plan.
 
-    Every sequence may bring ``max_encoder_len`` encoder tokens. A pool that the user sized himself
-    need not hold so many: requests that do not fit are refused one by one.
+    A pool that the user sized himself need not hold ``needs.max_encoder_len`` encoder tokens for
+    every sequence: requests that do not fit are refused one by one.
 
     Raises:
         ValueError: the memory that may be used does not hold one sequence; says what would fit.
     """
+    max_model_len, max_encoder_len = needs.max_model_len, needs.max_encoder_len
     probe = KVCacheManager(
-        KVCacheConfig(2, groups, num_host_blocks=2),
+        KVCacheConfig(2, needs.groups, num_host_blocks=2),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     page_bytes = probe.config.large_page_bytes
@@ -215,14 +227,14 @@ def plan_memory(
             max_model_len,
             device,
         ),
-        groups,
+        needs.groups,
         # Host memory is taken as it is written to, so there is room for every seat.
         num_host_blocks=-(-max_model_len // config.block_size) * config.max_num_seqs + 1,
     )
     plan = MemoryPlan(
         device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=weights_bytes,
+        dtype=str(needs.dtype).removeprefix("torch."),
+        weights_bytes=needs.weights_bytes,
         num_blocks=kv_config.num_large_pages,
         block_size=config.block_size,
         page_bytes=page_bytes,

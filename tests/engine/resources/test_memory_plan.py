@@ -11,7 +11,7 @@ import torch
 from engine import EngineConfig, LLMEngine
 from engine.resources.byte_sizes import format_bytes
 from engine.resources.kv_cache_report import report_kv_cache
-from engine.resources.memory_plan import MemoryPlan, plan_memory
+from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 from prefix_cache import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -42,11 +42,8 @@ def planned(
 ) -> tuple[KVCacheConfig, MemoryPlan]:
     return plan_memory(
         EngineConfig.model_validate({"model": "none", **settings}),
-        groups,
-        weights_bytes=0,
-        max_model_len=longest,
+        ModelNeeds(groups, weights_bytes=0, dtype=torch.bfloat16, max_model_len=longest),
         device=torch.device("cpu"),
-        dtype=torch.bfloat16,
         attention="torch",
     )
 
