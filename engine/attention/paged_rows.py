@@ -34,7 +34,7 @@ def visible_blocks(
 ) -> Tensor:
     """A block table of nothing but what is visible, so that no other page is ever read.
 
-    What lies before a window may belong to someone else by now, and the null block holds
+    What lies before a window may belong to another request by now, and the null block holds
     anything: weights of 0 would not do, because 0 * NaN is NaN. Short rows repeat their last
     block, whose content is the request's own::
 

@@ -1,7 +1,7 @@
 """The recurrent layer as models see it: a state per request, in pages of the shared memory.
 
 A page holds the state after one token. A request that continues a kept state reads one page and
-writes another, so that the kept one stays as it is for whoever hits it next::
+writes another, so that the kept one stays as it is for the next request that hits it::
 
     step            reads page    writes page
     prefill, hit    5 (shared)    9

@@ -34,7 +34,7 @@ def with_a_key_for_all(metadata: AttentionMetadata) -> tuple[AttentionMetadata, 
 
     Returns:
         The metadata with sequences of at least one key, and ``(num_tokens, 1, 1)`` booleans on the
-        device that tell whose output is void; None if nobody's is.
+        device that tell which tokens' output is void; None if none is.
     """
     empty = metadata.seq_lens == 0
     if not empty.any():

@@ -11,11 +11,10 @@ from engine.layers.layer_ops import LayerOps, NativeLayerOps
 from engine.layers.linear import Linear, can_pack
 from engine.layers.mamba import MambaConfig, MambaMixer
 from engine.layers.mamba2 import Mamba2Config, Mamba2Mixer
-from engine.layers.mlp import GatedMLP
+from engine.layers.mlp import GatedMLP, PlainMLP
 from engine.layers.moe import SparseMoE
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
-from engine.layers.plain_mlp import PlainMLP
 from engine.layers.rotary import (
     MultiAxisRotaryEmbedding,
     RotaryEmbedding,

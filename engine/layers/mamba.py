@@ -13,66 +13,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.state_layer import StateLayer
 from engine.attention.step import AttentionStep
-from engine.layers.activation import activation_of
-from engine.layers.causal_conv import CausalConv
 from engine.layers.fused_state_update import fused_state_update
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
+from engine.layers.recurrent_mixer import RecurrentConfig, RecurrentMixer
 from engine.layers.selective_scan import ScanInputs, selective_scan
-from prefix_cache import MambaSpec, StateTensor
 
 __all__ = ["MambaConfig", "MambaMixer"]
 
 
-@dataclass(frozen=True, slots=True)
-class MambaConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(RecurrentConfig):
     """The sizes and options of a Mamba-1 mixer.
 
     Attributes:
-        hidden_size: width of the residual stream.
         inner_size: channels of the recurrence.
-        state_size: numbers that each channel remembers.
         dt_rank: width of the bottleneck before the step sizes.
-        kernel_size: tokens that the convolution sees.
-        activation: after the convolution, by transformers' name.
-        norm_eps: of the norms.
-        conv_bias: whether the convolution has a bias.
-        projection_bias: whether the projections in and out have biases.
     """
 
-    hidden_size: int
     inner_size: int
-    state_size: int
     dt_rank: int
-    kernel_size: int
-    activation: str
-    norm_eps: float
-    conv_bias: bool
-    projection_bias: bool
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
         x ─► in ─┬─► conv ─► act ─┬────────────────────────────► scan ─► + D u ─► * ─► out
                  │                └─► dt | B | C ─► norms ─────────┘              │
                  └──────────────────────── gate ─► silu ──────────────────────────┘
 
-    Args:
-        layer_name: unique in the model; its state is kept under it.
-        config: sizes and options.
-        block_size: tokens per block.
-        dtype: of weights, activations and the convolution's state. The recurrence runs, and its
-            state is kept, in float32: rounding it to a shorter type at every token adds up.
-        device: of the same.
-        ops: what computes norms.
-
-    Raises:
-        ValueError: an unknown activation, or a convolution over fewer than 2 tokens.
+    Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes; ``ops`` is what
+    computes norms.
     """
 
     def __init__(
@@ -85,46 +59,35 @@ class MambaMixer(nn.Module):
         device: torch.device,
         ops: LayerOps | None = None,
     ) -> None:
-        super().__init__()
-        hidden, inner, size = config.hidden_size, config.inner_size, config.state_size
-        rank, eps, bias = config.dt_rank, config.norm_eps, config.projection_bias
-        self.split_sizes = (rank, size, size)
-        self.activation = activation_of(config.activation)
-        self.in_proj = Linear(hidden, {"in_proj": 2 * inner}, bias=bias, dtype=dtype, device=device)
-        self.conv = CausalConv(
-            inner, config.kernel_size, bias=config.conv_bias, dtype=dtype, device=device
+        inner, rank, size = config.inner_size, config.dt_rank, config.state_size
+        super().__init__(
+            layer_name,
+            config,
+            block_size,
+            in_width=2 * inner,
+            conv_width=inner,
+            state_shape=(inner, size),
+            dtype=dtype,
+            device=device,
         )
+        self.split_sizes = (rank, size, size)
         self.x_proj = Linear(inner, {"x_proj": rank + 2 * size}, dtype=dtype, device=device)
         self.dt_norm, self.b_norm, self.c_norm = (
-            RMSNorm(width, eps, dtype=dtype, device=device, ops=ops) for width in self.split_sizes
+            RMSNorm(width, config.norm_eps, dtype=dtype, device=device, ops=ops)
+            for width in self.split_sizes
         )
         self.dt_proj = Linear(rank, {"dt_proj": inner}, bias=True, dtype=dtype, device=device)
-        # The logarithm of -A until finish_loading.
         a = torch.empty(inner, size, dtype=torch.float32, device=device)
         self.a = nn.Parameter(a, requires_grad=False)
         d = torch.empty(inner, dtype=torch.float32, device=device)
         self.d = nn.Parameter(d, requires_grad=False)
-        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, dtype=dtype, device=device)
-        kept = (
-            StateTensor(self.conv.state_shape, dtype),
-            StateTensor((inner, size), torch.float32),
-        )
-        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        for linear in (self.in_proj, self.x_proj, self.dt_proj, self.out_proj):
-            yield from linear.targets(prefix)
-        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield from super().targets(prefix)
         yield f"{prefix}dt_layernorm.weight", self.dt_norm.weight.data
         yield f"{prefix}b_layernorm.weight", self.b_norm.weight.data
         yield f"{prefix}c_layernorm.weight", self.c_norm.weight.data
-        yield f"{prefix}A_log", self.a.data
-        yield f"{prefix}D", self.d.data
-
-    def finish_loading(self) -> None:
-        """Turn the loaded logarithms into A; call once."""
-        self.a.exp_().neg_()
 
     def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
         """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""

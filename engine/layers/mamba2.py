@@ -12,47 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.state_layer import StateLayer
 from engine.attention.step import AttentionStep
-from engine.layers.activation import activation_of
-from engine.layers.causal_conv import CausalConv
 from engine.layers.fused_state_update import fused_state_update
-from engine.layers.linear import Linear
 from engine.layers.packed_layout import PackedLayout
+from engine.layers.recurrent_mixer import RecurrentConfig, RecurrentMixer
 from engine.layers.ssd_scan import SsdInputs, ssd_scan, ssd_step
-from prefix_cache import MambaSpec, StateTensor
 
 __all__ = ["Mamba2Config", "Mamba2Mixer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba2Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config(RecurrentConfig):
     """The sizes and options of a Mamba-2 mixer.
 
     Attributes:
-        hidden_size: width of the residual stream.
         num_heads: heads of the recurrence.
         head_dim: channels per head.
         num_groups: B and C are shared by the heads of a group; divides ``num_heads``.
-        state_size: numbers that each channel remembers.
-        kernel_size: tokens that the convolution sees.
-        activation: after the convolution, by transformers' name.
-        norm_eps: of the gated norm.
-        conv_bias: whether the convolution has a bias.
-        projection_bias: whether the projections in and out have biases.
         dt_limit: least and greatest step size.
     """
 
-    hidden_size: int
     num_heads: int
     head_dim: int
     num_groups: int
-    state_size: int
-    kernel_size: int
-    activation: str
-    norm_eps: float
-    conv_bias: bool
-    projection_bias: bool
     dt_limit: tuple[float, float]
 
     def __post_init__(self) -> None:
@@ -90,23 +72,14 @@ class GatedNorm(nn.Module):
         return normed.to(gate.dtype) * self.weight
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
         x ─► in ─┬─► conv ─► act ─► x | B | C ─► scan ─► + D x ─► norm(y * silu(gate)) ─► out
                  ├─► dt ─► softplus ───────────────┘                            │
                  └─► gate ──────────────────────────────────────────────────────┘
 
-    Args:
-        layer_name: unique in the model; its state is kept under it.
-        config: sizes and options.
-        block_size: tokens per block.
-        dtype: of weights, activations and the convolution's state. The recurrence runs, and its
-            state is kept, in float32: rounding it to a shorter type at every token adds up.
-        device: of the same.
-
-    Raises:
-        ValueError: an unknown activation, or a convolution over fewer than 2 tokens.
+    Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes.
     """
 
     def __init__(
@@ -118,46 +91,30 @@ class Mamba2Mixer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
-        self.config = config
-        hidden, inner, bias = config.hidden_size, config.inner_size, config.projection_bias
-        self.conv_splits = (inner, config.group_state_size, config.group_state_size)
-        self.in_splits = (inner, sum(self.conv_splits), config.num_heads)
-        self.activation = activation_of(config.activation)
-        in_parts = {"in_proj": sum(self.in_splits)}
-        self.in_proj = Linear(hidden, in_parts, bias=bias, dtype=dtype, device=device)
-        self.conv = CausalConv(
-            sum(self.conv_splits),
-            config.kernel_size,
-            bias=config.conv_bias,
+        inner, group_size = config.inner_size, config.group_state_size
+        conv_splits = (inner, group_size, group_size)
+        in_splits = (inner, sum(conv_splits), config.num_heads)
+        super().__init__(
+            layer_name,
+            config,
+            block_size,
+            in_width=sum(in_splits),
+            conv_width=sum(conv_splits),
+            state_shape=(config.num_heads, config.head_dim, config.state_size),
             dtype=dtype,
             device=device,
         )
-        # `a` is the logarithm of -A until finish_loading.
+        self.config = config
+        self.conv_splits, self.in_splits = conv_splits, in_splits
         per_head = torch.empty(3, config.num_heads, dtype=torch.float32, device=device)
         self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
         self.norm = GatedNorm(config, dtype, device)
-        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, dtype=dtype, device=device)
-        ssm_shape = (config.num_heads, config.head_dim, config.state_size)
-        kept = (
-            StateTensor(self.conv.state_shape, dtype),
-            StateTensor(ssm_shape, torch.float32),
-        )
-        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        yield from self.in_proj.targets(prefix)
-        yield from self.out_proj.targets(prefix)
-        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield from super().targets(prefix)
         yield f"{prefix}norm.weight", self.norm.weight.data
-        yield f"{prefix}A_log", self.a.data
-        yield f"{prefix}D", self.d.data
         yield f"{prefix}dt_bias", self.dt_bias.data
-
-    def finish_loading(self) -> None:
-        """Turn the loaded logarithms into A; call once."""
-        self.a.exp_().neg_()
 
     def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
         """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""

@@ -25,7 +25,7 @@ class KVCacheBlock:
         block_hash: set while the block can be found by its content.
         generation: how often the block id was handed out; 0 means never. What was written for an
             earlier generation is not this block's content.
-        key: when it was last given back; meaningful while nobody holds it.
+        key: when it was last given back; meaningful while no table holds it.
     """
 
     block_id: int
@@ -46,9 +46,9 @@ class LargePage:
         group_id: whom it serves; None while it is free.
         blocks: all its blocks, in order; empty while it is free.
         free: those among them that are neither held nor hold content; the last is next.
-        num_held: those among them that somebody holds.
+        num_held: those among them that tables hold.
         key: highest priority of its content, and when its last block was given back; meaningful
-            while nobody holds any.
+            while no table holds any.
     """
 
     page_id: int
@@ -60,5 +60,5 @@ class LargePage:
 
     @property
     def cached(self) -> Iterator[KVCacheBlock]:
-        """Blocks that nobody holds but that can be found by their content."""
+        """Blocks that no table holds but that can be found by their content."""
         return (b for b in self.blocks if b.ref_cnt == 0 and b.block_hash is not None)

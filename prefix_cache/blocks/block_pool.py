@@ -1,4 +1,4 @@
-"""Who holds which block, which blocks can be found by their content, and who is evicted next.
+"""How often each block is held, which can be found by their content, and which is evicted next.
 
 A block is in exactly one state::
 
@@ -32,8 +32,8 @@ HIGH_PRIORITY = 1
 class BlockPool:
     """All blocks of one engine.
 
-    Block 0 of every group is its null block: it pads block tables, belongs to nobody, and is
-    never handed out.
+    Block 0 of every group is its null block: it pads block tables, belongs to no request, and
+    is never handed out.
 
     Args:
         arenas: where the pages are; every group lives in one of them.
@@ -99,7 +99,7 @@ class BlockPool:
         return (len(arena.pages) - 1) * arena.groups[group_id].blocks_per_page
 
     def fits(self, counts: Mapping[int, int]) -> bool:
-        """Whether the groups could hold so many blocks if nobody held any."""
+        """Whether the groups could hold so many blocks if all were free."""
         return all(arena.pages_for(counts) < len(arena.pages) for arena in self.arenas)
 
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
@@ -111,7 +111,7 @@ class BlockPool:
 
         Args:
             needs: new blocks per group.
-            revived: blocks of a hit that would be touched first. Those that nobody holds count
+            revived: blocks of a hit that would be touched first. Those that no table holds count
                 as free, yet touching them is what uses them up.
         """
         unheld = {block for block in revived if block.ref_cnt == 0}
@@ -165,7 +165,7 @@ class BlockPool:
         """Take one more reference to a block that was found by its content.
 
         Raises:
-            ValueError: for the null block, and for a block nobody holds that has no hash: its
+            ValueError: for the null block, and for a block in no table that has no hash: its
                 content is gone.
         """
         if block.large_page is None:
@@ -183,10 +183,10 @@ class BlockPool:
         Args:
             blocks: in the order in which they should be evicted: give a table in reverse, so that
                 the tail goes before the prefix others may still share.
-            priority: of their content, where they have any and nobody else holds them.
+            priority: of their content, where they have any and no other table holds them.
 
         Raises:
-            ValueError: for a block that nobody holds.
+            ValueError: for a block that no table holds.
         """
         for block in blocks:
             if block.large_page is None:
@@ -210,7 +210,7 @@ class BlockPool:
         block is computed again only when something was missing from the older one.
 
         Raises:
-            ValueError: for a block that nobody holds, or that has another hash already.
+            ValueError: for a block that no table holds, or that has another hash already.
         """
         if block.ref_cnt == 0:
             raise ValueError(f"block {block.block_id} is published, but nobody holds it")

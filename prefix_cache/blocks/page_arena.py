@@ -2,10 +2,10 @@
 
 A large page goes through these states; blocks follow inside of it::
 
-    free ──split for a group──► held (somebody holds a block of it)
+    free ──split for a group──► held (a table holds a block of it)
       ▲                          │   ▲
       │ no block has content     │   │ a block is held again
-      └────────────◄─────────────┴─► unheld (blocks with content, nobody holds one)
+      └────────────◄─────────────┴─► unheld (blocks with content, no table holds one)
       ▲                                │
       └───────── evicted whole ◄───────┘ for another group
 
@@ -37,8 +37,8 @@ class GroupPages:
         group_id: the group.
         blocks_per_page: blocks that a large page is cut into.
         generations: ``(num_blocks,)`` int64 on the CPU: how often each block was handed out.
-        null_block: block 0: it pads block tables and belongs to nobody.
-        cached: blocks with content that nobody holds.
+        null_block: block 0: it pads block tables and belongs to no request.
+        cached: blocks with content that no table holds.
         held_with_free: held pages that have free blocks.
         unheld_with_free: unheld pages that have free blocks.
         num_spare: free and cached blocks in held pages.
@@ -72,7 +72,7 @@ class PageArena:
         groups: what each group has here.
         free_pages: large pages of no group; the last is next, so that memory never touched stays
             untouched for as long as possible.
-        unheld: large pages with content that nobody holds.
+        unheld: large pages with content that no table holds a block of.
 
     Attributes are for reading; only the methods change them.
 
@@ -166,7 +166,7 @@ class PageArena:
         return block, evicted
 
     def hold(self, block: KVCacheBlock) -> None:
-        """A block that nobody holds is held once."""
+        """A block that no table holds is held once."""
         page, group = _page_of(block), self.groups[block.group_id]
         if page.num_held:
             group.num_spare -= 1

@@ -80,14 +80,14 @@ def _check_conservation(arena: PageArena) -> None:
 def _check_page(
     arena: PageArena, page: LargePage, holders: Counter[KVCacheBlock], *, is_free: bool
 ) -> None:
-    serves_nobody = page.group_id is None
+    has_no_group = page.group_id is None
     num_blocks = 0 if page.group_id is None else arena.groups[page.group_id].blocks_per_page
     if len(page.blocks) != num_blocks:
         raise IntegrityError(
             f"large page {page.page_id} of group {page.group_id}: blocks ({len(page.blocks)}) != "
             f"blocks per page ({num_blocks})"
         )
-    if is_free != (serves_nobody and page.page_id > 0):
+    if is_free != (has_no_group and page.page_id > 0):
         raise IntegrityError(
             f"large page {page.page_id} serves group {page.group_id}, and free = {is_free}"
         )
@@ -98,7 +98,7 @@ def _check_page(
         raise IntegrityError(
             f"large page {page.page_id}: num_held ({page.num_held}) != held blocks ({held})"
         )
-    waits = not serves_nobody and held == 0
+    waits = not has_no_group and held == 0
     if waits != (page in arena.unheld):
         raise IntegrityError(
             f"large page {page.page_id} (group {page.group_id}, {held} held blocks): "

@@ -19,7 +19,7 @@ class KVCacheStats:
         num_blocks: of the pool, the null block included.
         free: pages without content.
         held: pages of which a block is in at least one request's table.
-        cached: pages that nobody holds, with blocks findable by content until they are evicted.
+        cached: pages that no request holds, with blocks findable by content until they are evicted.
         evictions: cached blocks given up for others, since the start.
         hit_tokens: tokens that admitted requests found cached, since the start.
         queried_tokens: tokens in full blocks of admitted requests, since the start.

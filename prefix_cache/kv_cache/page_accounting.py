@@ -19,13 +19,10 @@ from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.specs.kv_cache_config import KVCacheGroup
 from prefix_cache.specs.kv_cache_spec import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    HostOnlySpec,
     KVCacheSpec,
     MambaSpec,
-    SlidingWindowSpec,
 )
 
 __all__ = ["held_bytes", "needed_bytes", "one_size_groups", "request_bytes"]
@@ -69,7 +66,7 @@ def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: 
 
 
 def held_bytes(manager: KVCacheManager) -> int:
-    """Bytes of the large pages that requests hold now: what nobody else can have."""
+    """Bytes of the large pages that requests hold now: what no other request can have."""
     return manager.stats().held * manager.config.large_page_bytes
 
 
@@ -111,19 +108,7 @@ def one_size_groups(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
 
 
 def _needed_by_layer(spec: KVCacheSpec, num_tokens: int, num_encoder_tokens: int) -> int:
-    match spec:
-        case MambaSpec():
-            return spec.layer_page_bytes
-        case HostOnlySpec():
-            return 0
-        case SlidingWindowSpec():
-            num_kept = min(num_tokens, spec.window)
-        case ChunkedLocalAttentionSpec():
-            num_kept = (num_tokens - 1) % spec.chunk_size + 1
-        case CrossAttentionSpec():
-            num_kept = num_encoder_tokens
-        case FullAttentionSpec():
-            num_kept = num_tokens
-        case _:
-            raise NotImplementedError(f"what {type(spec).__name__} needs is not known")
-    return num_kept * (spec.layer_page_bytes // spec.block_size)
+    if not isinstance(spec, AttentionSpec):
+        return spec.layer_page_bytes  # one state, or nothing
+    num_needed = spec.num_needed(num_tokens, num_encoder_tokens)
+    return num_needed * (spec.layer_page_bytes // spec.block_size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.layer_types.single_type_manager import NEVER, SingleTypeKVCacheManager
+from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
 
 __all__ = ["CrossAttentionManager"]
 
@@ -32,18 +32,6 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         blocks = [block for block in hit if block is not None]
         whole = len(blocks) == self.max_blocks(max_num_tokens)
         return blocks if whole and len(blocks) == len(hit) else []
-
-    def max_blocks(self, num_tokens: int) -> int:
-        """One block per ``block_size`` encoder tokens begun."""
-        return -(-num_tokens // self.block_size)
-
-    def first_needed_block(self, num_computed_tokens: int) -> int:
-        """All blocks are needed to the end."""
-        return 0
-
-    def next_release(self, num_computed_tokens: int) -> int:
-        """All blocks are needed to the end."""
-        return NEVER
 
     def publish(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.layer_types.single_type_manager import NEVER, SingleTypeKVCacheManager
+from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
 
 __all__ = ["FullAttentionManager"]
 
@@ -28,15 +28,3 @@ class FullAttentionManager(SingleTypeKVCacheManager):
                 break
             hit.append(block)
         return hit
-
-    def max_blocks(self, num_tokens: int) -> int:
-        """One block per ``block_size`` tokens begun."""
-        return -(-num_tokens // self.block_size)
-
-    def first_needed_block(self, num_computed_tokens: int) -> int:
-        """All blocks are needed to the end."""
-        return 0
-
-    def next_release(self, num_computed_tokens: int) -> int:
-        """All blocks are needed to the end."""
-        return NEVER

@@ -22,8 +22,8 @@ class SingleTypeKVCacheManager(ABC):
 
     Index ``position // block_size`` of a table is the block of a position; where the layers need
     none (any more), the null block stands in its place. Which blocks a hit needs, which a request
-    still needs, and what is evicted first depends on the layer type: that is what subclasses
-    answer.
+    still needs (all of them, unless a subclass says otherwise), and what is evicted first depends
+    on the layer type: that is what subclasses answer.
 
     Args:
         spec: what the layers of the group keep.
@@ -75,20 +75,20 @@ class SingleTypeKVCacheManager(ABC):
             One block per ``block_size`` tokens of the hit; the null block where none is needed.
         """
 
-    @abstractmethod
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks that a request of ``num_tokens`` ever holds at once. Changes nothing."""
+        return -(-num_tokens // self.block_size)
 
-    @abstractmethod
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """Index of the first block that the tokens from ``num_computed_tokens`` on can need."""
+        return 0
 
-    @abstractmethod
     def next_release(self, num_computed_tokens: int) -> int:
         """Computed tokens, more than these, up to which :meth:`first_needed_block` stays as it is.
 
         ``NEVER`` if it always does.
         """
+        return NEVER
 
     def num_blocks_needed(
         self, request_id: str, num_tokens: int, num_prefix_blocks: int = 0
@@ -189,7 +189,7 @@ class SingleTypeKVCacheManager(ABC):
     def restore(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Begin a request's table with blocks held for it whose content was brought back.
 
-        They are found by nobody yet: the next call of :meth:`publish` lets them.
+        They cannot be found yet: the next call of :meth:`publish` lets them.
 
         Raises:
             ValueError: if the request has a table already.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
 from prefix_cache.specs.kv_cache_spec import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
@@ -69,15 +68,6 @@ class SlidingWindowManager(LocalAttentionManager):
 
     spec: SlidingWindowSpec
 
-    def __init__(
-        self,
-        spec: SlidingWindowSpec,
-        pool: BlockPool,
-        group_id: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        super().__init__(spec, pool, group_id, max_num_batched_tokens)
-
     @property
     def reach(self) -> int:
         """The window."""
@@ -97,15 +87,6 @@ class ChunkedLocalAttentionManager(LocalAttentionManager):
     """Layers in which a token sees its chunk of ``spec.chunk_size`` tokens, up to itself."""
 
     spec: ChunkedLocalAttentionSpec
-
-    def __init__(
-        self,
-        spec: ChunkedLocalAttentionSpec,
-        pool: BlockPool,
-        group_id: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        super().__init__(spec, pool, group_id, max_num_batched_tokens)
 
     @property
     def reach(self) -> int:

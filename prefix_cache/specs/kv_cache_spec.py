@@ -72,6 +72,18 @@ class AttentionSpec(KVCacheSpec):
         """``2 (K, V) * block_size * num_kv_heads * head_dim * itemsize``."""
         return 2 * self.page_unit_bytes
 
+    def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Tokens, of the encoder in cross-attention, that a request's last one works with."""
+        return num_tokens
+
+    def _check_reach(self, name: str, num_tokens: int) -> None:
+        KVCacheSpec.__post_init__(self)
+        if num_tokens < self.block_size:
+            raise ValueError(
+                f"{name} of {num_tokens} tokens is smaller than a block of "
+                f"{self.block_size}: set block_size to at most {num_tokens}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(AttentionSpec):
@@ -89,12 +101,11 @@ class SlidingWindowSpec(AttentionSpec):
     window: int
 
     def __post_init__(self) -> None:
-        KVCacheSpec.__post_init__(self)
-        if self.window < self.block_size:
-            raise ValueError(
-                f"a sliding window of {self.window} tokens is smaller than a block of "
-                f"{self.block_size}: set block_size to at most {self.window}"
-            )
+        self._check_reach("a sliding window", self.window)
+
+    def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """The window, or what there is of it."""
+        return min(num_tokens, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +119,20 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     chunk_size: int
 
     def __post_init__(self) -> None:
-        KVCacheSpec.__post_init__(self)
-        if self.chunk_size < self.block_size:
-            raise ValueError(
-                f"an attention chunk of {self.chunk_size} tokens is smaller than a block of "
-                f"{self.block_size}: set block_size to at most {self.chunk_size}"
-            )
+        self._check_reach("an attention chunk", self.chunk_size)
+
+    def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """The last token's chunk, up to itself."""
+        return (num_tokens - 1) % self.chunk_size + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CrossAttentionSpec(AttentionSpec):
     """Attention over an encoder's output: one table per request, filled once."""
+
+    def num_needed(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """The whole encoder sequence."""
+        return num_encoder_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""What encoders made of images and the like, found by content, shared by all who show the same.
+"""What encoders made of images and the like, found by content, shared by all requests that show the same.
 
 The rows of an item are wanted for as long as some of its placeholders are still to be computed.
-That may take several steps, as a prompt's chunk may end inside an item; so whoever is in the
+That may take several steps, as a prompt's chunk may end inside an item; so a request in the
 middle of one holds it::
 
     item      |<----- 6 rows ----->|
     step 1    |#########|               held: by every request that has begun and not ended it
-    step 2              |##########|    released: nobody holds it, yet it stays to be found
+    step 2              |##########|    released: no request holds it, yet it stays to be found
                                         until others need its place (least recently used first)
 """
 
@@ -41,7 +41,7 @@ class EncoderCacheStats:
         encoded: items that were run through the encoder.
         evictions: items that made room for others.
         num_items: items now.
-        held_bytes: of items that somebody holds.
+        held_bytes: of items that requests hold.
         nbytes: of all items.
         capacity_bytes: the budget.
     """
@@ -138,10 +138,10 @@ class EncoderCache:
         self._encoded += 1
 
     def rows(self, content_hash: bytes) -> Tensor:
-        """The rows of an item that somebody holds.
+        """The rows of an item that a request holds.
 
         Raises:
-            KeyError: nobody holds it.
+            KeyError: no request holds it.
             ValueError: it was reserved, but not encoded yet.
         """
         rows = self._held[content_hash].rows
@@ -162,7 +162,7 @@ class EncoderCache:
             self._unheld_bytes += entry.nbytes
 
     def reset(self) -> None:
-        """Forget all items that nobody holds."""
+        """Forget all items that no request holds."""
         self._unheld.clear()
         self._unheld_bytes = 0
 

@@ -107,7 +107,7 @@ class StageOutputCache:
     def wanted(self) -> frozenset[str]:
         """Names a hit must deliver: those it is restricted to, else all discovered ones.
 
-        Names found not to be per-token tensors are left out: nobody can cache those.
+        Names found not to be per-token tensors are left out: those cannot be cached.
         """
         if self._restriction is None:
             return frozenset(self._stores)
@@ -246,7 +246,7 @@ class StageOutputCache:
         """``(len(blocks), block_size)`` bool: rows that belong to what the block holds now."""
         current = self._generations.index_select(0, blocks).unsqueeze(1)
         # A block never handed out, the null block among them, has generation 0, like the tag of
-        # a row never written: equal, but nobody's.
+        # a row never written: equal, but no block's row.
         return (store.tags.index_select(0, blocks) == current) & (current > 0)
 
     def _match_stores(
