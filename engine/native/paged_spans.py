@@ -29,7 +29,9 @@ class PagedSpans:
 
     def __post_init__(self) -> None:
         table, spans = self.block_table, self.spans
-        if table.dtype != torch.int32 or table.ndim != 2 or table.stride(1) != 1:
+        # Where no request holds a block (an encoder-decoder's lone text), strides say nothing.
+        is_packed = table.ndim == 2 and (table.stride(1) == 1 or not table.numel())
+        if table.dtype != torch.int32 or not is_packed:
             raise ValueError(
                 f"expected an int32 block table whose blocks lie side by side, got {table.dtype} "
                 f"{tuple(table.shape)}, strides {table.stride()}"

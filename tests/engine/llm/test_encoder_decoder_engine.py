@@ -410,7 +410,7 @@ def test_the_encoders_rows_are_reserved_and_told_at_the_start(
     assert told.keys() == set(OUTPUTS)
     (output,) = engine.generate(family.cases[0].prompt, GREEDY)
     assert output.error is None
-    assert engine._kv.output_nbytes_by_name == told
+    assert engine._kv.outputs.nbytes_by_name == told
 
 
 def test_a_lone_text_has_no_rows_of_an_encoder(seeded: Callable[[str], str]) -> None:
