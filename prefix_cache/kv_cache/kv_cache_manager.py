@@ -226,7 +226,8 @@ class KVCacheManager:
         Raises:
             ValueError: if the request holds no blocks.
         """
-        if not self._may_publish(request_id):
+        is_current = self.resets_before(request_id) == self.num_resets
+        if not (is_current and self._enable_prefix_caching):
             return
         self.coordinator.publish(request_id, block_hashes, num_computed_tokens)
         num_full_blocks = num_computed_tokens // self.block_size
@@ -234,7 +235,8 @@ class KVCacheManager:
 
     def publish_encoder(self, request_id: str, encoder: EncoderBlocks) -> None:
         """Let a request's encoder sequence be found, after its keys and values are written."""
-        if not self._may_publish(request_id):
+        is_current = self.resets_before(request_id) == self.num_resets
+        if not (is_current and self._enable_prefix_caching):
             return
         for manager in self.coordinator.encoder_managers:
             manager.publish(request_id, encoder.hashes, encoder.num_tokens)
@@ -277,7 +279,7 @@ class KVCacheManager:
             manager.restore(request_id, blocks)
         self._resets_before[request_id] = resets_before
         self.coordinator.keep_stops(request_id, stops)
-        if self._may_publish(request_id):
+        if self._enable_prefix_caching and resets_before == self.num_resets:
             self.pending.add(request_id, block_hashes[num_computed_tokens // self.block_size :])
 
     def block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
@@ -316,7 +318,3 @@ class KVCacheManager:
     def stats(self) -> KVCacheStats:
         """Where the blocks are, and how many tokens were found."""
         return KVCacheStats.of_pool(self.pool, self._hit_tokens, self._queried_tokens)
-
-    def _may_publish(self, request_id: str) -> bool:
-        is_current = self.resets_before(request_id) == self.num_resets
-        return is_current and self._enable_prefix_caching

@@ -1,4 +1,4 @@
-"""What encoders made of images and the like, found by content, shared by all requests that show the same.
+"""What encoders made of images and the like, found by content, shared by all that show the same.
 
 The rows of an item are wanted for as long as some of its placeholders are still to be computed.
 That may take several steps, as a prompt's chunk may end inside an item; so a request in the
