@@ -1,14 +1,15 @@
 # make          the same as make test
 # make run      a two-stage pipeline on prompts with shared prefixes, with its time saved
-# make test     lint, types and tests: what .ci/run calls
+# make test     lint and types beside the tests: what .ci/run calls
 # make bench    the benchmarks of benchmarks/, printed
 #
-# The first target that needs it builds .venv. Outside this folder only $OMNI_CACHE_DIR, by default
-# ~/.cache/omni-pipeline, is written: seeded models and compiled kernels. On Linux PyPI's torch
-# brings CUDA along; for the small CPU build:
+# The first target that needs it builds .venv, with the first of python3.13, python3.12 and
+# python3.11 that works, or with the one that is named: make PYTHON=/path/to/python3.11 test.
+# Outside this folder only $OMNI_CACHE_DIR, by default ~/.cache/omni-pipeline, is written: seeded
+# models and compiled kernels. On Linux PyPI's torch brings CUDA along; for the small CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 
-PYTHON ?= python3.11
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
@@ -17,16 +18,22 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: install run test lint pytest bench clean
+.PHONY: install run test lint pytest bench clean which-python
 
 install: $(STAMP)
 
 # torch goes first and alone: the constraint then keeps every later package from replacing it.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	test -x $(BIN)/python || { python=$$(.ci/python "$(PYTHON)") && "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet $(TORCH) || { \
+		echo "$(TORCH) cannot be installed for $$($(BIN)/python --version)." \
+			"To try another Python: make clean, then make PYTHON=/path/to/python" >&2; \
+		exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
+
+which-python:
+	@.ci/python "$(PYTHON)"
 
 run: $(STAMP)
 	$(BIN)/omni demo
@@ -36,13 +43,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A worker takes about 1.5 GB.
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q --numprocesses=logical --maxprocesses=4 --dist=worksteal
 
-# One after the other, so that pytest's closing line is the last thing printed.
+# Lint runs beside the tests and is heard only if it fails, so that pytest's closing line is the
+# last thing printed.
 test: $(STAMP)
-	$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory pytest
+	@echo "ruff and mypy run beside the tests and are heard if they fail"; \
+	{ $(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 || \
+		{ echo; cat $(VENV)/lint.log; exit 1; }; } & lint=$$!; \
+	$(MAKE) --no-print-directory pytest; tests=$$?; \
+	wait $$lint && exit $$tests
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/stage_output_cache.py

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 
-# Before transformers is imported: these are read when it is.
+# Before torch and transformers are imported: these are read when they are. Tiny tensors: a second
+# thread costs more than it brings, and other workers need the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test does ask for threads, those that wait do not hold a core.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from omni.seeded.checkpoints import resolve_model
-
-# Tiny tensors: a second thread costs more than it brings, and examples that pass quickly alone
-# miss any deadline on a busy machine.
-torch.set_num_threads(1)
-# On CI every run draws the same examples: a rare near tie is for a developer to find, not for
-# somebody else's change to fail by.
+# Examples that pass quickly alone miss any deadline on a busy machine. On CI every run draws the
+# same examples: a rare near tie is for a developer to find, not for another's change to fail by.
 settings.register_profile(
     "omni",
     deadline=None,
@@ -32,18 +34,49 @@ settings.register_profile(
 settings.load_profile("omni")
 
 
-@pytest.fixture(scope="session")
+# What is imported while tests are collected stays to the end: the garbage collector need not walk
+# it, then or later.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which this run keeps seeded checkpoints; ``$OMNI_CACHE_DIR`` points to it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+    """The folder in which this run keeps seeded checkpoints and kernels; one for all its workers.
+
+    ``$OMNI_CACHE_DIR`` points to it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "omni-cache"
+    folder.mkdir(exist_ok=True)
     os.environ["OMNI_CACHE_DIR"] = str(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
-    """``seeded("qwen2")`` is the folder of that seeded checkpoint, built on first use."""
-    return lambda name: resolve_model(f"seeded:{name}", cache_dir=checkpoint_cache)
+    """``seeded("qwen2")`` is the folder of that seeded checkpoint, built on first use.
+
+    One worker builds, the others wait; the kernels, which every engine wants, go first.
+    """
+    from engine.native import NativeBuildError, load_kernels
+    from omni.seeded.checkpoints import resolve_model
+
+    @cache
+    def build(name: str) -> str:
+        with FileLock(checkpoint_cache / f"{name}.lock"):
+            return resolve_model(f"seeded:{name}", cache_dir=checkpoint_cache)
+
+    with FileLock(checkpoint_cache / "kernels.lock"), suppress(NativeBuildError):
+        load_kernels()
+    return build
 
 
 @pytest.fixture(scope="session")

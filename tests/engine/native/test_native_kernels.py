@@ -155,7 +155,16 @@ def test_there_is_one_pool_of_threads():
     assert done.stdout.strip() == "1", done.stderr
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is tested what is built when, how fast the kernels are does not matter."""
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in native.build._FLAGS)
+    assert flags != native.build._FLAGS
+    monkeypatch.setattr(native.build, "_FLAGS", flags)
+
+
 @needs_compiler
+@pytest.mark.usefixtures("quick_compiler")
 def test_a_library_is_built_once_and_again_when_the_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -172,6 +181,7 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("quick_compiler")
 def test_builds_at_once_end_in_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
