@@ -1,13 +1,13 @@
 """Stage kinds, and the transforms between stages.
 
-The kinds are imported when they are first used, since their engines take seconds to import.
+Engines are imported when a stage is built, since that takes seconds.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from stages.autoregressive import AutoregressiveStage, AutoregressiveStageConfig
+from stages.encoder import EncoderStage, EncoderStageConfig
+from stages.generator import GeneratorStage, GeneratorStageConfig
 from stages.stage import (
     FINAL_OUTPUTS,
     Stage,
@@ -18,39 +18,50 @@ from stages.stage import (
     Transform,
     TransformContext,
 )
-from stages.transforms.qwen2_5_omni import talker_to_code2wav, thinker_to_talker
-from stages.transforms.registry import (
-    chunkable,
+from stages.stage_builder import build_stage, parse_stage_config
+from stages.stage_config import ModelReference, StageConfig, register_stage_kind
+from stages.transforms.prompts import (
     hidden_states_as_prompt_embeds,
-    register_transform,
-    registered_transforms,
-    resolve_transform,
-    takes_chunks,
     text_as_prompt,
     token_ids_as_prompt,
 )
-
-if TYPE_CHECKING:
-    from stages.autoregressive import AutoregressiveStage
-    from stages.encoder import EncoderStage
-    from stages.generator import GeneratorStage
+from stages.transforms.qwen2_5_omni import talker_to_code2wav, thinker_to_talker
+from stages.transforms.registry import (
+    chunkable,
+    register_transform,
+    registered_transforms,
+    requirements_of,
+    requires,
+    resolve_transform,
+    takes_chunks,
+)
 
 __all__ = [
     "FINAL_OUTPUTS",
     "AutoregressiveStage",
+    "AutoregressiveStageConfig",
     "EncoderStage",
+    "EncoderStageConfig",
     "GeneratorStage",
+    "GeneratorStageConfig",
+    "ModelReference",
     "Stage",
+    "StageConfig",
     "StageInputs",
     "StageOutput",
     "StageRequest",
     "StageStats",
     "Transform",
     "TransformContext",
+    "build_stage",
     "chunkable",
     "hidden_states_as_prompt_embeds",
+    "parse_stage_config",
+    "register_stage_kind",
     "register_transform",
     "registered_transforms",
+    "requirements_of",
+    "requires",
     "resolve_transform",
     "takes_chunks",
     "talker_to_code2wav",
@@ -58,18 +69,6 @@ __all__ = [
     "thinker_to_talker",
     "token_ids_as_prompt",
 ]
-
-_IMPORTED_ON_USE = {
-    "AutoregressiveStage": "stages.autoregressive",
-    "EncoderStage": "stages.encoder",
-    "GeneratorStage": "stages.generator",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _IMPORTED_ON_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from torch import Tensor
-
-from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from engine import RequestOutput
+from engine.interface.config import EngineConfig
+from engine.interface.sampling_params import SamplingParams
 from stages.engine_stage import EngineStage
-from stages.stage import StageInputs, StageOutput, StageRequest
+from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
+from stages.stage_config import TokenStageConfig, register_stage_kind
 
-__all__ = ["AutoregressiveStage"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine import LLMEngine
+
+__all__ = ["AutoregressiveStage", "AutoregressiveStageConfig"]
+
+
+@register_stage_kind
+class AutoregressiveStageConfig(TokenStageConfig):
+    """A stage that generates tokens.
+
+    Attributes:
+        kind: ``autoregressive``.
+        sampling: how tokens are chosen, unless a request says otherwise.
+        final_output: what the user gets of this stage: ``text``, ``tensors`` or both.
+    """
+
+    takes_chunks: ClassVar[bool] = True
+    gives_chunks: ClassVar[bool] = True
+
+    kind: Literal["autoregressive"]
+    sampling: SamplingParams = SamplingParams()
+    final_output: Annotated[tuple[Literal["text", "tensors"], ...], OneOrMore] = ()
+
+    @property
+    def own_sampling(self) -> SamplingParams:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return self.sampling
+
+    def build_stage(self, name: str) -> AutoregressiveStage:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return AutoregressiveStage(
+            name,
+            self.engine_config(),
+            sampling=self.sampling,
+            outputs=self.outputs,
+            inputs=self.inputs,
+            final_output=self.final_output,
+        )
 
 
 class AutoregressiveStage(EngineStage[RequestOutput]):
@@ -43,6 +84,8 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("text",),
     ) -> None:
+        from engine import LLMEngine  # only here: configurations are checked without torch
+
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         self._sampling = sampling if sampling is not None else SamplingParams()
         self._owns_engine = isinstance(engine, EngineConfig)

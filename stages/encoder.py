@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from engine import (
-    EncoderEngine,
-    EncoderOutput,
-    EngineConfig,
-    FinishReason,
-    LLMEngine,
-    RequestOutput,
-    SamplingParams,
-)
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.encoder.pooling import Pooling, pool, resolve_pooling
-from engine.models.registry import SUPPORTED_ARCHITECTURES
+from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams
+from engine.interface.config import EngineConfig
 from stages.engine_stage import EngineStage
-from stages.stage import StageInputs, StageOutput, StageRequest
+from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
+from stages.stage_config import TokenStageConfig, register_stage_kind
 
-__all__ = ["EncoderStage"]
+if TYPE_CHECKING:
+    from engine import EncoderEngine, LLMEngine
+    from engine.encoder.pooling import Pooling
+
+__all__ = ["EncoderStage", "EncoderStageConfig"]
 
 _POOLED = "pooled"
 _HIDDEN_STATES = "hidden_states"
+
+
+@register_stage_kind
+class EncoderStageConfig(TokenStageConfig):
+    """A stage that runs one forward pass over its whole input.
+
+    Attributes:
+        kind: ``encoder``.
+        pooling: how the rows become the one row ``pooled``; ``auto`` takes what the checkpoint
+            was made for.
+        final_output: ``tensors`` if the user gets this stage's tensors.
+    """
+
+    kind: Literal["encoder"]
+    pooling: Literal["auto", "mean", "cls", "last", "pooler"] = "auto"
+    final_output: Annotated[tuple[Literal["tensors"], ...], OneOrMore] = ()
+
+    def build_stage(self, name: str) -> EncoderStage:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return EncoderStage(
+            name,
+            self.engine_config(),
+            pooling=self.pooling,
+            outputs=self.outputs,
+            inputs=self.inputs,
+            final_output=self.final_output,
+        )
 
 
 class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
@@ -59,6 +82,12 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("tensors",),
     ) -> None:
+        # Only here: configurations are checked without torch.
+        from engine import EncoderEngine, LLMEngine
+        from engine.checkpoints.checkpoint import Checkpoint
+        from engine.encoder.pooling import resolve_pooling
+        from engine.models.registry import SUPPORTED_ARCHITECTURES
+
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         checkpoint = Checkpoint.open(
             engine.model,
@@ -66,17 +95,21 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
+        self._params: SamplingParams | None = None
         if checkpoint.architecture in SUPPORTED_ARCHITECTURES:
+            # Nothing is generated: a decoder runs its prompt only.
+            self._params = SamplingParams(max_tokens=0)
             self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
             self.engine = LLMEngine(engine, output_names=_rows_behind(self.outputs))
         else:
             self.engine = EncoderEngine(engine, output_names=self.outputs, pooling=pooling)
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
-        """Nothing is generated: a decoder runs its prompt only."""
-        return SamplingParams(max_tokens=0) if isinstance(self.engine, LLMEngine) else None
+        return self._params
 
     def _stage_output(self, output: RequestOutput | EncoderOutput) -> StageOutput:
+        from engine.encoder.pooling import pool  # only here, as in the constructor
+
         finish_reason: FinishReason | None
         if isinstance(output, EncoderOutput):
             tensors = output.tensors

@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from engine import FinishReason, GeneratorConfig, GeneratorEngine, GeneratorOutput
+from engine import FinishReason, GeneratorOutput
+from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
 from stages.engine_stage import EngineStage
-from stages.stage import StageInputs, StageOutput
+from stages.stage import OneOrMore, StageInputs, StageOutput
+from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
-__all__ = ["GeneratorStage"]
+if TYPE_CHECKING:
+    from engine import GeneratorEngine
+
+__all__ = ["GeneratorStage", "GeneratorStageConfig"]
+
+
+@register_stage_kind
+class GeneratorStageConfig(StageConfig):
+    """A stage that makes sound of codec tokens.
+
+    Attributes:
+        kind: ``generator``.
+        engine: how the engine runs the model.
+        generation: how sound is made.
+        final_output: ``audio`` if the user gets the sound.
+    """
+
+    takes_chunks: ClassVar[bool] = True
+
+    kind: Literal["generator"]
+    model: ModelReference
+    engine: GeneratorSettings = GeneratorSettings()
+    generation: GenerationParams = GenerationParams()
+    final_output: Annotated[tuple[Literal["audio"], ...], OneOrMore] = ()
+
+    def generator_config(self) -> GeneratorConfig:
+        """Join model and settings."""
+        return GeneratorConfig(
+            model=self.model,
+            part=self.part,
+            generation=self.generation,
+            **self.engine.model_dump(),
+        )
+
+    def build_stage(self, name: str) -> GeneratorStage:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return GeneratorStage(
+            name, self.generator_config(), inputs=self.inputs, final_output=self.final_output
+        )
 
 
 class GeneratorStage(EngineStage[GeneratorOutput]):
@@ -45,6 +86,9 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("audio",),
     ) -> None:
+        # Only here: configurations are checked without torch.
+        from engine import GeneratorEngine
+
         super().__init__(name, inputs=inputs, outputs=(), final_output=final_output)
         self.engine = GeneratorEngine(config)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import core_schema
 
 from engine import (
     EngineStats,
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FINAL_OUTPUTS",
+    "OneOrMore",
     "Stage",
     "StageInputs",
     "StageOutput",
@@ -135,23 +139,57 @@ Transform: TypeAlias = Callable[[TransformContext], Prompt]
 the one request it was called for."""
 
 
+class _NamedInFiles:
+    """Any transform in Python; in a file, its name."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        name = core_schema.str_schema()
+        in_python = core_schema.union_schema([name, core_schema.callable_schema()])
+        return core_schema.json_or_python_schema(json_schema=name, python_schema=in_python)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Accept ``text`` for ``[text]``, and nothing for an empty list."""
+    match value:
+        case None:
+            return ()
+        case str():
+            return (value,)
+        case list():
+            return tuple(value)
+    return value
+
+
+OneOrMore = BeforeValidator(_as_tuple)
+"""In a file, one name may stand for a list of one."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """An edge (or several) into a stage.
+    """An edge (or several) into a stage, in Python and in YAML.
 
     Attributes:
-        sources: names of the stages whose outputs are needed.
+        sources: names of the stages whose outputs are needed; ``from`` in YAML.
         transform: a registered name, ``"package.module:function"``, or the function itself.
-        chunk_size: tokens of the source after which the next chunk is handed on, while the source
-            goes on; None waits until it is done.
+        chunk_size: tokens of the one source after which the next chunk is handed on, while the
+            source goes on; None waits until it is done.
         max_pending_chunks: chunks of one request that may wait for this stage before the source
             pauses the request.
     """
 
-    sources: tuple[str, ...]
-    transform: str | Transform
-    chunk_size: int | None = None
-    max_pending_chunks: int = 2
+    sources: Annotated[tuple[str, ...], Field(alias="from", min_length=1), OneOrMore]
+    transform: Annotated[str | Transform, _NamedInFiles]
+    chunk_size: Annotated[int | None, Field(ge=1)] = None
+    max_pending_chunks: Annotated[int, Field(ge=1)] = 2
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @property
+    def transform_name(self) -> str:
+        """The transform as it was named, or its function's name."""
+        transform = self.transform
+        return transform if isinstance(transform, str) else transform.__qualname__
 
 
 class Stage(ABC):

@@ -202,10 +202,7 @@ def _requests(
 def _read_file(pipeline: PipelineConfig, input_file: Path) -> list[OmniRequest | RequestError]:
     from omni.requests.request_file import read_requests
 
-    sampling = {
-        name: stage.sampling if stage.kind == "autoregressive" else None
-        for name, stage in pipeline.stages.items()
-    }
+    sampling = {name: stage.own_sampling for name, stage in pipeline.stages.items()}
     return read_requests(input_file, sampling)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import yaml
 
-from omni.pipelines.pipeline_config import PipelineConfig, StageConfig
+from omni.pipelines.pipeline_config import PipelineConfig
+from stages import StageConfig
 
 __all__ = ["describe_config", "describe_memory", "draw_graph"]
 
@@ -46,7 +47,7 @@ def draw_graph(config: PipelineConfig) -> str:
         *(["", _STREAMED] if _WAVE in lines else ()),
         "",
         *(
-            f"  {name}  {kind}  {stage.model}{f' ({stage.part})' if stage.part else ''}"
+            f"  {name}  {kind}  {_model(stage)}".rstrip()
             for name, kind, (_, stage) in zip(names, kinds, stages, strict=True)
         ),
     ]
@@ -56,6 +57,8 @@ def draw_graph(config: PipelineConfig) -> str:
 def describe_config(config: PipelineConfig) -> str:
     """Write the pipeline as YAML with every default; it means the same when read again."""
     dumped = config.model_dump(mode="json", by_alias=True)
+    for stage in dumped["stages"].values():
+        stage["final_output"] = stage.pop("final_output")  # what comes out stands last
     return "Every setting:\n\n" + yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
 
 
@@ -85,11 +88,15 @@ def describe_memory(config: PipelineConfig) -> str:
 def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str]:
     """What feeds a stage, by which transform, the sign of its arrow, and the stage itself."""
     sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
-    label, line = stage.inputs.transform if stage.inputs else "", "─"
+    label, line = stage.inputs.transform_name if stage.inputs else "", "─"
     if stage.inputs and stage.inputs.chunk_size is not None:
         label, line = f"{label}{_WAVE * 2}{stage.inputs.chunk_size}", _WAVE
     final = f" => {', '.join(stage.final_output)}" if stage.final_output else ""
     return sources, label, line, name + final
+
+
+def _model(stage: StageConfig) -> str:
+    return (stage.model or "") + (f" ({stage.part})" if stage.part else "")
 
 
 def _width(column: Sequence[str]) -> int:

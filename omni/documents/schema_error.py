@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from omni.documents.document_error import PlacedError
@@ -94,8 +96,8 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
     if finding["type"] == "missing":
         place = (*place, loc[-1])
     match finding["type"]:
-        case "extra_forbidden":
-            return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1]))
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1], data))
         case "missing":
             return place, "missing; it must be given"
         case "union_tag_not_found":
@@ -150,44 +152,64 @@ def _keys_of(loc: Place, data: Any) -> Place:
     return tuple(place)
 
 
-def _key_hint(key: str, model: type[BaseModel]) -> str:
+def _key_hint(key: str, model: type) -> str:
     """Say what could have been meant by an unknown key of a model.
 
     A model may have ``unknown_key_hints``: what more to say of keys that users are known to try.
     """
-    known = [field.alias or name for name, field in model.model_fields.items()]
     hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
-    return suggest(key, known) + (f"; {hints[key]}" if key in hints else "")
+    return suggest(key, _annotations(model)) + (f"; {hints[key]}" if key in hints else "")
 
 
-def _model_at(model: type[BaseModel], loc: Place) -> type[BaseModel]:
-    """Find the model of the mapping at ``loc``."""
+def _model_at(model: type, loc: Place, data: Any) -> type:
+    """Find the model of the mapping at ``loc``.
+
+    A model may have ``model_for``: from a mapping to the subclass that it is checked against.
+    """
     annotation: Any = model
     for part in loc:
+        is_key = bool(_keys_of((part,), data))
+        data = data[part] if is_key else data
         if isinstance(part, int):
             continue
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            by_key = {field.alias or name: field for name, field in annotation.model_fields.items()}
-            annotation = by_key[part].annotation
+        if not is_key:  # it names the member of a union
+            annotation = next((m for m in _members(annotation) if part in _tags(m)), annotation)
         elif typing.get_origin(annotation) is dict:
             annotation = typing.get_args(annotation)[1]
         else:
-            members = _members(annotation)
-            annotation = next((m for m in members if part in _tags(m)), members[0])
+            annotation = _annotations(_members(annotation)[0])[part]
+        if typing.get_origin(annotation) is not dict and isinstance(data, dict):
+            by_data = getattr(_members(annotation)[0], "model_for", None)
+            annotation = annotation if by_data is None else by_data(data)
     return _members(annotation)[0]
 
 
-def _members(annotation: Any) -> list[type[BaseModel]]:
+def _members(annotation: Any) -> list[type]:
     """List the models among a union's members, or the one model that it is."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if _is_model(annotation):
         return [annotation]
     return [member for part in typing.get_args(annotation) for member in _members(part)]
 
 
-def _tags(member: type[BaseModel]) -> tuple[str, ...]:
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    )
+
+
+def _annotations(model: type) -> dict[str, Any]:
+    """The types of a model's fields, by their keys."""
+    if issubclass(model, BaseModel):
+        fields = model.model_fields
+    else:
+        hints = typing.get_type_hints(model, include_extras=True)
+        fields = {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
+    return {field.alias or name: field.annotation for name, field in fields.items()}
+
+
+def _tags(member: type) -> tuple[str, ...]:
     """List the values of ``kind`` that choose this member of a union."""
-    kind = member.model_fields.get("kind")
-    return typing.get_args(kind.annotation) if kind else ()
+    return typing.get_args(_annotations(member).get("kind"))
 
 
 def _number_hint(finding: ErrorDetails) -> str:

@@ -6,40 +6,9 @@ import re
 from pathlib import Path
 
 from omni.documents.suggestion import suggest
+from omni.seeded.checkpoints import SEEDED_MODELS
 
-__all__ = ["SEEDED_NAMES", "locate_model"]
-
-SEEDED_NAMES = (
-    "qwen2",
-    "qwen2-untied",
-    "qwen2-headless",
-    "qwen2-benchmark",
-    "qwen2-medium",
-    "qwen3",
-    "llama",
-    "llama-untied",
-    "llama-medium",
-    "mistral",
-    "mistral-sliding",
-    "qwen2-sliding",
-    "ministral",
-    "gemma2",
-    "gemma3",
-    "jamba",
-    "bamba",
-    "bart",
-    "bart-benchmark",
-    "t5",
-    "t5-gated",
-    "whisper",
-    "mllama",
-    "llava",
-    "qwen2_5_vl",
-    "qwen2_5_omni",
-    "qwen2_5_omni-benchmark",
-    "bert",
-)
-"""What may follow ``seeded:``; stated apart from what builds them, which is slow to import."""
+__all__ = ["locate_model"]
 
 _SEEDED = "seeded:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -61,8 +30,8 @@ def locate_model(reference: str, base_dir: Path | None = None) -> str:
     """
     if reference.startswith(_SEEDED):
         name = reference.removeprefix(_SEEDED)
-        if name not in SEEDED_NAMES:
-            raise ValueError(f"unknown seeded model {name!r}{suggest(name, SEEDED_NAMES)}")
+        if name not in SEEDED_MODELS:
+            raise ValueError(f"unknown seeded model {name!r}{suggest(name, SEEDED_MODELS)}")
         return reference
     path = Path(reference).expanduser()
     candidates = [path] if base_dir is None or path.is_absolute() else [base_dir / path, path]

@@ -7,7 +7,6 @@ transformers' own initialisation they would repeat one token whatever they are g
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import (
     MllamaForConditionalGeneration,
     MllamaImageProcessorPil,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     T5Config,
@@ -33,26 +31,13 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.folder import save_checkpoint
+from omni.seeded.settings import SeededSettings
 from omni.seeded.tokenizers import enclose, train_byte_level
+from omni.seeded.weights import NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
 
-__all__ = ["BART_BENCHMARK", "build_bart", "build_mllama", "build_t5", "build_whisper"]
+__all__ = ["build_bart", "build_mllama", "build_t5", "build_whisper"]
 
-BART_BENCHMARK: Mapping[str, Any] = {
-    "hidden_size": 512,
-    "num_layers": 6,
-    "num_heads": 8,
-    "intermediate_size": 2048,
-    "vocab_size": 16_000,
-    "max_position_embeddings": 1024,
-    "with_tokenizer": False,
-}
-"""Settings of a BART of about 50 M parameters, for the CPU benchmark; ids in, ids out."""
-
-_NOISE_STD = 0.1
-# A tied head scores a token by its likeness to the stream's content; with large embeddings that
-# content is mostly the input token itself, and greedy decoding repeats it for ever.
-_TIED_EMBEDDING_STD = 0.05
 # What is learned per position has to outweigh such small embeddings, or order hardly matters.
 _POSITION_STD = 1.0
 # Flat attention averages its input away: sharper than fan-in alone where families need it.
@@ -72,56 +57,35 @@ _OTHER_CONTROL = ("startoflm", "startofprev", "nospeech", "notimestamps")
 _TIMESTAMP_STEP = 0.02
 
 
-def build_bart(
-    directory: str | Path,
-    *,
-    seed: int = 0,
-    hidden_size: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    intermediate_size: int = 128,
-    vocab_size: int = 768,
-    max_position_embeddings: int = 256,
-    with_tokenizer: bool = True,
-    **config_overrides: Any,
-) -> Path:
+def build_bart(directory: str | Path, **settings: Any) -> Path:
     """Write a seeded BART, with BART's special ids: 0 begins a text, 1 pads, 2 ends and starts.
 
     Args:
         directory: created if missing.
-        seed: of the weights.
-        hidden_size: width of both streams.
-        num_layers: of the encoder, and of the decoder.
-        num_heads: of every attention.
-        intermediate_size: width inside the MLPs.
-        vocab_size: of the model; the tokenizer has at most so many tokens, and at most 768.
-        max_position_embeddings: of both sequences.
-        with_tokenizer: whether to write a tokenizer.
-        config_overrides: further fields of the config.
+        settings: those of ``SeededSettings``, and further fields of the config.
     """
+    size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
     tokenizer = _text_tokenizer(
-        vocab_size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "<s> $A </s>", bos_token="<s>"
+        size.vocab_size,
+        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        "<s> $A </s>",
+        bos_token="<s>",
     )
-    settings: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "d_model": hidden_size,
-        "encoder_layers": num_layers,
-        "decoder_layers": num_layers,
-        "encoder_attention_heads": num_heads,
-        "decoder_attention_heads": num_heads,
-        "encoder_ffn_dim": intermediate_size,
-        "decoder_ffn_dim": intermediate_size,
-        "max_position_embeddings": max_position_embeddings,
+    fields = _two_stacks(size) | {
+        "vocab_size": size.vocab_size,
+        "max_position_embeddings": size.max_position_embeddings,
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
     }
-    model = _seeded(BartForConditionalGeneration, BartConfig(**(settings | config_overrides)), seed)
+    config = BartConfig(**(fields | overrides))
+    model = _seeded(BartForConditionalGeneration, config, size.seed)
     with torch.no_grad():
-        model.final_logits_bias.normal_(  # type: ignore[operator]
-            0.0, _NOISE_STD, generator=torch.Generator().manual_seed(seed)
+        model.final_logits_bias.normal_(
+            0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
         )
     quieten(model, tokenizer)
-    return save_checkpoint(directory, model, tokenizer if with_tokenizer else None)
+    written = tokenizer if size.with_tokenizer else None
+    return save_checkpoint(directory, model, written, size.max_shard_size)
 
 
 def build_t5(
@@ -173,16 +137,9 @@ def build_whisper(
     extractor = WhisperFeatureExtractor(
         feature_size=16, chunk_length=window_seconds, sampling_rate=_SAMPLING_RATE
     )
-    settings: dict[str, Any] = {
+    settings = _two_stacks(SeededSettings()) | {
         "vocab_size": len(tokenizer),
         "num_mel_bins": extractor.feature_size,
-        "d_model": 64,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 128,
-        "decoder_ffn_dim": 128,
         "max_source_positions": window_seconds * _FRAMES_PER_SECOND // 2,
         "max_target_positions": 128,
         "decoder_start_token_id": start,
@@ -249,6 +206,14 @@ def build_mllama(directory: str | Path, *, seed: int = 0, **text_overrides: Any)
     return path
 
 
+def _two_stacks(size: SeededSettings) -> dict[str, Any]:
+    """The names that BART and Whisper have for the sizes of their encoder and decoder."""
+    stacks = {"layers": size.num_layers, "attention_heads": size.num_heads}
+    stacks["ffn_dim"] = size.intermediate_size
+    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in stacks.items()}
+    return {"d_model": size.hidden_size} | both
+
+
 def _text_tokenizer(
     vocab_size: int, specials: list[str], template: str, **named: str
 ) -> PreTrainedTokenizerFast:
@@ -305,18 +270,17 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return tokenizer.get_vocab()[token]
 
 
-def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = model_class(config)
-    generator = torch.Generator().manual_seed(seed)
-    tied = getattr(config, "text_config", config).tie_word_embeddings
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _initialise(name, parameter, bool(tied), generator)
-            if parameter.ndim == 2 and name.split(".")[-2] in _PROJECTIONS:
-                parameter.mul_(_ATTENTION_GAIN.get(config.model_type, 1.0))
-    model.eval()
-    return model
+def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int) -> Any:
+    tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
+
+    def initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+        _initialise(name, parameter, tied, generator)
+        if parameter.ndim == 2 and name.split(".")[-2] in _PROJECTIONS:
+            parameter.mul_(_ATTENTION_GAIN.get(config.model_type, 1.0))
+
+    return seeded_model(
+        lambda: model_class(config), torch.Generator().manual_seed(seed), initialise
+    )
 
 
 def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
@@ -325,11 +289,11 @@ def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch
         parameter.fill_(_OPEN_GATE)
     elif parameter.ndim == 1:
         centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        parameter.normal_(centre, _NOISE_STD, generator=generator)
+        parameter.normal_(centre, NOISE_STD, generator=generator)
     elif "position" in name or "relative_attention_bias" in name:
         parameter.normal_(0.0, _POSITION_STD, generator=generator)
     elif "embed_tokens" in name or "shared" in name:
-        parameter.normal_(0.0, _TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
+        parameter.normal_(0.0, TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
     else:
         fan_in = parameter[0].numel()
         parameter.normal_(0.0, fan_in**-0.5, generator=generator)

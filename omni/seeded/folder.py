@@ -1,31 +1,15 @@
-"""The folder of a seeded checkpoint: the last touch to its weights, and its files."""
+"""The files of a seeded checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.checkpoints.progress_bars import hidden_progress_bars
 
-__all__ = ["quieten", "save_checkpoint"]
-
-
-def quieten(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make special tokens and bytes that are no text unlikely, so that outputs can be read."""
-    quiet = [
-        token_id
-        for token_id in range(len(tokenizer))
-        if token_id in tokenizer.all_special_ids or not _is_text(str(tokenizer.decode([token_id])))
-    ]
-    with torch.no_grad():
-        model.get_output_embeddings().weight[quiet] *= 0.1
-
-
-def _is_text(piece: str) -> bool:
-    return piece == "\n" or (piece.isprintable() and "\N{REPLACEMENT CHARACTER}" not in piece)
+__all__ = ["save_checkpoint"]
 
 
 def save_checkpoint(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from omni.seeded.weights import NOISE_STD
+
 __all__ = ["HYBRID_SETTINGS", "initialise_recurrence"]
 
 HYBRID_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +37,6 @@ HYBRID_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Config fields by transformers' model type, for a stream of any width that 8 divides."""
 
-_NOISE_STD = 0.1
 # With steps of about 0.13, as trained models have them, and rates of exp of these, a state loses
 # between a fortieth and two fifths of itself at a token.
 _STEP = -2.0
@@ -62,5 +63,5 @@ def initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.G
     else:
         return False
     with torch.no_grad():
-        parameter.normal_(0.0, _NOISE_STD, generator=generator).add_(centre)
+        parameter.normal_(0.0, NOISE_STD, generator=generator).add_(centre)
     return True

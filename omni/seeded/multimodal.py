@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +14,21 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
-from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.folder import save_checkpoint
 from omni.seeded.tokenizers import chat_tokenizer
+from omni.seeded.weights import (
+    ATTENTION_GAIN,
+    NOISE_STD,
+    TIED_EMBEDDING_STD,
+    quieten,
+    seeded_model,
+)
 
 __all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
 
@@ -39,12 +46,6 @@ QWEN_VISION: dict[str, Any] = {
 }
 """The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
 
-_NOISE_STD = 0.1
-# A tied head scores a token by its likeness to the stream's content; with large embeddings that
-# content is mostly the input token itself, and greedy decoding repeats it for ever.
-_TIED_EMBEDDING_STD = 0.05
-# Flat attention averages images and context away.
-_ATTENTION_GAIN = 2.0
 _QUERY_OR_KEY = ("q_proj", "k_proj", "qkv")
 
 # Messages whose content is text, or a list of texts and images.
@@ -176,26 +177,24 @@ def _save(
     seed: int,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
-    with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = model_class(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _initialise(name, parameter, bool(config.tie_word_embeddings), generator)
-    model.eval()
+    model = seeded_model(
+        lambda: model_class(config),
+        torch.Generator().manual_seed(seed),
+        partial(_initialise, bool(config.tie_word_embeddings)),
+    )
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)
 
 
-def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
+def _initialise(tied: bool, name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
     """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
     owner = name.split(".")[-2]
     if parameter.ndim == 1:
         is_scale = name.endswith("weight") and ("norm" in owner or "ln_q" in owner)
-        parameter.normal_(1.0 if is_scale else 0.0, _NOISE_STD, generator=generator)
+        parameter.normal_(1.0 if is_scale else 0.0, NOISE_STD, generator=generator)
     elif owner in ("embed_tokens", "position_embedding"):
         is_small = tied and owner == "embed_tokens"
-        parameter.normal_(0.0, _TIED_EMBEDDING_STD if is_small else 1.0, generator=generator)
+        parameter.normal_(0.0, TIED_EMBEDDING_STD if is_small else 1.0, generator=generator)
     else:
-        gain = _ATTENTION_GAIN if owner in _QUERY_OR_KEY else 1.0
+        gain = ATTENTION_GAIN if owner in _QUERY_OR_KEY else 1.0
         parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)

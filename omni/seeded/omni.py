@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from transformers import (
 )
 
 from engine.checkpoints.quiet_transformers import quiet_config_log
-from omni.seeded.folder import quieten, save_checkpoint
+from omni.seeded.folder import save_checkpoint
 from omni.seeded.multimodal import QWEN_VISION
 from omni.seeded.tokenizers import train_byte_level
+from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, quieten, seeded_model
 
-__all__ = ["OMNI_BENCHMARK", "OMNI_SPEAKERS", "OmniSizes", "build_qwen2_5_omni"]
+__all__ = ["OMNI_SPEAKERS", "OmniSizes", "build_omni_benchmark", "build_qwen2_5_omni"]
 
 OMNI_SPEAKERS = ("Chelsie", "Ethan")
 """Voices of the seeded checkpoint, as published ones name them."""
@@ -69,9 +71,6 @@ _CODEC = {
     "tts_codec_mask_token_id": _NUM_CODES + 4,
 }
 _CODEC_VOCAB = _NUM_CODES + 8
-_NOISE_STD = 0.1
-# Flat attention averages images, sound and context away.
-_ATTENTION_GAIN = 2.0
 _QUERY_OR_KEY = ("q_proj", "k_proj", "qkv", "q", "k")
 # The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
 _VOCODER_GAIN = 0.5
@@ -102,7 +101,7 @@ class OmniSizes:
     bigvgan: Mapping[str, Any] = field(default_factory=dict)
 
 
-OMNI_BENCHMARK = OmniSizes(
+_BENCHMARK = OmniSizes(
     width=640,
     vocab_size=8192,
     text={
@@ -149,7 +148,6 @@ OMNI_BENCHMARK = OmniSizes(
     },
     bigvgan={"upsample_initial_channel": 128},
 )
-"""About 100 M parameters, of which the vocoder has 2 %, for the benchmark."""
 
 
 def build_qwen2_5_omni(
@@ -166,12 +164,9 @@ def build_qwen2_5_omni(
     tokenizer = _tokenizer()
     with quiet_config_log():
         config = _config(tokenizer, sizes)
-        with torch.random.fork_rng(devices=[]):
-            model = Qwen2_5OmniForConditionalGeneration(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _initialise(name, parameter, generator)
+        generator = torch.Generator().manual_seed(seed)
+        make = partial(Qwen2_5OmniForConditionalGeneration, config)
+        model = seeded_model(make, generator, _initialise)
     quieten(model.thinker, tokenizer)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -180,6 +175,11 @@ def build_qwen2_5_omni(
     _save_processors(path, model.thinker.config.audio_config.num_mel_bins)
     _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
     return path
+
+
+def build_omni_benchmark(directory: str | Path) -> Path:
+    """Write one of about 100 M parameters, of which the vocoder has 2 %, for the benchmark."""
+    return build_qwen2_5_omni(directory, sizes=_BENCHMARK)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -325,7 +325,7 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
     if parameter.ndim < 2:
         if "bigvgan" not in name:
             is_scale = name.endswith("weight") and ("norm" in owner or owner.startswith("ln"))
-            parameter.normal_(1.0 if is_scale else 0.0, _NOISE_STD, generator=generator)
+            parameter.normal_(1.0 if is_scale else 0.0, NOISE_STD, generator=generator)
     elif "bigvgan" in name:
         # A transposed convolution has its inputs in the first dimension.
         fan_in = parameter.shape[0] if ".ups." in name else parameter[0].numel()
@@ -333,7 +333,7 @@ def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) 
     elif owner in ("embed_tokens", "codec_embed", "audio_bos_eos_token"):
         parameter.normal_(0.0, 1.0, generator=generator)
     else:
-        gain = _ATTENTION_GAIN if owner in _QUERY_OR_KEY and "token2wav" not in name else 1.0
+        gain = ATTENTION_GAIN if owner in _QUERY_OR_KEY and "token2wav" not in name else 1.0
         parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
 
 

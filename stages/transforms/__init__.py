@@ -1,6 +1,8 @@
 """How a stage's prompt is made from what earlier stages put out.
 
-Imports stages.stage and engine.
+Imports stages.stage and engine. The transforms that are shipped register themselves here.
 """
 
-__all__: tuple[str, ...] = ()
+from stages.transforms import prompts, qwen2_5_omni
+
+__all__ = ("prompts", "qwen2_5_omni")

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING
 
 from engine import CodecPrompt, FinishReason, SpeechPrompt
 from stages.stage import StageOutput, TransformContext
-from stages.transforms.registry import chunkable, register_transform
+from stages.transforms.registry import chunkable, register_transform, requires
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["THINKER_TENSORS", "talker_to_code2wav", "thinker_to_talker"]
+__all__ = ["talker_to_code2wav", "thinker_to_talker"]
 
-THINKER_TENSORS = ("hidden_states", "token_embeds", "position_ids")
+_THINKER_TENSORS = ("hidden_states", "token_embeds", "position_ids")
 """What a thinker has to hand on to a talker."""
 
 
 @register_transform("thinker_to_talker")
+@requires(*_THINKER_TENSORS, num_sources=1)
 @chunkable
 def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     """Let a talker speak what a thinker read and replied.
@@ -52,6 +53,7 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
 
 
 @register_transform("talker_to_code2wav")
+@requires(num_sources=1)
 @chunkable
 def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     """Let a vocoder sound what a talker generated, less the token that ended it.
@@ -79,17 +81,17 @@ def _only_source(context: TransformContext) -> StageOutput:
 
 
 def _thinker_tensors(thinker: StageOutput) -> list[Tensor]:
-    missing = [name for name in THINKER_TENSORS if name not in thinker.tensors]
+    missing = [name for name in _THINKER_TENSORS if name not in thinker.tensors]
     if missing:
         raise ValueError(
             f"stage {thinker.stage!r} handed on no {', '.join(map(repr, missing))} (it handed on "
-            f"{sorted(thinker.tensors)}); its outputs must have {', '.join(THINKER_TENSORS)}"
+            f"{sorted(thinker.tensors)}); its outputs must have {', '.join(_THINKER_TENSORS)}"
         )
-    tensors = [thinker.tensors[name] for name in THINKER_TENSORS]
+    tensors = [thinker.tensors[name] for name in _THINKER_TENSORS]
     lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(THINKER_TENSORS)}; "
+            f"stage {thinker.stage!r} handed on {lengths} rows of {', '.join(_THINKER_TENSORS)}; "
             "they must be as many of each"
         )
     return tensors

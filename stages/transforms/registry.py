@@ -10,26 +10,72 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from engine import EmbedsPrompt, TextPrompt, TokensPrompt
-from stages.stage import Transform, TransformContext
+from stages.stage import Transform
 
 __all__ = [
+    "Requirements",
     "chunkable",
-    "hidden_states_as_prompt_embeds",
     "register_transform",
     "registered_transforms",
+    "requirements_of",
+    "requires",
     "resolve_transform",
     "takes_chunks",
-    "text_as_prompt",
-    "token_ids_as_prompt",
 ]
 
 _TransformT = TypeVar("_TransformT", bound=Transform)
 
 _REGISTRY: dict[str, Transform] = {}
-_CHUNKABLE = "_takes_chunks"
+_REQUIREMENTS = "_requirements"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a transform needs of the edges that it is put on.
+
+    Attributes:
+        tensors: names of what each source has to hand on.
+        same_width: whether the source's ``hidden_size`` must be that of the stage.
+        num_sources: how many stages feed it; None for any number.
+        chunkable: whether it works chunk by chunk.
+    """
+
+    tensors: tuple[str, ...] = ()
+    same_width: bool = False
+    num_sources: int | None = None
+    chunkable: bool = False
+
+
+def requirements_of(transform: Transform) -> Requirements:
+    """What a transform was declared to need; nothing if it declares nothing."""
+    declared: Requirements = getattr(transform, _REQUIREMENTS, Requirements())
+    return declared
+
+
+def requires(
+    *tensors: str, same_width: bool = False, num_sources: int | None = None
+) -> Callable[[_TransformT], _TransformT]:
+    """Decorator that declares what a transform needs, for pipelines to check when they are made.
+
+    ::
+
+        @requires("hidden_states", "codes", num_sources=1)
+        def codes_with_states(context: TransformContext) -> EmbedsPrompt: ...
+
+    Args:
+        tensors: names of what each source has to hand on.
+        same_width: whether the source's hidden states become the stage's embeddings, and so must
+            be as wide.
+        num_sources: how many stages may feed it; None for any number.
+    """
+
+    def declare(function: _TransformT) -> _TransformT:
+        return _declare(function, tensors=tensors, same_width=same_width, num_sources=num_sources)
+
+    return declare
 
 
 def chunkable(function: _TransformT) -> _TransformT:
@@ -47,13 +93,17 @@ def chunkable(function: _TransformT) -> _TransformT:
                 is_cut_off=talker.finish_reason is FinishReason.LENGTH,
             )
     """
-    setattr(function, _CHUNKABLE, True)
-    return function
+    return _declare(function, chunkable=True)
 
 
 def takes_chunks(transform: Transform) -> bool:
     """Whether a transform was marked as :func:`chunkable`."""
-    return getattr(transform, _CHUNKABLE, False) is True
+    return requirements_of(transform).chunkable
+
+
+def _declare(function: _TransformT, **changes: Any) -> _TransformT:
+    setattr(function, _REQUIREMENTS, replace(requirements_of(function), **changes))
+    return function
 
 
 def register_transform(name: str) -> Callable[[_TransformT], _TransformT]:
@@ -144,71 +194,3 @@ def _check_signature(function: object, name: str) -> None:
         raise ValueError(
             f"transform {name!r} must take exactly one argument, a TransformContext: {error}"
         ) from error
-
-
-@register_transform("hidden_states_as_prompt_embeds")
-def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
-    """Feed the sources' hidden states in the place of token embeddings.
-
-    Several sources' rows follow one another in the order of the sources: ``(n0 + n1 + ..., D)``.
-
-    Raises:
-        ValueError: a source handed on no hidden states, or their widths differ.
-    """
-    rows = []
-    for source in context.sources:
-        if "hidden_states" not in source.tensors:
-            raise ValueError(
-                f"stage {source.stage!r} handed on no 'hidden_states' (it handed on "
-                f"{sorted(source.tensors)}); add 'hidden_states' to its outputs"
-            )
-        rows.append(source.tensors["hidden_states"])
-    widths = {
-        source.stage: part.shape[-1] for source, part in zip(context.sources, rows, strict=True)
-    }
-    if len(set(widths.values())) > 1:
-        raise ValueError(
-            f"hidden states of different widths cannot be one prompt: {_listed(widths)}"
-        )
-    import torch  # only here: names of transforms are checked without it
-
-    return EmbedsPrompt(torch.cat(rows) if len(rows) > 1 else rows[0])
-
-
-@register_transform("text_as_prompt")
-def text_as_prompt(context: TransformContext) -> TextPrompt:
-    """Feed the sources' generated texts, joined as they are, to this stage's tokenizer.
-
-    Raises:
-        ValueError: a source makes no text, or all texts are empty.
-    """
-    texts = []
-    for source in context.sources:
-        if source.text is None:
-            raise ValueError(f"stage {source.stage!r} makes no text to use as a prompt")
-        texts.append(source.text)
-    text = "".join(texts)
-    if not text:
-        raise ValueError(f"the text of {_names(context)} is empty and cannot be a prompt")
-    return TextPrompt(text)
-
-
-@register_transform("token_ids_as_prompt")
-def token_ids_as_prompt(context: TransformContext) -> TokensPrompt:
-    """Feed the token ids that the sources generated, one source after the other.
-
-    Raises:
-        ValueError: no source generated a token.
-    """
-    token_ids = tuple(token for source in context.sources for token in source.token_ids)
-    if not token_ids:
-        raise ValueError(f"{_names(context)} generated no token ids to use as a prompt")
-    return TokensPrompt(token_ids)
-
-
-def _names(context: TransformContext) -> str:
-    return " and ".join(f"stage {source.stage!r}" for source in context.sources)
-
-
-def _listed(widths: dict[str, int]) -> str:
-    return ", ".join(f"stage {name!r} has {width}" for name, width in widths.items())

@@ -8,7 +8,7 @@ import torch
 
 from engine import FinishReason
 from stages import StageOutput
-from stages.tensor_selection import select_tensors
+from stages.engine_stage import select_tensors
 
 OUTPUT = StageOutput(
     "r",

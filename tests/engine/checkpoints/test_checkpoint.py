@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import Checkpoint
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 
 NORM = "model.norm.weight"
 

@@ -22,7 +22,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from omni.seeded.checkpoints import build_causal_lm, build_text_encoder
+from omni.seeded.language_models import build_causal_lm, build_text_encoder
 
 HIDDEN = 64
 VOCAB = 768

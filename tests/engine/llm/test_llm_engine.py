@@ -18,7 +18,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = TokensPrompt(tuple(range(50, 70)))

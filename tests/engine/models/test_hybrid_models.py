@@ -21,7 +21,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import NativeLayerOps
 from engine.models import CausalModel, load_model
 from engine.native import load_kernels
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, MambaSpec
 from tests.support.greedy_reference import GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels

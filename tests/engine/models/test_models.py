@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.models import SUPPORTED_ARCHITECTURES, CausalModel, load_model
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 from tests.support.packed_model import run_packed
 
 LENGTHS = (23, 9, 40)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import EmbedsPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 from tests.support.greedy_reference import GreedyAnswer, GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels
 

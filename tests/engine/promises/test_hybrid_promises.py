@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from engine import EngineConfig, LLMEngine, TokensPrompt
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 from prefix_cache import HostOnlySpec
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
 

@@ -11,7 +11,7 @@ from engine import SamplingParams
 from omni.pipelines import pipeline as pipeline_module
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages import Stage, TransformContext
+from stages import Stage, StageConfig, TransformContext
 from tests.support.fake_stage import FakeStage
 
 EMBEDS = "hidden_states_as_prompt_embeds"
@@ -69,7 +69,7 @@ def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
                 FakeStage("a", outputs=["hidden_states"]),
                 FakeStage("b", ("a",), transform="thinker_to_talker"),
             ],
-            "stage 'b' speaks what 'a' hands on, whose outputs lack 'position_ids', 'token_embeds'",
+            "add 'token_embeds', 'position_ids' to them",
         ),
         (
             [FakeStage("a", sampling=SamplingParams(n=2)), FakeStage("b", ("a",))],
@@ -108,13 +108,13 @@ def test_stages_already_built_are_closed_if_a_later_one_fails(
 ) -> None:
     built: list[FakeStage] = []
 
-    def build(config: PipelineConfig, name: str) -> Stage:
+    def build(name: str, config: StageConfig) -> Stage:
         if name == "second":
             raise ValueError("stage 'second': no memory")
         built.append(FakeStage(name))
         return built[-1]
 
-    monkeypatch.setattr(pipeline_module, "_build_stage", build)
+    monkeypatch.setattr(pipeline_module, "build_stage", build)
     second = {"kind": "encoder", "model": "seeded:bert", "final_output": "tensors"}
     with pytest.raises(ValueError, match="no memory"):
         Pipeline.from_config(_config({"second": second}))

@@ -19,7 +19,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from omni.seeded.encoder_decoders import BART_BENCHMARK
+from omni.seeded.checkpoints import BART_BENCHMARK
 
 TEXTS = ("The harbour wakes", "Once upon a time there was a fox", "Memory is a cache")
 NUM_TOKENS = 16

@@ -21,7 +21,7 @@ from omni import (
     Pipeline,
     StageInputs,
 )
-from omni.seeded.checkpoints import build_causal_lm
+from omni.seeded.language_models import build_causal_lm
 from omni.verification import tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify

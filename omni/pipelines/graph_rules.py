@@ -1,0 +1,226 @@
+"""What must hold of a graph of stages, be they built or still settings in a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+from omni.documents.suggestion import suggest
+from omni.pipelines.stage_graph import topological_order
+from stages import Stage, StageInputs, Transform, requirements_of, resolve_transform
+
+__all__ = ["GraphError", "GraphStage", "check_graph", "check_tensors", "sources_of"]
+
+
+class GraphStage(Protocol):
+    """What the rules read: a stage has it, and so have its settings."""
+
+    @property
+    def inputs(self) -> StageInputs | None:
+        """The stages that feed it."""
+
+    @property
+    def final_output(self) -> tuple[str, ...]:
+        """What the user gets of it."""
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether it can begin while its source goes on, as far as is known."""
+
+    @property
+    def gives_chunks(self) -> bool:
+        """Whether its outputs can be handed on while it goes on, as far as is known."""
+
+
+_StageT = TypeVar("_StageT", bound=GraphStage)
+
+
+class GraphError(ValueError):
+    """A rule that a graph breaks.
+
+    Args:
+        place: keys that lead to the mistake in a YAML file.
+        at_place: what is wrong there.
+        message: the same where there is no file, with the stage's name.
+    """
+
+    def __init__(self, place: tuple[str, ...], at_place: str, message: str) -> None:
+        super().__init__(message)
+        self.place = place
+        self.at_place = at_place
+
+
+def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
+    """For every stage the names of those that feed it."""
+    return {
+        name: stage.inputs.sources if stage.inputs is not None else ()
+        for name, stage in stages.items()
+    }
+
+
+def check_graph(stages: Mapping[str, GraphStage]) -> dict[str, Transform]:
+    """Check that stages form an acyclic graph out of which something comes.
+
+    Args:
+        stages: by name.
+
+    Returns:
+        For every stage with inputs, the function that makes its prompt.
+
+    Raises:
+        GraphError: an unknown source, a cycle, a stage that leads nowhere, no final output, a
+            transform that cannot be resolved or takes another number of sources, or an edge with
+            a chunk size that cannot be streamed.
+    """
+    _check_sources(stages)
+    try:
+        topological_order(sources_of(stages))
+    except ValueError as error:
+        raise GraphError(("stages",), f"{error}; remove one of the edges", str(error)) from error
+    _check_every_stage_is_used(stages)
+    transforms = {}
+    for name, stage in stages.items():
+        if stage.inputs is not None:
+            transforms[name] = _resolved(name, stage.inputs)
+            if stage.inputs.chunk_size is not None:
+                _check_streamed_edge(name, stages, stage.inputs, transforms[name])
+            _check_number_of_sources(name, stage.inputs, transforms[name])
+    return transforms
+
+
+def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transform]) -> None:
+    """Check that stages hand on what the transforms behind them need.
+
+    Args:
+        stages: built ones: how wide their hidden states are is known only then.
+        transforms: see :func:`check_graph`.
+
+    Raises:
+        ValueError: a tensor is not handed on, or does not fit the next stage.
+    """
+    for name, transform in transforms.items():
+        needs, stage = requirements_of(transform), stages[name]
+        for source in (stages[each] for each in sources_of(stages)[name]):
+            edge = f"stage {name!r} takes {', '.join(needs.tensors)} of {source.name!r}"
+            handed_on = needs.tensors if source.outputs is None else source.outputs
+            missing = [repr(tensor) for tensor in needs.tensors if tensor not in handed_on]
+            if missing:
+                raise ValueError(
+                    f"{edge}, whose outputs are {list(handed_on)}: add {', '.join(missing)} to them"
+                )
+            widths = (source.hidden_size, stage.hidden_size)
+            if needs.same_width and None not in widths and widths[0] != widths[1]:
+                raise ValueError(
+                    f"{edge}, which are {widths[0]} wide, but its own embeddings are {widths[1]} "
+                    "wide: the models must have the same hidden size, or a transform of your own "
+                    "between them"
+                )
+
+
+def _check_sources(stages: Mapping[str, GraphStage]) -> None:
+    for name, stage in stages.items():
+        if stage.inputs is None:
+            continue
+        place = ("stages", name, "inputs", "from")
+        sources = stage.inputs.sources
+        if not sources:
+            message = f"stage {name!r} has inputs that name no stage"
+            raise GraphError(place, "must not be empty", message)
+        for source in sources:
+            if source not in stages:
+                hint = suggest(source, stages)
+                raise GraphError(
+                    place,
+                    f"unknown stage {source!r}{hint}",
+                    f"stage {name!r} takes its input from {source!r}, which is no stage{hint}",
+                )
+            if sources.count(source) > 1:
+                raise GraphError(
+                    place,
+                    f"a stage is named twice: {', '.join(sources)}",
+                    f"stage {name!r} names its source {source!r} twice",
+                )
+
+
+def _check_every_stage_is_used(stages: Mapping[str, GraphStage]) -> None:
+    if not any(stage.final_output for stage in stages.values()):
+        raise GraphError(
+            ("stages",),
+            "nothing comes out of this pipeline; give at least one stage a final_output",
+            f"none of the stages {list(stages)} has a final_output: the user would get nothing",
+        )
+    feeding = {source for sources in sources_of(stages).values() for source in sources}
+    for name, stage in stages.items():
+        if name not in feeding and not stage.final_output:
+            raise GraphError(
+                ("stages", name),
+                "no stage takes its output and it has no final_output; give it one, name it in "
+                "another stage's inputs, or remove it",
+                f"stage {name!r} leads nowhere: it feeds no stage and has no final_output",
+            )
+
+
+def _resolved(name: str, inputs: StageInputs) -> Transform:
+    try:
+        return resolve_transform(inputs.transform)
+    except ValueError as error:
+        place = ("stages", name, "inputs", "transform")
+        raise GraphError(place, str(error), f"stage {name!r}: {error}") from error
+
+
+def _check_number_of_sources(name: str, inputs: StageInputs, transform: Transform) -> None:
+    wanted, got = requirements_of(transform).num_sources, len(inputs.sources)
+    if wanted not in (None, got):
+        problem = f"transform {inputs.transform_name!r} takes {wanted} source(s), got {got}"
+        place = ("stages", name, "inputs", "from")
+        raise GraphError(place, problem, f"stage {name!r}: {problem}: {', '.join(inputs.sources)}")
+
+
+def _check_streamed_edge(
+    name: str, stages: Mapping[str, GraphStage], inputs: StageInputs, transform: Transform
+) -> None:
+    """Whether the one source's chunks can go through the transform into the stage."""
+    edge = f"stage {name!r}: inputs.chunk_size"
+    for field in ("chunk_size", "max_pending_chunks"):
+        value = getattr(inputs, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problem = f"must be an integer of at least 1, got {value!r}"
+            place = ("stages", name, "inputs", field)
+            raise GraphError(place, problem, f"stage {name!r}: inputs.{field} {problem}")
+    source = inputs.sources[0]
+    if len(inputs.sources) != 1:
+        at_place = f"is for one source, got {len(inputs.sources)}"
+        message = (
+            f"{edge} streams one source, but it takes its input from "
+            f"{', '.join(map(repr, inputs.sources))}: leave chunk_size out"
+        )
+    elif not stages[name].takes_chunks:
+        kind = _kind_of(stages[name])
+        article = "an" if kind[0].lower() in "aeiou" else "a"
+        at_place = f"is not for {article} {kind}, which reads its whole input at once"
+        message = f"{edge}: it takes its requests whole, not in chunks: leave it out"
+    elif not stages[source].gives_chunks:
+        at_place = (
+            f"needs a source that generates tokens; {source!r} is of kind "
+            f"{_kind_of(stages[source])!r}"
+        )
+        message = (
+            f"{edge} streams stage {source!r}, which hands on its outputs whole: only "
+            "decoder-only models do so token by token; leave chunk_size out"
+        )
+    elif not requirements_of(transform).chunkable:
+        named = inputs.transform_name
+        at_place = f"needs a transform that works chunk by chunk, which {named!r} does not"
+        message = (
+            f"{edge}: its transform {named!r} works on whole outputs; use one that is "
+            "marked as chunkable, or leave chunk_size out"
+        )
+    else:
+        return
+    place = ("stages", name, "inputs", "chunk_size")
+    raise GraphError(place, f"{at_place}; leave it out to wait until the source is done", message)
+
+
+def _kind_of(stage: GraphStage) -> str:
+    kind: str = getattr(stage, "kind", type(stage).__name__)
+    return kind

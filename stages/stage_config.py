@@ -1,0 +1,159 @@
+"""What the configurations of all stage kinds share, and the kinds that there are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+
+from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.sampling_params import SamplingParams
+from stages.stage import OneOrMore, Stage, StageInputs
+
+__all__ = [
+    "ModelReference",
+    "StageConfig",
+    "TokenStageConfig",
+    "register_stage_kind",
+    "stage_kind",
+    "stage_kinds",
+]
+
+ENTRY_POINTS = "omni_pipeline.stage_kinds"
+"""Entry points of installed packages: the name is the kind's, the object its configuration."""
+
+_ConfigT = TypeVar("_ConfigT", bound="StageConfig")
+_KINDS: dict[str, type[StageConfig]] = {}
+
+
+def _located(value: str, info: ValidationInfo) -> str:
+    locate: Callable[[str], str] | None = (info.context or {}).get("locate_model")
+    return value if locate is None else locate(value)
+
+
+ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
+"""Folder, hub id, or a name that whoever reads the configuration turns into one of them: by
+``context={"locate_model": function}`` of the validation."""
+
+
+class StageConfig(BaseModel):
+    """One stage of a YAML file: what it says, and how the stage is made of it.
+
+    A kind of stage is a subclass, made known by :func:`register_stage_kind`. Its module imports
+    the engine only when a stage is built, so that configurations are checked without torch.
+
+    Attributes:
+        kind: chooses the subclass, which declares it as a ``Literal``.
+        model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
+            use. Kinds that cannot do without redeclare it as a ``ModelReference``.
+        part: which model of a checkpoint that holds several, such as ``thinker``.
+        inputs: the stages that feed this one; without it the stage gets the user's prompt.
+        final_output: what the user gets of this stage; kinds redeclare which forms they have.
+        takes_chunks: whether such a stage may begin while its source goes on.
+        gives_chunks: whether its outputs may be handed on while it goes on.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    takes_chunks: ClassVar[bool] = False
+    gives_chunks: ClassVar[bool] = False
+
+    kind: str
+    model: ModelReference | None = None
+    part: str | None = Field(default=None, min_length=1)
+    inputs: StageInputs | None = None
+    final_output: Annotated[tuple[str, ...], OneOrMore] = ()
+
+    @abstractmethod
+    def build_stage(self, name: str) -> Stage:
+        """Build the stage; its model is loaded.
+
+        Args:
+            name: of the stage in its pipeline.
+
+        Raises:
+            ValueError: it cannot be built as asked.
+        """
+
+    @property
+    def own_sampling(self) -> SamplingParams | None:
+        """Parameters of requests that bring none; None if such a stage samples nothing."""
+        return None
+
+    @classmethod
+    def model_for(cls, data: Mapping[str, Any]) -> type[StageConfig]:
+        """The class that a mapping is checked against: that of its kind, where there is one."""
+        return _KINDS.get(str(data.get("kind")), cls)
+
+
+class TokenStageConfig(StageConfig):
+    """What kinds share whose engine reads tokens.
+
+    Attributes:
+        engine: how the engine runs the model.
+        outputs: names of the tensors to keep; None keeps all that the model puts out.
+    """
+
+    model: ModelReference
+    engine: EngineSettings = EngineSettings()
+    outputs: tuple[str, ...] | None = None
+
+    def engine_config(self) -> EngineConfig:
+        """Join model and engine settings."""
+        return EngineConfig(model=self.model, part=self.part, **self.engine.model_dump())
+
+
+def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
+    """Decorator that makes a kind of stage known to YAML files, by its configuration::
+
+        @register_stage_kind
+        class ShoutStageConfig(StageConfig):
+            kind: Literal["shout"]
+            mark: str = "!"
+
+            def build_stage(self, name: str) -> Stage:
+                return ShoutStage(name, self.mark, inputs=self.inputs)
+
+    An installed package has its kinds found by naming them among the entry points
+    ``omni_pipeline.stage_kinds``: ``shout = "package.module:ShoutStageConfig"``.
+
+    Raises:
+        ValueError: ``kind`` is no ``Literal`` of one name, or there is such a kind already.
+    """
+    names = get_args(config.model_fields["kind"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise ValueError(
+            f"{config.__qualname__} must declare its kind as a Literal of one name, such as "
+            'kind: Literal["shout"]'
+        )
+    if _KINDS.setdefault(names[0], config) is not config:
+        raise ValueError(f"a stage kind named {names[0]!r} is registered already")
+    return config
+
+
+def stage_kinds() -> tuple[str, ...]:
+    """All names that :func:`stage_kind` knows."""
+    return tuple(dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names)))
+
+
+def stage_kind(name: str) -> type[StageConfig] | None:
+    """Find the configuration of a kind; None if there is no such kind.
+
+    Raises:
+        ValueError: an installed package has the kind, but it cannot be loaded.
+    """
+    if name not in _KINDS:
+        for entry_point in entry_points(group=ENTRY_POINTS, name=name):
+            try:
+                register_stage_kind(entry_point.load())
+            except Exception as error:  # whatever a user's package raises is this kind's error
+                raise ValueError(
+                    f"kind {name!r}: {entry_point.value!r} cannot be loaded: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if name not in _KINDS:
+                raise ValueError(f"kind {name!r}: {entry_point.value!r} is of another kind")
+    return _KINDS.get(name)
