@@ -33,11 +33,14 @@ if TYPE_CHECKING:
         EncoderStage,
         GeneratorStage,
         Stage,
+        StageConfig,
         StageInputs,
         StageOutput,
         TransformContext,
         chunkable,
+        register_stage_kind,
         register_transform,
+        requires,
     )
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "Prompt",
     "SamplingParams",
     "Stage",
+    "StageConfig",
     "StageInputs",
     "StageOutput",
     "TextPrompt",
@@ -67,48 +71,28 @@ __all__ = [
     "TransformContext",
     "Waveform",
     "chunkable",
+    "register_stage_kind",
     "register_transform",
+    "requires",
 ]
 
-_HOMES = {
-    "engine": (
-        "AudioPrompt",
-        "ChatPrompt",
-        "EmbedsPrompt",
-        "EngineConfig",
-        "ExplicitEncoderDecoderPrompt",
-        "GeneratorConfig",
-        "ImagePrompt",
-        "LLMEngine",
-        "Prompt",
-        "SamplingParams",
-        "TextPrompt",
-        "TokensPrompt",
-        "Waveform",
-    ),
-    "omni.runtime.omni": ("Omni",),
-    "omni.pipelines.pipeline": ("Pipeline",),
-    "omni.pipelines.pipeline_config": ("PipelineConfig",),
-    "omni.requests.request": ("OmniOutput", "OmniRequest"),
-    "stages": (
-        "AutoregressiveStage",
-        "EncoderStage",
-        "GeneratorStage",
-        "Stage",
-        "StageInputs",
-        "StageOutput",
-        "TransformContext",
-        "chunkable",
-        "register_transform",
-    ),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+# In this order: the first two cost the least.
+_HOMES = (
+    "engine",
+    "stages",
+    "omni.requests.request",
+    "omni.pipelines.pipeline_config",
+    "omni.pipelines.pipeline",
+    "omni.runtime.omni",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in __all__:
+        for home in map(importlib.import_module, _HOMES):
+            if name in home.__all__:
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,6 @@ from stages.stage import (
     Transform,
     TransformContext,
 )
-from stages.stage_builder import build_stage, parse_stage_config
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 from stages.transforms.prompts import (
     hidden_states_as_prompt_embeds,
@@ -30,7 +29,6 @@ from stages.transforms.registry import (
     chunkable,
     register_transform,
     registered_transforms,
-    requirements_of,
     requires,
     resolve_transform,
     takes_chunks,
@@ -53,14 +51,11 @@ __all__ = [
     "StageStats",
     "Transform",
     "TransformContext",
-    "build_stage",
     "chunkable",
     "hidden_states_as_prompt_embeds",
-    "parse_stage_config",
     "register_stage_kind",
     "register_transform",
     "registered_transforms",
-    "requirements_of",
     "requires",
     "resolve_transform",
     "takes_chunks",

@@ -7,7 +7,8 @@ from typing import Protocol, TypeVar
 
 from omni.documents.suggestion import suggest
 from omni.pipelines.stage_graph import topological_order
-from stages import Stage, StageInputs, Transform, requirements_of, resolve_transform
+from stages import Stage, StageInputs, Transform, resolve_transform
+from stages.transforms.registry import requirements_of
 
 __all__ = ["GraphError", "GraphStage", "check_graph", "check_tensors", "sources_of"]
 

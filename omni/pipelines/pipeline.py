@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from omni.documents.suggestion import suggest
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of
 from omni.pipelines.stage_graph import topological_order
-from stages import Stage, Transform, build_stage
+from stages import Stage, Transform
+from stages.stage_builder import build_stage
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig

@@ -25,7 +25,8 @@ from omni.pipelines.graph_rules import GraphError, check_graph, sources_of
 from omni.pipelines.model_reference import locate_model
 from omni.pipelines.stage_graph import topological_order
 from omni.seeded.checkpoints import resolve_model
-from stages import StageConfig, parse_stage_config
+from stages import StageConfig
+from stages.stage_builder import parse_stage_config
 
 __all__ = ["PipelineConfig"]
 

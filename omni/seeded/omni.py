@@ -101,6 +101,10 @@ class OmniSizes:
     bigvgan: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _rope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+
+
 _BENCHMARK = OmniSizes(
     width=640,
     vocab_size=8192,
@@ -109,11 +113,7 @@ _BENCHMARK = OmniSizes(
         "num_hidden_layers": 11,
         "num_attention_heads": 10,
         "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [8, 12, 12],
-        },
+        "rope_parameters": _rope([8, 12, 12]),
     },
     vision={"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4},
     audio={
@@ -129,11 +129,7 @@ _BENCHMARK = OmniSizes(
         "num_attention_heads": 7,
         "num_key_value_heads": 1,
         "head_dim": 64,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [8, 12, 12],
-        },
+        "rope_parameters": _rope([8, 12, 12]),
     },
     dit={
         "hidden_size": 128,
@@ -224,10 +220,6 @@ def _config(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> Qwen2_5Omni
     )
 
 
-def _rope() -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-
-
 def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
     text: dict[str, Any] = {
         "vocab_size": sizes.vocab_size,
@@ -237,7 +229,7 @@ def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, 
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
-        "rope_parameters": _rope(),
+        "rope_parameters": _rope([2, 3, 3]),
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -272,7 +264,7 @@ def _talker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, A
         "num_key_value_heads": 1,
         "head_dim": 16,
         "max_position_embeddings": 4096,
-        "rope_parameters": _rope(),
+        "rope_parameters": _rope([2, 3, 3]),
         "tts_text_start_token_id": vocabulary["<tts_bos>"],
         "tts_text_end_token_id": vocabulary["<tts_eos>"],
         "tts_text_pad_token_id": vocabulary["<tts_pad>"],
