@@ -35,8 +35,8 @@ def _located(value: str, info: ValidationInfo) -> str:
 
 
 ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
-"""Folder, hub id, or a name that whoever reads the configuration turns into one of them: by
-``context={"locate_model": function}`` of the validation."""
+"""Folder, hub id, or a name that the reader of the configuration turns into one of them: the
+validation's context may have a function ``locate_model``."""
 
 
 class StageConfig(BaseModel):

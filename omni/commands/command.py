@@ -67,7 +67,7 @@ def command(
             try:
                 all_well = function(given)
             except BrokenPipeError:
-                raise  # whoever read the output has seen enough; click ends quietly
+                raise  # the reader of the output has seen enough; click ends quietly
             except (ValueError, OSError) as error:
                 if given.debug:
                     raise

@@ -43,7 +43,7 @@ class Driver:
     All methods may be called from any thread. The thread starts with the first request.
 
     Args:
-        orchestrator: used by nobody else.
+        orchestrator: for this driver alone.
     """
 
     def __init__(self, orchestrator: Orchestrator) -> None:
@@ -95,7 +95,7 @@ class Driver:
             self._command(lambda: self._abort(request_id, "aborted"))
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
-        """End requests whose outputs nobody waits for any more; those that ended are ignored."""
+        """End requests whose callers are gone; those that ended are ignored."""
         gone = tuple(tickets)
         with self._changed:
             self._unwanted.update(gone)
@@ -103,7 +103,7 @@ class Driver:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the thread back while somebody else drives the stages; requests queue up.
+        """Hold the thread back while another caller drives the stages; requests queue up.
 
         Raises:
             RuntimeError: requests are running, or the driver was stopped or has crashed.
@@ -189,7 +189,7 @@ class Driver:
     def _add(self, ticket: Ticket) -> None:
         try:
             self._orchestrator.add_request(replace(ticket.request, request_id=ticket.request_id))
-        except Exception as error:  # stages may be anybody's code; the other callers go on
+        except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
                 _logger.exception("request %r could not be added", ticket.request_id)
             message = str(error) if isinstance(error, ValueError) else repr(error)

@@ -138,7 +138,7 @@ class Omni:
             self._driver.discard(running.values())
 
     def abort(self, request_id: str) -> None:
-        """End a request; whoever waits for it gets a last output. Unknown ids are ignored."""
+        """End a request; its caller gets a last output. Unknown ids are ignored."""
         self._driver.abort(request_id)
 
     @contextmanager

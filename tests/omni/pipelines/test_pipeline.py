@@ -11,7 +11,7 @@ from engine import SamplingParams
 from omni.pipelines import pipeline as pipeline_module
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages import Stage, StageConfig, TransformContext
+from stages import Stage, StageConfig, TransformContext, requires
 from tests.support.fake_stage import FakeStage
 
 EMBEDS = "hidden_states_as_prompt_embeds"
@@ -19,6 +19,11 @@ EMBEDS = "hidden_states_as_prompt_embeds"
 
 def refuse_all(context: TransformContext) -> str:
     raise ValueError(context.request_id)
+
+
+@requires("codes", num_sources=1)
+def needs_codes(context: TransformContext) -> str:
+    return str(context.sources[0].tensors["codes"])
 
 
 def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
@@ -70,6 +75,18 @@ def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
                 FakeStage("b", ("a",), transform="thinker_to_talker"),
             ],
             "add 'token_embeds', 'position_ids' to them",
+        ),
+        (
+            [FakeStage("a", outputs=()), FakeStage("b", ("a",), transform=needs_codes)],
+            r"stage 'b' takes codes of 'a', whose outputs are \[\]: add 'codes' to them",
+        ),
+        (
+            [
+                FakeStage("a"),
+                FakeStage("b"),
+                FakeStage("c", ("a", "b"), transform=f"{__name__}:needs_codes"),
+            ],
+            "stage 'c': transform '.*:needs_codes' takes 1 .*, got 2: a, b",
         ),
         (
             [FakeStage("a", sampling=SamplingParams(n=2)), FakeStage("b", ("a",))],

@@ -60,6 +60,16 @@ STREAMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "stages.code2wav.inputs.chunk_size: is for one source, got 2",
         "leave it out",
     ),
+    "several sources of a transform for one": (
+        {
+            "stages.code2wav.inputs": {
+                "from": ["talker", "thinker"],
+                "transform": "talker_to_code2wav",
+            }
+        },
+        "stages.code2wav.inputs.from: transform 'talker_to_code2wav' takes 1 source(s), got 2",
+        "",
+    ),
     "a transform for whole outputs": (
         {"stages.talker.inputs.transform": "text_as_prompt"},
         "stages.talker.inputs.chunk_size: needs a transform that works chunk by chunk",

@@ -12,10 +12,13 @@ from engine import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
 from stages import (
     StageOutput,
     TransformContext,
+    chunkable,
     register_transform,
     registered_transforms,
+    requires,
     resolve_transform,
 )
+from stages.transforms.registry import Requirements, requirements_of
 
 
 def context(*sources: StageOutput) -> TransformContext:
@@ -128,6 +131,17 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="'broken_transforms' cannot be imported: ZeroDivision"):
         resolve_transform("broken_transforms:function")
+
+
+def test_what_a_transform_needs_is_what_it_declares() -> None:
+    def own(context: TransformContext) -> Prompt:
+        return TokensPrompt((1,))
+
+    assert requirements_of(own) == Requirements()
+    assert chunkable(requires("codes", "mel", num_sources=1)(own)) is own
+    assert requirements_of(own) == Requirements(("codes", "mel"), num_sources=1, chunkable=True)
+    embeds = requirements_of(resolve_transform("hidden_states_as_prompt_embeds"))
+    assert embeds == Requirements(("hidden_states",), same_width=True)
 
 
 def test_a_registered_name_resolves_and_cannot_be_taken_twice(
