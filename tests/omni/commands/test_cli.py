@@ -319,7 +319,7 @@ def test_explain_shows_the_graph_every_default_and_the_memory(name: str, tmp_pat
     result = omni("explain", name)
     assert result.exit_code == 0, result.stderr
     config = PipelineConfig.load(name)
-    transforms = [stage.inputs.transform for stage in config.stages.values() if stage.inputs]
+    transforms = [stage.inputs.transform_name for stage in config.stages.values() if stage.inputs]
     assert all(transform in result.stdout for transform in transforms)
     assert "Resolved and reserved" in result.stdout
     assert "weights" in result.stdout

@@ -12,6 +12,7 @@ from engine import EngineConfig, SamplingParams
 from omni.documents.document_error import ConfigError
 from omni.pipelines.config_file import parse_overrides, shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
+from stages import AutoregressiveStageConfig
 
 TWO_STAGES = """\
 name: mine
@@ -38,6 +39,12 @@ def write(folder: Path, text: str) -> Path:
     path = folder / "mine.yaml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def stage_of(config: PipelineConfig, name: str) -> AutoregressiveStageConfig:
+    stage = config.stages[name]
+    assert isinstance(stage, AutoregressiveStageConfig)
+    return stage
 
 
 def error_of(path: Path, overrides: dict[str, Any] | None = None) -> str:
@@ -67,7 +74,7 @@ def test_written_out_with_all_defaults_a_config_means_the_same(name: str, tmp_pa
 
 def test_values_and_defaults_reach_the_stage(tmp_path: Path) -> None:
     config = PipelineConfig.load(write(tmp_path, TWO_STAGES))
-    writer, reader = config.stages["writer"], config.stages["reader"]
+    writer, reader = stage_of(config, "writer"), stage_of(config, "reader")
     assert writer.engine.block_size == 4
     assert writer.engine.max_num_seqs == EngineConfig.model_fields["max_num_seqs"].default
     assert writer.kind == "autoregressive"
@@ -86,7 +93,7 @@ def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
     config = PipelineConfig.load(
         write(tmp_path, TWO_STAGES), {"stages.writer.model": "./checkpoint"}
     )
-    engine = config.stages["writer"].engine_config()
+    engine = stage_of(config, "writer").engine_config()
     assert engine == EngineConfig(model=str(checkpoint), block_size=4)
 
 
@@ -337,8 +344,8 @@ def test_an_override_does_not_reach_a_mapping_that_shares_its_anchor(tmp_path: P
         "    model: seeded:llama\n", "    model: seeded:llama\n    engine: *engine\n"
     )
     config = PipelineConfig.load(write(tmp_path, text), {"stages.writer.engine.block_size": 8})
-    assert config.stages["writer"].engine.block_size == 8
-    assert config.stages["reader"].engine.block_size == 4
+    assert stage_of(config, "writer").engine.block_size == 8
+    assert stage_of(config, "reader").engine.block_size == 4
 
 
 def test_override_values_are_yaml() -> None:

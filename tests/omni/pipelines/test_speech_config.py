@@ -11,6 +11,7 @@ from engine import EngineConfig
 from engine.interface.generator_config import GenerationParams, GeneratorConfig
 from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
+from stages import AutoregressiveStageConfig, GeneratorStageConfig
 
 SPEECH = """\
 name: speech
@@ -47,6 +48,8 @@ def test_a_generators_settings_parts_and_streams_reach_their_stages(tmp_path: Pa
     assert thinker.inputs is None
     assert (talker.inputs.chunk_size, talker.inputs.max_pending_chunks) == (4, 2)
     assert (code2wav.inputs.chunk_size, code2wav.inputs.max_pending_chunks) == (8, 3)
+    assert isinstance(talker, AutoregressiveStageConfig)
+    assert isinstance(code2wav, GeneratorStageConfig)
     assert talker.engine_config() == EngineConfig(model=str(checkpoint), part="talker")
     assert code2wav.generator_config() == GeneratorConfig(
         model=str(checkpoint), part="code2wav", generation=GenerationParams(num_steps=3)
