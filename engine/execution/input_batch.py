@@ -113,11 +113,6 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
 
-    @property
-    def num_requests(self) -> int:
-        """Rows in use."""
-        return len(self._row_of)
-
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Take a row for a request and fill in all tokens known so far.
 
@@ -171,10 +166,10 @@ class InputBatch:
         """Cut one step's inputs from the tables.
 
         Args:
-            request_ids: who runs, in the order in which their tokens shall be packed.
+            request_ids: the requests that run, in the order in which their tokens are packed.
             num_computed_tokens: per request, tokens computed before this step.
             num_scheduled_tokens: per request, tokens to run, at least 1.
-            encoder_lens: per request, the encoder tokens that it sees; empty if nobody sees any.
+            encoder_lens: per request, the encoder tokens that it sees; empty if none sees any.
             num_arriving: per request, encoder tokens that come with this step; empty if none do.
         """
         rows = np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.step import AttentionStep
 from engine.execution.host_copy import HostCopy
 from engine.execution.input_batch import InputBatch, StepInputs
+from engine.execution.model_inputs import ModelInputBuilder, ModelInputs
 from engine.execution.step_metadata import build_step_metadata
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
@@ -22,8 +22,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
-    AttentionSpec,
-    CrossAttentionSpec,
     EncoderCache,
     KVCacheManager,
     PagedMemory,
@@ -41,7 +39,7 @@ class SampledToken:
     """What a step chose for one request.
 
     Attributes:
-        request: who it is for.
+        request: the request that it is for.
         token_id: the chosen token; None if no token could be chosen.
         logprobs: when asked for.
         error: why no token could be chosen.
@@ -89,6 +87,9 @@ class ModelRunner:
         self._batch = input_batch
         self._device = device
         self._encoder_cache = encoder_cache
+        self._inputs = ModelInputBuilder(
+            model, kv_cache_manager, memory, input_batch, encoder_cache, device
+        )
         self._host_copy = HostCopy(device, max_num_batched_tokens)
         self._sampler = Sampler()
         self._bind_layers()
@@ -116,19 +117,13 @@ class ModelRunner:
             self.forget(request)
         if not output.scheduled:
             return []
-        inputs = self._prepare(output)
-        encoded = self._encode(inputs, output.scheduled)
-        marks = (
-            _follows_encoder(inputs, output.scheduled, self._device),
-            _shows_item(inputs, output.scheduled, self._device),
-        )
-        self._encode_items(output.scheduled)
-        embeds = self._input_embeds(inputs, output.scheduled)
-        positions = self._positions(inputs, output.scheduled)
-        tensors = self._forward(inputs, embeds, positions, encoded, *marks)
+        step = self._inputs.cut(output.scheduled)
+        encoded = self._run_encoder(step, output.scheduled)
+        self._run_towers(output.scheduled)
+        tensors = self._forward(self._inputs.build(step, output.scheduled, encoded))
         self._start_host_copy(tensors)
-        sampled = self._sample(inputs, output.scheduled, tensors["hidden_states"])
-        self._write_outputs(inputs)
+        sampled = self._sample(step, output.scheduled, tensors["hidden_states"])
+        self._write_outputs(step)
         return sampled
 
     def _swap_pages(self, output: SchedulerOutput) -> None:
@@ -143,7 +138,9 @@ class ModelRunner:
         except Exception as error:  # the host's or the device's memory, whatever it is
             raise SwapError(f"swapping failed: {type(error).__name__}: {error}") from error
 
-    def _encode(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+    def _run_encoder(
+        self, step: StepInputs, scheduled: Sequence[ScheduledRequest]
+    ) -> Tensor | None:
         """Rows of the encoder inputs that come with this step, packed in its order, or None."""
         entries = [
             item.request.encoder_input
@@ -156,7 +153,7 @@ class ModelRunner:
         mirror = self._kv.encoder_outputs
         if mirror is not None:
             group_id = self._kv.coordinator.encoder_managers[0].group_id
-            slot_mapping = torch.from_numpy(inputs.groups[group_id].slot_mapping)
+            slot_mapping = torch.from_numpy(step.groups[group_id].slot_mapping)
             mirror.write(slot_mapping, {ENCODER_HIDDEN_STATES: rows.cpu()})
         return rows
 
@@ -164,9 +161,9 @@ class ModelRunner:
         mirrors = self._kv.stage_outputs.mirrors
         self._host_copy.start({name: rows for name, rows in tensors.items() if mirrors(name)})
 
-    def _write_outputs(self, inputs: StepInputs) -> None:
+    def _write_outputs(self, step: StepInputs) -> None:
         """Mirror the tensors that ``HostCopy`` was started with. Publishing comes after this."""
-        slot_mapping = torch.from_numpy(inputs.groups[self._kv.mirrored_group_id].slot_mapping)
+        slot_mapping = torch.from_numpy(step.groups[self._kv.mirrored_group_id].slot_mapping)
         self._kv.stage_outputs.write(slot_mapping, self._host_copy.finish())
 
     @torch.inference_mode()
@@ -182,14 +179,12 @@ class ModelRunner:
         self._batch.add("warm-up 0", [0] * 3)
         self._batch.add("warm-up 1", [0] * 2)
         try:
-            inputs = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
-            token_ids = torch.from_numpy(inputs.token_ids).to(self._device)
-            embeds, positions = self._model.embed(token_ids), self._positions(inputs, ())
-            tensors = self._forward(inputs, embeds, positions)
+            step = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
+            tensors = self._forward(self._inputs.build(step))
             if self._model.vocab_size:
                 self._model.compute_logits(tensors["hidden_states"][:1])
             self._start_host_copy(tensors)
-            self._write_outputs(inputs)
+            self._write_outputs(step)
             self._reserve_encoder_outputs(tensors["hidden_states"].dtype)
         finally:
             self._batch.remove("warm-up 0")
@@ -213,129 +208,40 @@ class ModelRunner:
         """Give back a request's row; one that has none is ignored."""
         self._batch.remove(request.request_id)
 
-    def _prepare(self, output: SchedulerOutput) -> StepInputs:
-        for item in output.scheduled:
-            self._sync_tables(item)
-        return self._batch.prepare(
-            [item.request.request_id for item in output.scheduled],
-            [item.request.num_computed_tokens for item in output.scheduled],
-            [item.num_tokens for item in output.scheduled],
-            [item.request.num_visible_encoder_tokens for item in output.scheduled],
-            [_num_arriving(item) for item in output.scheduled],
-        )
-
-    def _sync_tables(self, item: ScheduledRequest) -> None:
-        request_id = item.request.request_id
-        if request_id not in self._batch:
-            self._batch.add(request_id, item.request.token_ids)
-        for group_id, group in enumerate(self._memory.config.groups):
-            size = group.spec.block_size
-            is_cross = isinstance(group.spec, CrossAttentionSpec)
-            if is_cross:
-                blocks = item.request.encoder_blocks
-                first, end = 0, 0 if blocks is None else blocks.num_tokens
-            else:
-                first = item.request.num_computed_tokens
-                end = first + item.num_tokens
-            known = self._batch.num_blocks(request_id, group_id)
-            if known * size >= end:
-                continue
-            block_ids = self._kv.block_ids(request_id, group_id)
-            self._batch.append_blocks(request_id, block_ids[known:], group_id)
-            # The first tokens of a new last block come now; the rest of it is read, masked,
-            # before it is written.
-            is_new = item.runs_encoder if is_cross else end // size * size >= first
-            if is_new and end % size and isinstance(group.spec, AttentionSpec):
-                self._memory.clear_page(group_id, block_ids[-1])
-
-    def _input_embeds(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
-
-        Token ids and given embeddings meet here: every position is looked up, then the positions
-        that a prompt gave as embeddings, or that show an image, are overwritten, and rows that
-        come beside the tokens are added. So all kinds share a batch.
-        """
-        token_ids = torch.from_numpy(inputs.token_ids).to(self._device, non_blocking=True)
-        embeds = self._model.embed(token_ids)
-        for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
-            chunk = embeds[start : start + item.num_tokens]
-            first = item.request.num_computed_tokens
-            given = item.request.prompt_embeds
-            if given is not None and first < given.shape[0]:
-                rows = given[first : first + item.num_tokens]
-                chunk[: rows.shape[0]] = rows.to(self._device)
-            self._merge_items(chunk, item.request, first)
-            if item.request.streamed_rows is not None:
-                item.request.streamed_rows.apply(chunk, first)
-        return embeds
-
-    def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
-        """Overwrite what a chunk, whose first token is at ``first``, shows of the request's items.
-
-        ::
-
-            item               |<- offset ....... end ->|
-            chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
-        """
-        stop = first + chunk.shape[0]
-        for item in request.multimodal_inputs:
-            if self._encoder_cache is not None and item.overlaps(first, stop):
-                rows = self._encoder_cache.rows(item.content_hash)
-                begin, end = max(first, item.offset), min(stop, item.end)
-                chunk[begin - first : end - first] = rows[item.rows_in(first, stop)]
-
-    def _encode_items(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Run the towers for the images and the like that this step begins and nobody knows."""
+    def _run_towers(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Run the towers for images and the like that this step begins and the cache lacks."""
         items = [entry for item in scheduled for entry in item.items_to_encode]
         if not items or self._encoder_cache is None:
             return
         for entry, rows in zip(items, self._model.encode_multimodal(items), strict=True):
             self._encoder_cache.fill(entry.content_hash, rows)
 
-    def _positions(self, inputs: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Where tokens lie, int64: ``(num_tokens,)``, or ``(axes, num_tokens)``.
-
-        On several axes, a token that nothing else is said of has its index on each of them.
-        """
-        positions = torch.from_numpy(inputs.positions)
-        num_axes = max((item.request.num_position_axes for item in scheduled), default=1)
-        if num_axes > 1:
-            positions = positions.repeat(num_axes, 1)
-            for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
-                placed, first = item.request.positions, item.request.num_computed_tokens
-                if placed is not None:
-                    stop = start + item.num_tokens
-                    positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
-        return positions.to(self._device, non_blocking=True)
-
-    def _forward(
-        self,
-        inputs: StepInputs,
-        inputs_embeds: Tensor,
-        positions: Tensor,
-        encoded: Tensor | None = None,
-        follows_encoder: Tensor | None = None,
-        shows_item: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        metadata = build_step_metadata(inputs, self._memory, self._device)
+    def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        metadata = build_step_metadata(inputs.step, self._memory, self._device)
         for backend, group_metadata in zip(self._backends, metadata, strict=True):
             if backend is not None and isinstance(group_metadata, AttentionMetadata):
                 backend.begin_step(group_metadata)
         tensors: dict[str, Tensor] = self._model(
-            inputs_embeds,
-            positions,
-            AttentionStep(self._backends, metadata, encoded, follows_encoder, shows_item),
+            inputs.embeds,
+            inputs.positions,
+            AttentionStep(
+                self._backends,
+                metadata,
+                inputs.encoded,
+                inputs.follows_encoder,
+                inputs.shows_item,
+            ),
         )
         return tensors
 
     def _sample(
         self,
-        inputs: StepInputs,
+        step: StepInputs,
         scheduled: Sequence[ScheduledRequest],
         hidden_states: Tensor,
     ) -> list[SampledToken]:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
-        last_rows = (inputs.query_start_loc[1:] - 1).tolist()
+        last_rows = (step.query_start_loc[1:] - 1).tolist()
         sampling = [
             (item.request, row)
             for item, row in zip(scheduled, last_rows, strict=True)
@@ -352,39 +258,3 @@ class ModelRunner:
                 sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True
             )
         ]
-
-
-def _num_arriving(item: ScheduledRequest) -> int:
-    """Encoder tokens whose keys and values this step writes for a request."""
-    blocks = item.request.encoder_blocks
-    return blocks.num_tokens if item.runs_encoder and blocks is not None else 0
-
-
-def _follows_encoder(
-    inputs: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
-) -> Tensor | None:
-    """Per token, whether it comes after its request's encoder input; None if all do."""
-    starts = [
-        item.request.encoder_view.start if item.request.encoder_view else 0 for item in scheduled
-    ]
-    if not any(starts):
-        return None
-    first = np.repeat(starts, inputs.seq_lens - inputs.num_computed_tokens)
-    return torch.from_numpy(inputs.positions >= first).to(device)
-
-
-def _shows_item(
-    inputs: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
-) -> Tensor | None:
-    """Per token, whether an item's row stands in its place; None if none does."""
-    marks: Tensor | None = None
-    for item, start in zip(scheduled, inputs.query_start_loc.tolist(), strict=False):
-        first = item.request.num_computed_tokens
-        stop = first + item.num_tokens
-        for shown in item.request.multimodal_inputs:
-            if shown.overlaps(first, stop):
-                if marks is None:
-                    marks = torch.zeros(len(inputs.token_ids), dtype=torch.bool)
-                begin, end = max(first, shown.offset), min(stop, shown.end)
-                marks[start + begin - first : start + end - first] = True
-    return None if marks is None else marks.to(device)

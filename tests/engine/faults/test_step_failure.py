@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
+from engine.execution.model_inputs import ModelInputs
 from engine.execution.model_runner import ModelRunner
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 from tests.support.faults import Faults
@@ -30,9 +31,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step that computes the token ``POISON`` fails, after the forward pass."""
     plain = ModelRunner._forward
 
-    def forward(self: ModelRunner, inputs: Any, embeds: Tensor, *rest: Any) -> Any:
-        tensors = plain(self, inputs, embeds, *rest)
-        if POISON in inputs.token_ids.tolist():
+    def forward(self: ModelRunner, inputs: ModelInputs) -> Any:
+        tensors = plain(self, inputs)
+        if POISON in inputs.step.token_ids.tolist():
             raise RuntimeError("a poisoned token")
         return tensors
 
