@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.media.wav_writer import write_wav
+from engine.media.wav_file import write_wav
 from omni import ChatPrompt, Omni, OmniRequest, Waveform
 
 SAMPLING_RATE = 16_000

@@ -1,4 +1,4 @@
-"""Reads WAV files as mono samples.
+"""Reads WAV files as mono samples, and writes them.
 
 A WAV file is a row of chunks. Each has a name, its size in bytes, its content, and one byte more if
 the size is odd, so that the next one begins at an even place::
@@ -16,15 +16,22 @@ from __future__ import annotations
 
 import os
 import struct
+import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-__all__ = ["check_duration", "read_wav"]
+from engine.media.waveform import Waveform
+
+__all__ = ["check_duration", "read_wav", "write_wav"]
+
+_LOUDEST = 2**15 - 1
+"""Of the 16-bit samples that are written."""
 
 _STREAM_BYTES = 2**31 - 2**16
 """What no honest header states: writers of streams put about 2**31 or 2**32 bytes there."""
@@ -247,3 +254,28 @@ def _to_float(data: bytes, form: _Format) -> NDArray[Any]:
         wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
         return wide.view("<i4").reshape(-1) / 2.0**31
     return np.frombuffer(data, f"<i{form.width}") / 2.0 ** (8 * form.width - 1)
+
+
+def write_wav(path: str | Path, waveform: Waveform) -> None:
+    """Write mono samples as 16-bit PCM, rounded; what is beyond -1 to 1 is clipped, not wrapped.
+
+    Args:
+        path: of the file; one that exists is replaced.
+        waveform: what to write; it may be empty.
+
+    Raises:
+        ValueError: the samples are not ``(num_samples,)`` finite floating point numbers.
+    """
+    samples = waveform.samples
+    if samples.ndim != 1 or not samples.is_floating_point() or not samples.isfinite().all():
+        raise ValueError(
+            "a waveform must be (num_samples,) finite floating point numbers, "
+            f"got {tuple(samples.shape)} {samples.dtype}"
+        )
+    scaled = (samples.detach().cpu().to(torch.float32).clamp(-1.0, 1.0) * _LOUDEST).round()
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(waveform.sampling_rate)
+        # WAV is little-endian, whatever the machine is.
+        file.writeframes(scaled.to(torch.int16).numpy().astype("<i2").tobytes())

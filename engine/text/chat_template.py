@@ -84,7 +84,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
             _check_read(tokenizer, converted)
             return _render(tokenizer, converted)
-        except Exception as error:  # a template is a program, of anybody's
+        except Exception as error:  # a template is a program, the checkpoint's author's
             problems.append(error)
     raise _most_telling(problems)
 
@@ -109,7 +109,7 @@ def _tries(messages: Sequence[Message]) -> Iterator[Mapping[str, Form]]:
     ways: list[tuple[Form, Form]] = [
         ("text", "parts") if form == "text" else ("parts", "text") for form in given.values()
     ]
-    # No template has many roles, and nobody's messages shall cost many tries.
+    # No template has many roles, and messages with many shall not cost many tries.
     for forms in islice(product(*ways[:4]), _MOST_TRIES):
         yield dict(zip(given, forms, strict=False))
 
@@ -181,7 +181,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
 
 
 def _check_message(name: str, message: object) -> None:
-    """Refuse what a chat template may leave out without a word, so that nobody would hear it."""
+    """Refuse what a chat template may leave out silently, so that the model never reads it."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} must be a mapping of role and content, got {message!r}")
     missing = [key for key in ("role", "content") if key not in message]

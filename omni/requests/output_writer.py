@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine import TokenLogprobs, Waveform
-from engine.media.wav_writer import write_wav
+from engine.media.wav_file import write_wav
 from omni.requests.request import OmniOutput
 from stages import StageOutput
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engine import Waveform
-from engine.media.wav_file import read_wav
-from engine.media.wav_writer import write_wav
+from engine.media.wav_file import read_wav, write_wav
 
 
 def test_samples_read_back_to_half_a_step(tmp_path: Path) -> None:
