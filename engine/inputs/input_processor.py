@@ -17,11 +17,17 @@ from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.models.qwen2_5_omni.speech_prompt import SpeechPromptProcessor
+from engine.requests.content_spans import (
+    embeds_spans,
+    encoder_spans,
+    item_spans,
+    position_spans,
+)
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
 from engine.requests.prompt_positions import PromptPositions
-from engine.requests.request import Request, embeds_spans, encoder_spans, item_spans, position_spans
+from engine.requests.request import Request
 from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampler import SamplingState
 from engine.sampling.sampling_state import LogitsProcessor

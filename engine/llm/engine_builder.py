@@ -187,7 +187,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_encoder_tokens=config.max_num_encoder_tokens,
             swap_space=swap_space,
-            items=encoder_cache_manager,
+            encoder_cache_manager=encoder_cache_manager,
         ),
         model_runner=runner,
         swap_space=swap_space,

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.execution.model_runner import SampledToken, SwapError
+from engine.execution.model_runner import SwapError
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine
-from engine.interface.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import build_engine_parts
+from engine.llm.output_processor import OutputProcessor
 from engine.llm.run_prompts import run_prompts, stream_prompt
 from engine.requests.request import Request, RequestStatus
 from engine.requests.request_group import RequestGroup
@@ -56,11 +57,13 @@ class LLMEngine(Engine[RequestOutput]):
         self._scheduler = parts.scheduler
         self._runner = parts.model_runner
         self._swap = parts.swap_space
-        self._items = parts.encoder_cache_manager
-        self._declared_outputs = frozenset(output_names or ())
-        self._groups: dict[str, RequestGroup] = {}
-        self._group_of: dict[str, RequestGroup] = {}
-        self._stats = EngineStats()
+        self._encoder_cache_manager = parts.encoder_cache_manager
+        self._output_processor = OutputProcessor(
+            self._scheduler, self._runner, self._kv, frozenset(output_names or ())
+        )
+        self._groups = self._output_processor.groups
+        self._num_steps = 0
+        self._busy_s = 0.0
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
@@ -88,10 +91,8 @@ class LLMEngine(Engine[RequestOutput]):
         )
         for request in requests:
             self._place_encoder_input(request)
-        group = RequestGroup.of(request_id, requests)
-        self._groups[request_id] = group
+        self._output_processor.add(RequestGroup.of(request_id, requests))
         for request in requests:
-            self._group_of[request.request_id] = group
             self._scheduler.add(request)
 
     def _place_encoder_input(self, request: Request) -> None:
@@ -122,41 +123,50 @@ class LLMEngine(Engine[RequestOutput]):
         or for what such requests hold.
 
         Raises:
-            RuntimeError: requests wait and nobody can run, which admission rules out; it is said
+            RuntimeError: requests wait and none can run, which admission rules out; it is said
                 here rather than waited for.
         """
         if not self._groups:
             return []
         started = time.perf_counter()
+        scheduled = self._schedule()
+        outputs = self._run(scheduled)
+        self._num_steps += bool(scheduled.scheduled)
+        self._busy_s += time.perf_counter() - started
+        return outputs
+
+    def _schedule(self) -> SchedulerOutput:
         scheduled = self._scheduler.schedule()
         if not scheduled.scheduled and not self._scheduler.has_idle_requests:
             raise RuntimeError(
                 f"none of {self._scheduler.num_waiting} waiting requests can be scheduled; "
                 f"the pool is {self._kv.stats()}"
             )
-        self._note_first_run(scheduled)
+        self._output_processor.note_first_run(scheduled)
+        return scheduled
+
+    def _run(self, scheduled: SchedulerOutput) -> list[RequestOutput]:
         try:
             sampled = self._runner.execute(scheduled)
         except Exception as error:  # one request's fault, as a rule, and it is found out
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
-            outputs = self._fail_step(scheduled, error)
-        else:
-            self._scheduler.complete(scheduled)
-            outputs = self._process(scheduled, sampled)
-        if scheduled.scheduled:
-            self._stats = self._stats.plus(num_steps=1)
-        self._stats = self._stats.plus(busy_s=time.perf_counter() - started)
-        return outputs
+            return self._recover(scheduled, error)
+        self._scheduler.complete(scheduled)
+        return self._output_processor.process(scheduled, sampled)
+
+    def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """Fail the request that ran; of several, let each try again by itself."""
+        culprits = self._scheduler.fault_isolation.recover(
+            scheduled, swap_failed=isinstance(error, SwapError)
+        )
+        for request in (*scheduled.preempted, *(item.request for item in scheduled.scheduled)):
+            self._runner.forget(request)
+        message = f"the step failed: {type(error).__name__}: {error}"
+        return self._output_processor.fail(culprits, message)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; an unknown id is ignored."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return
-        for completion in group.completions:
-            if completion.finish_reason is None:
-                self._release(completion.request)
-        self._forget(group)
+        self._output_processor.abort(request_id)
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
@@ -187,24 +197,17 @@ class LLMEngine(Engine[RequestOutput]):
         return self._inputs.is_encoder_decoder
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
-        """Hand in the next chunk of a live request's prompt.
+        """Hand in the next chunk; one for a request that is not live is ignored.
 
-        A request that is not (or no longer) live is ignored: a speech may end before its text.
-
-        Raises:
-            ValueError: the model takes prompts whole, or not this chunk: it is of the wrong form,
-                width or type, or came after the last. The request stays as it was, and waits.
+        A speech may end before its text. See :class:`~engine.interface.engine.Engine`.
         """
         group = self._groups.get(request_id)
         if group is not None:
             self._inputs.extend(group.completions[0].request, prompt)
 
     def needs_input(self, request_id: str) -> bool:
-        """Whether a request will not get past its newest token before its next chunk comes.
-
-        False for one that is not live.
-        """
-        return any(request.needs_input for request in self._live(request_id))
+        """Whether a live request will not get past its newest token before its next chunk."""
+        return any(request.needs_input for request in self._output_processor.live(request_id))
 
     def pause(self, request_id: str) -> None:
         """Leave a request out of the steps, with what it holds, until it is resumed.
@@ -212,12 +215,12 @@ class LLMEngine(Engine[RequestOutput]):
         Blocks that others need are still taken from it, as from any request. One that is paused
         already, or not live, is left as it is.
         """
-        for request in self._live(request_id):
+        for request in self._output_processor.live(request_id):
             self._scheduler.pause(request)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on; one that is not paused, or not live, is left as it is."""
-        for request in self._live(request_id):
+        for request in self._output_processor.live(request_id):
             self._scheduler.resume(request)
 
     def partial_outputs(
@@ -244,13 +247,6 @@ class LLMEngine(Engine[RequestOutput]):
         if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
             return {}
         return self._kv.gather_outputs(request.request_id, num_computed, first_row, names)
-
-    def _live(self, request_id: str) -> list[Request]:
-        """The sequences of a request that still run; none if it is not live."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return []
-        return [each.request for each in group.completions if each.finish_reason is None]
 
     def generate(
         self,
@@ -301,18 +297,22 @@ class LLMEngine(Engine[RequestOutput]):
     def reset_prefix_cache(self) -> None:
         """Forget everything that was cached."""
         self._kv.reset_prefix_cache()
-        if self._items is not None:
-            self._items.cache.reset()
+        if self._encoder_cache_manager is not None:
+            self._encoder_cache_manager.cache.reset()
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        items = self._items.cache.stats() if self._items is not None else None
+        counted, towers = self._output_processor.stats, None
+        if self._encoder_cache_manager is not None:
+            towers = self._encoder_cache_manager.cache.stats()
         return replace(
-            self._stats,
-            encoder_runs=self._stats.encoder_runs if items is None else items.encoded,
-            encoder_hits=self._stats.encoder_hits if items is None else items.hits,
+            counted,
+            num_steps=self._num_steps,
+            busy_s=self._busy_s,
+            encoder_runs=counted.encoder_runs if towers is None else towers.encoded,
+            encoder_hits=counted.encoder_hits if towers is None else towers.hits,
             num_preemptions=self._scheduler.num_preemptions,
-            encoder_cache=items,
+            encoder_cache=towers,
             kv=self._kv.stats(),
         )
 
@@ -325,137 +325,5 @@ class LLMEngine(Engine[RequestOutput]):
         check_integrity(self._kv)
         if self._swap is not None:
             check_pool_integrity(self._swap.pool, self._swap.tables())
-        if self._items is not None:
-            self._items.check_integrity()
-
-    def _note_first_run(self, scheduled: SchedulerOutput) -> None:
-        for item in scheduled.scheduled:
-            if item.runs_encoder:
-                self._stats = self._stats.plus(encoder_runs=1)
-            if item.request.times.first_scheduled is None:
-                item.request.times.first_scheduled = time.monotonic()
-                is_known = item.request.encoder_input is not None and not item.runs_encoder
-                self._stats = self._stats.plus(
-                    prompt_tokens=item.request.num_prompt_tokens,
-                    cached_tokens=item.request.num_cached_tokens or 0,
-                    encoder_hits=int(is_known),
-                )
-
-    def _process(
-        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
-    ) -> list[RequestOutput]:
-        moved: dict[str, RequestGroup] = {}
-        for token in sampled:
-            group = self._group_of[token.request.request_id]
-            if token.token_id is not None and token.request.prompt_choice is not None:
-                self._complete_prompt(token.request, token.token_id)
-                continue
-            moved[group.request_id] = group
-            if token.token_id is None:
-                group.error = token.error
-                continue
-            try:
-                self._accept(group, token.request, token.token_id, token.logprobs)
-            except Exception as error:  # a tokenizer's, say: it is this request's alone
-                logger.exception("request %s failed", group.request_id)
-                group.error = f"the token could not be taken: {type(error).__name__}: {error}"
-        for item in scheduled.scheduled:
-            if item.request.params.max_tokens == 0 and _is_computed(item.request):
-                group = self._group_of[item.request.request_id]
-                moved[group.request_id] = group
-                self._finish(group, item.request, FinishReason.LENGTH)
-        return [self._output(group) for group in moved.values()]
-
-    def _complete_prompt(self, request: Request, token_id: int) -> None:
-        """Take the token that the model chose for the prompt; nothing is put out for it."""
-        new = request.complete_prompt(token_id)
-        self._stats = self._stats.plus(prompt_tokens=len(new))
-        for each in new:
-            self._runner.append_token(request, each)
-
-    def _accept(
-        self,
-        group: RequestGroup,
-        request: Request,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-    ) -> None:
-        """Take one sampled token; end the completion if it is the last."""
-        request.append(token_id, logprobs)
-        self._stats = self._stats.plus(generated_tokens=1)
-        if request.times.first_token is None:
-            request.times.first_token = time.monotonic()
-        reason = request.text.append(token_id)
-        if reason is None and request.num_tokens >= request.max_num_tokens:
-            reason = FinishReason.LENGTH
-        if reason is None:
-            self._runner.append_token(request, token_id)
-        else:
-            self._finish(group, request, reason)
-
-    def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
-        """End a completion: full-length rows by the block table it still holds, then free."""
-        tensors = self._kv.gather_outputs(request.request_id, request.num_computed_tokens)
-        # A lone text has no encoder tokens, and so no rows of them.
-        encoder = request.encoder_blocks
-        tensors |= self._kv.gather_encoder_outputs(
-            request.request_id, encoder.num_tokens if encoder is not None else 0
-        )
-        missing = self._declared_outputs - tensors.keys()
-        if missing:
-            group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
-        self._release(request)
-        group.finish(request, reason, tensors)
-
-    def _release(self, request: Request) -> None:
-        self._scheduler.finish(request)
-        self._runner.forget(request)
-
-    def _output(self, group: RequestGroup) -> RequestOutput:
-        if group.error is not None:
-            return self._fail(group, group.error)
-        if group.finished:
-            self._forget(group)
-        return group.output()
-
-    def _fail(self, group: RequestGroup, error: str) -> RequestOutput:
-        """End every completion of a request with an error; its neighbours go on."""
-        group.error = error
-        for completion in group.completions:
-            if completion.finish_reason is None:
-                self._release(completion.request)
-                group.finish(completion.request, FinishReason.ERROR, {})
-        self._forget(group)
-        return group.output()
-
-    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        """Fail the request that ran; of several, let each try again by itself."""
-        for request in scheduled.preempted:
-            self._runner.forget(request)
-        self._scheduler.undo_swaps(scheduled)
-        is_swap = isinstance(error, SwapError)
-        if is_swap or len(scheduled.scheduled) > 1:
-            if is_swap:  # of pages of others; nobody who was to run has
-                logger.error("requests that make room are recomputed from now on, not swapped")
-                self._scheduler.stop_swapping()
-                self._scheduler.restart(scheduled)
-            else:
-                self._scheduler.run_alone(scheduled)
-            for item in scheduled.scheduled:
-                self._runner.forget(item.request)
-            return []
-        message = f"the step failed: {type(error).__name__}: {error}"
-        groups = [self._group_of[item.request.request_id] for item in scheduled.scheduled]
-        return [self._fail(group, message) for group in groups]
-
-    def _forget(self, group: RequestGroup) -> None:
-        self._groups.pop(group.request_id, None)
-        for completion in group.completions:
-            self._group_of.pop(completion.request.request_id, None)
-
-
-def _is_computed(request: Request) -> bool:
-    return (
-        request.status is RequestStatus.RUNNING
-        and request.num_computed_tokens == request.num_tokens
-    )
+        if self._encoder_cache_manager is not None:
+            self._encoder_cache_manager.check_integrity()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-import torch
 from torch import Tensor
 
 from engine.interface.outputs import RequestMetrics, TokenLogprobs
@@ -19,23 +18,9 @@ from engine.requests.prompt_positions import PromptPositions
 from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampler import SamplingState
 from engine.text.stop_checker import CompletionText
-from prefix_cache import (
-    BlockHash,
-    ContentSpan,
-    EncoderBlocks,
-    content_hash,
-    extend_block_hashes,
-)
+from prefix_cache import BlockHash, ContentSpan, EncoderBlocks, extend_block_hashes
 
-__all__ = [
-    "Request",
-    "RequestStatus",
-    "RequestTimes",
-    "embeds_spans",
-    "encoder_spans",
-    "item_spans",
-    "position_spans",
-]
+__all__ = ["Request", "RequestStatus", "RequestTimes"]
 
 
 class RequestStatus(Enum):
@@ -94,15 +79,15 @@ class Request:
         sampling: this request's random source and token counts.
         text: the output as text, and the rule that ends it.
         spans: what block hashes cover beside the token ids.
-        encoder_input: what the encoder gets, in an encoder-decoder model; ``token_ids`` are the
-            decoder's.
+        encoder_input: what the encoder of an encoder-decoder model gets; ``token_ids`` are then
+            the decoder's.
         encoder_view: which rows of the encoder's output its tokens see.
         encoder_blocks: the encoder's output as cross-attention keeps it.
         multimodal_inputs: images and the like, in the order of their places in the prompt.
         positions: on several axes, where tokens are placed so; None where places are indices.
         streamed_rows: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
-        is_paused: whether it rests, with what it holds, until somebody lets it go on.
+        is_paused: whether it rests, with what it holds, until its caller lets it go on.
         prompt_choice: how the prompt goes on behind the tokens that are known, until the model has
             chosen; None for a prompt that is known whole.
         alone_until: it shares no step with others before so many tokens are computed, since a step
@@ -157,8 +142,8 @@ class Request:
         return self.num_known_tokens < self.num_tokens
 
     @property
-    def is_suspect(self) -> bool:
-        """Whether it may be what made a step fail, so that it has to run alone."""
+    def is_isolated(self) -> bool:
+        """Whether it has to run alone, because it may be what made a step fail."""
         return self.num_computed_tokens < self.alone_until
 
     def can_run_from(self, num_computed_tokens: int) -> bool:
@@ -241,50 +226,3 @@ class Request:
             spans=(*self.spans, *rows),
             salt=self.cache_salt,
         )
-
-
-def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
-    """One span per block, so that two prompts share the blocks in which their rows agree.
-
-    Args:
-        prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
-        block_size: tokens per block.
-    """
-    rows = prompt_embeds.detach().to("cpu")
-    return tuple(
-        ContentSpan(
-            kind="prompt_embeds",
-            offset=block_index * block_size,
-            length=block_rows.shape[0],
-            content_hash=content_hash(block_rows),
-        )
-        for block_index, block_rows in enumerate(torch.split(rows, block_size))
-    )
-
-
-def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
-    """One span per block of a prompt whose places nothing else of its content tells.
-
-    None for blocks whose places are indices: those are the same as of a prompt without a table.
-    """
-    table = positions.table
-    moved = table - torch.arange(table.shape[1])
-    return tuple(
-        ContentSpan("positions", index * block_size, columns.shape[1], content_hash(columns))
-        for index, columns in enumerate(moved.split(block_size, dim=1))
-        if columns.any()
-    )
-
-
-def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
-    """What tells placeholders of one image from those of another."""
-    # Pieces of one video with its sound have one span together.
-    return tuple(dict.fromkeys(item.span for item in items))
-
-
-def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
-    """What keys a decoder's blocks by the encoder's input, on which all of them depend.
-
-    At the first position only: the hash of every later block covers that of the first.
-    """
-    return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)

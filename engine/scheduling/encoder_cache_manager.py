@@ -1,4 +1,4 @@
-"""Which encoder outputs running requests need, and how far their chunks can go with them."""
+"""Which towers' outputs running requests need, and how far their chunks can go with them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.request import Request
 from prefix_cache import EncoderCache
 
-__all__ = ["EncoderBudget", "EncoderCacheManager", "ItemShare"]
+__all__ = ["EncoderCacheManager", "EncodingBudget", "ItemShare"]
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderBudget:
-    """What a step's encoder may still run.
+class EncodingBudget:
+    """Rows that a model's towers, or an encoder-decoder's encoder, may still give in a step.
 
     Attributes:
         num_tokens: rows that are left; None if there is no limit.
@@ -29,10 +29,10 @@ class EncoderBudget:
         """Whether an input of so many rows may run; one that is too long may if it runs alone."""
         return self.num_tokens is None or num_tokens <= self.num_tokens or self.is_untouched
 
-    def less(self, num_tokens: int) -> EncoderBudget:
+    def less(self, num_tokens: int) -> EncodingBudget:
         """What is left after an input of so many rows."""
         left = None if self.num_tokens is None else self.num_tokens - num_tokens
-        return EncoderBudget(left, is_untouched=False)
+        return EncodingBudget(left, is_untouched=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class ItemShare:
 
     Attributes:
         num_tokens: how many tokens can run; may be 0.
-        to_encode: items that have to be encoded for them.
-        budget: the encoder's, after that.
+        to_encode: items that towers have to encode for them.
+        budget: what is left after that.
     """
 
     num_tokens: int
     to_encode: tuple[MultiModalInput, ...]
-    budget: EncoderBudget
+    budget: EncodingBudget
 
 
 @dataclass(slots=True)
 class EncoderCacheManager:
-    """Holds in the encoder cache what running requests are in the middle of.
+    """Holds rows that towers made, in the encoder cache, for requests that are in their middle.
 
     An item is held from the step that computes its first placeholder which the prefix cache does
     not have, to the step that computes its last one; so an item that a prefix hit covers is never
     held nor encoded. A request that stands before an item for which there is no room holds
-    nothing. Whoever holds something can therefore go on, give it back, and make room.
+    nothing. A request that holds something can therefore go on, give it back, and make room.
 
     Pieces of an item are held one by one, each as the whole: were it held from the first to the
     last, a video could wait for room for its sound, and hold it. What others push out between two
@@ -72,7 +72,7 @@ class EncoderCacheManager:
     row_bytes: int
     _items: dict[str, list[MultiModalInput]] = field(default_factory=dict)
 
-    def take(self, request: Request, num_tokens: int, budget: EncoderBudget) -> ItemShare:
+    def take(self, request: Request, num_tokens: int, budget: EncodingBudget) -> ItemShare:
         """Hold the items that lie in a request's next ``num_tokens`` tokens, as far as they fit.
 
         The chunk ends before the first item that neither is there nor can be encoded.

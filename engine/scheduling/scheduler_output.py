@@ -19,7 +19,8 @@ class ScheduledRequest:
         request: the request; its ``num_computed_tokens`` is still that of before the step.
         num_tokens: tokens to run.
         runs_encoder: whether the request's encoder input is encoded in this step.
-        items_to_encode: of the request's images and the like, those that this step encodes.
+        items_to_encode: of the request's images and the like, those that towers encode in this
+            step.
     """
 
     request: Request
@@ -43,11 +44,11 @@ class SchedulerOutput:
     """What the scheduler decided for one step.
 
     Attributes:
-        scheduled: who runs how many tokens, in order of these numbers.
+        scheduled: which requests run how many tokens, in order of these numbers.
         preempted: requests that gave their blocks back to make room.
         swapped_out: pages to copy to the host before anything is written.
         swapped_in: pages to copy from the host after that.
-        restored: requests whose pages come in, but who run in a later step.
+        restored: requests whose pages come in, but that run in a later step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]

@@ -25,14 +25,14 @@ class Faults:
     Attributes:
         count: steps that failed.
         batches: ids of the requests of every step, failed ones included.
-        num_suspect_steps: steps in which a suspect ran.
-        violations: steps that a suspect shared, or was swapped out in.
+        num_isolated_steps: steps in which an isolated request ran.
+        violations: steps that an isolated request shared, or was swapped out in.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.count = 0
         self.batches: list[tuple[str, ...]] = []
-        self.num_suspect_steps = 0
+        self.num_isolated_steps = 0
         self.violations: list[str] = []
         self._plan: Iterator[str | None] = iter(())
         self._point: str | None = None
@@ -59,14 +59,14 @@ class Faults:
     def _note(self, output: SchedulerOutput) -> None:
         running = [item.request for item in output.scheduled]
         self.batches.append(tuple(request.request_id for request in running))
-        has_suspect = any(request.is_suspect for request in running)
-        self.num_suspect_steps += has_suspect
-        if len(running) > 1 and has_suspect:
-            self.violations.append(f"a suspect shares step {len(self.batches)}: {self.batches[-1]}")
+        has_isolated = any(request.is_isolated for request in running)
+        self.num_isolated_steps += has_isolated
+        if len(running) > 1 and has_isolated:
+            self.violations.append(f"step {len(self.batches)} is shared: {self.batches[-1]}")
         swapped = [r.request_id for r in output.preempted if r.status is RequestStatus.SWAPPED]
-        suspects = [r.request_id for r in output.preempted if r.is_suspect]
-        if set(swapped) & set(suspects):
-            self.violations.append(f"step {len(self.batches)} swaps a suspect: {swapped}")
+        isolated = [r.request_id for r in output.preempted if r.is_isolated]
+        if set(swapped) & set(isolated):
+            self.violations.append(f"step {len(self.batches)} swaps an isolated request: {swapped}")
 
     def _wrap(self, runner: Any, name: str, before: str | None, after: str) -> None:
         plain = getattr(runner, name)

@@ -78,10 +78,13 @@ class Harness:
         return output
 
     def fail(self) -> SchedulerOutput:
-        """A step whose model raises: nothing is computed, and its requests are suspects."""
+        """A step whose model raises: nothing is computed, and its requests are isolated."""
         output = self._schedule()
-        self.scheduler.undo_swaps(output)
-        self.scheduler.run_alone(output)
+        for request in self.scheduler.fault_isolation.recover(output):
+            # It ran alone, and the engine would fail it; here it tries again.
+            num_tokens = request.num_computed_tokens + output.num_tokens
+            self.scheduler.fault_isolation.isolate(request, num_tokens)
+            self.scheduler._queues.begin_anew(request)
         check_blocks(self.kv)
         return output
 
@@ -89,8 +92,8 @@ class Harness:
         output = self.scheduler.schedule()
         assert output.num_tokens <= self.budget
         assert self.scheduler.num_running <= self.seats
-        suspects = [item for item in output.scheduled if item.request.is_suspect]
-        assert not suspects or len(output.scheduled) == 1, "a suspect runs with others"
+        isolated = [item for item in output.scheduled if item.request.is_isolated]
+        assert not isolated or len(output.scheduled) == 1, "an isolated request runs with others"
         return output
 
     def shares(self) -> dict[str, int]:

@@ -143,7 +143,7 @@ def test_a_model_that_always_fails_ends_everybody_in_turn(
     engine.check_integrity()
 
 
-def test_nobody_who_came_later_begins_before_a_suspect_that_could(qwen2_checkpoint: str) -> None:
+def test_no_later_request_begins_before_an_isolated_one_that_could(qwen2_checkpoint: str) -> None:
     engine = build(
         qwen2_checkpoint,
         num_blocks=25,
@@ -179,10 +179,10 @@ def test_who_is_cleared_stays_so_when_it_is_preempted(qwen2_checkpoint: str) -> 
     assert not any(output.error for output in outputs)
     assert engine.stats().num_preemptions > 5
     assert faults.count == 1
-    assert 0 < faults.num_suspect_steps <= len(faults.batches[0]), "once for each of the batch"
+    assert 0 < faults.num_isolated_steps <= len(faults.batches[0]), "once for each of the batch"
 
 
-def test_suspects_take_turns_with_the_others(qwen2_checkpoint: str) -> None:
+def test_isolated_requests_take_turns_with_the_others(qwen2_checkpoint: str) -> None:
     engine = build(
         qwen2_checkpoint,
         num_blocks=600,
@@ -205,7 +205,7 @@ def test_suspects_take_turns_with_the_others(qwen2_checkpoint: str) -> None:
         if any(output.request_id == "high" and output.finished for output in engine.step()):
             break
     else:
-        pytest.fail("a newcomer of a higher priority waits for all suspects")
+        pytest.fail("a newcomer of a higher priority waits for all isolated ones")
 
 
 def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:

@@ -154,8 +154,8 @@ def test_equal_placeholders_of_different_images_never_hit(engine: LLMEngine) -> 
 def test_an_image_whose_blocks_all_hit_is_not_encoded(engine: LLMEngine, eyes: Eyes) -> None:
     prompt = shows(engine, picture(0), 7, 8, 9, 10)
     engine.generate(prompt, NOTHING)
-    assert engine._items is not None
-    engine._items.cache.reset()
+    assert engine._encoder_cache_manager is not None
+    engine._encoder_cache_manager.cache.reset()
     assert engine.generate(prompt, NOTHING)[0].num_cached_tokens == 8
     assert eyes.encoded == [1]
     # In the middle of the image it has to be, as its other rows are needed.

@@ -198,7 +198,7 @@ def test_penalties_count_the_prompt_that_the_model_chose(folder: str, heard: lis
     engine = build(folder)
     engine.add_request("a", unnamed(heard[0]), SAMPLING["penalties"])
     engine.step()
-    (request,) = engine._live("a")
+    (request,) = engine._output_processor.live("a")
     assert request.sampling.counts is not None
     assert set(request.sampling.counts.token_ids) == set(heard[0].prompt)
     assert not request.sampling.counts.generated.any()

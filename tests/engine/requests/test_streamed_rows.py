@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.requests.content_spans import position_spans
 from engine.requests.prompt_positions import PromptPositions
-from engine.requests.request import position_spans
 from engine.requests.streamed_rows import StreamedRows
 
 ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))

@@ -19,10 +19,10 @@ def begun(harness: Harness, requests: list[Request]) -> list[str]:
     raise AssertionError(f"{requests} never end; {order} began")
 
 
-def suspect(harness: Harness, name: str, start: int, length: int, *, priority: int = 0) -> Request:
+def isolate(harness: Harness, name: str, start: int, length: int, *, priority: int = 0) -> Request:
     """A request that has not begun, and whose whole prompt was in a step that failed."""
     request = harness.add(name, ids(start, length), priority=priority)
-    harness.scheduler.suspect(request, length)
+    harness.scheduler.fault_isolation.isolate(request, length)
     return request
 
 
@@ -45,15 +45,15 @@ def test_each_runs_alone_until_it_is_past_the_step_and_then_all_together() -> No
 
 def test_the_first_in_the_order_has_the_first_step_even_if_another_has_begun() -> None:
     harness = Harness(budget=8)
-    first = suspect(harness, "first", 0, 20)
-    suspect(harness, "second", 100, 20, priority=1)
+    first = isolate(harness, "first", 0, 20)
+    isolate(harness, "second", 100, 20, priority=1)
     harness.scheduler.pause(first)
     assert harness.shares() == {"second": 8}
     harness.scheduler.resume(first)
     assert [harness.shares() for _ in range(3)] == [{"first": 8}, {"first": 8}, {"first": 4}]
 
 
-def test_suspects_leave_the_seats_to_those_who_have_them() -> None:
+def test_isolated_requests_leave_the_seats_to_those_that_have_them() -> None:
     harness = Harness(seats=2)
     requests = [harness.add(name, ids(100 * n, 5)) for n, name in enumerate("ab")]
     harness.fail()
@@ -64,22 +64,22 @@ def test_suspects_leave_the_seats_to_those_who_have_them() -> None:
     assert begun(harness, requests)[:2] == ["a", "c"]
 
 
-def test_nobody_begins_before_a_suspect_that_was_there_first() -> None:
+def test_no_request_begins_before_an_isolated_one_that_was_there_first() -> None:
     harness = Harness(num_blocks=13)  # twelve to hold
     running = harness.add("running", ids(0, 16), max_tokens=9)
     harness.step()
     requests = [
         running,
-        suspect(harness, "big", 100, 31),
-        suspect(harness, "small", 200, 4),
+        isolate(harness, "big", 100, 31),
+        isolate(harness, "small", 200, 4),
         harness.add("later", ids(300, 4)),
     ]
     assert begun(harness, requests) == ["running", "big", "small", "later"]
 
 
-def test_who_comes_later_passes_a_suspect_that_rests() -> None:
+def test_who_comes_later_passes_an_isolated_request_that_rests() -> None:
     harness = Harness()
-    resting = suspect(harness, "resting", 100, 8)
+    resting = isolate(harness, "resting", 100, 8)
     harness.scheduler.pause(resting)
     later = harness.add("later", ids(300, 4))
     assert begun(harness, [later]) == ["later"]
@@ -87,15 +87,15 @@ def test_who_comes_later_passes_a_suspect_that_rests() -> None:
     assert begun(harness, [resting]) == ["resting"]
 
 
-def test_a_suspect_that_makes_room_is_computed_again_and_not_swapped() -> None:
+def test_an_isolated_request_that_makes_room_is_computed_again_and_not_swapped() -> None:
     harness = Harness(num_blocks=9, seats=2, budget=4, swaps=True)  # eight blocks to hold
     keeps = harness.add("keeps", ids(0, 8), max_tokens=16)
     harness.step()
-    goes = suspect(harness, "goes", 100, 24)
+    goes = isolate(harness, "goes", 100, 24)
     preempted = []
     while keeps.status is not RequestStatus.FINISHED:
         for request in harness.step().preempted:
-            preempted.append((request.is_suspect, request.status))
+            preempted.append((request.is_isolated, request.status))
     assert preempted == [(True, RequestStatus.WAITING)]
     assert begun(harness, [goes]) == ["goes"]
 

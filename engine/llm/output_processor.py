@@ -1,0 +1,181 @@
+"""From sampled tokens to outputs: text, the rule that ends it, tensors, counts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.execution.model_runner import ModelRunner, SampledToken
+from engine.interface.outputs import FinishReason, RequestOutput
+from engine.interface.stats import EngineStats
+from engine.requests.request import Request, RequestStatus
+from engine.requests.request_group import RequestGroup
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import SchedulerOutput
+from prefix_cache import KVCacheManager
+
+__all__ = ["OutputProcessor"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OutputProcessor:
+    """Keeps the live requests, and takes in what a step has made of them.
+
+    Attributes:
+        scheduler: is told which sequences have ended.
+        model_runner: is told that too, and which tokens were accepted.
+        kv_cache_manager: gives the output rows of a sequence that ends.
+        declared_outputs: tensors without which a request has failed.
+        groups: the live requests by the user's ids, oldest first.
+        stats: what their tokens add up to.
+    """
+
+    scheduler: Scheduler
+    model_runner: ModelRunner
+    kv_cache_manager: KVCacheManager
+    declared_outputs: frozenset[str]
+    groups: dict[str, RequestGroup] = field(default_factory=dict)
+    stats: EngineStats = field(default_factory=EngineStats)
+    _group_of: dict[str, RequestGroup] = field(default_factory=dict)
+
+    def add(self, group: RequestGroup) -> None:
+        """Keep a request from now on."""
+        self.groups[group.request_id] = group
+        for completion in group.completions:
+            self._group_of[completion.request.request_id] = group
+
+    def live(self, request_id: str) -> list[Request]:
+        """The sequences of a request that still run; none if it is not live."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return []
+        return [each.request for each in group.completions if each.finish_reason is None]
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; an unknown id is ignored."""
+        for request in self.live(request_id):
+            self._release(request)
+        if request_id in self.groups:
+            self._forget(self.groups[request_id])
+
+    def note_first_run(self, scheduled: SchedulerOutput) -> None:
+        """Count what begins with a step, before it runs."""
+        for item in scheduled.scheduled:
+            request = item.request
+            if item.runs_encoder:
+                self.stats = self.stats.plus(encoder_runs=1)
+            if request.times.first_scheduled is None:
+                request.times.first_scheduled = time.monotonic()
+                is_known = request.encoder_input is not None and not item.runs_encoder
+                self.stats = self.stats.plus(
+                    prompt_tokens=request.num_prompt_tokens,
+                    cached_tokens=request.num_cached_tokens or 0,
+                    encoder_hits=int(is_known),
+                )
+
+    def process(
+        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
+    ) -> list[RequestOutput]:
+        """Take in a step that has run; return the outputs of the requests that it moved."""
+        moved: dict[str, RequestGroup] = {}
+        num_generated = 0
+        for token in sampled:
+            group = self._group_of[token.request.request_id]
+            if token.token_id is not None and token.request.prompt_choice is not None:
+                self._complete_prompt(token.request, token.token_id)
+                continue
+            moved[group.request_id] = group
+            if token.token_id is None:
+                group.error = token.error
+                continue
+            num_generated += 1
+            try:
+                self._accept(group, token, token.token_id)
+            except Exception as error:  # a tokenizer's, say: it is this request's alone
+                logger.exception("request %s failed", group.request_id)
+                group.error = f"the token could not be taken: {type(error).__name__}: {error}"
+        self.stats = self.stats.plus(generated_tokens=num_generated)
+        for item in scheduled.scheduled:
+            if item.request.params.max_tokens == 0 and _is_computed(item.request):
+                group = self._group_of[item.request.request_id]
+                moved[group.request_id] = group
+                self._finish(group, item.request, FinishReason.LENGTH)
+        return [self._output(group) for group in moved.values()]
+
+    def fail(self, requests: Iterable[Request], error: str) -> list[RequestOutput]:
+        """End the requests that these sequences belong to with an error."""
+        groups = [self._group_of[request.request_id] for request in requests]
+        return [self._fail(group, error) for group in groups]
+
+    def _complete_prompt(self, request: Request, token_id: int) -> None:
+        """Take the token that the model chose for the prompt; nothing is put out for it."""
+        new = request.complete_prompt(token_id)
+        self.stats = self.stats.plus(prompt_tokens=len(new))
+        for each in new:
+            self.model_runner.append_token(request, each)
+
+    def _accept(self, group: RequestGroup, token: SampledToken, token_id: int) -> None:
+        """Take one sampled token; end the completion if it is the last."""
+        request = token.request
+        request.append(token_id, token.logprobs)
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+        reason = request.text.append(token_id)
+        if reason is None and request.num_tokens >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is None:
+            self.model_runner.append_token(request, token_id)
+        else:
+            self._finish(group, request, reason)
+
+    def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
+        """End a completion: full-length rows by the block table it still holds, then free."""
+        tensors = self.kv_cache_manager.gather_outputs(
+            request.request_id, request.num_computed_tokens
+        )
+        # A lone text has no encoder tokens, and so no rows of them.
+        encoder = request.encoder_blocks
+        tensors |= self.kv_cache_manager.gather_encoder_outputs(
+            request.request_id, encoder.num_tokens if encoder is not None else 0
+        )
+        missing = self.declared_outputs - tensors.keys()
+        if missing:
+            group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
+        self._release(request)
+        group.finish(request, reason, tensors)
+
+    def _release(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.model_runner.forget(request)
+
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        if group.error is not None:
+            return self._fail(group, group.error)
+        if group.finished:
+            self._forget(group)
+        return group.output()
+
+    def _fail(self, group: RequestGroup, error: str) -> RequestOutput:
+        """End every completion of a request with an error; its neighbours go on."""
+        group.error = error
+        for request in self.live(group.request_id):
+            self._release(request)
+            group.finish(request, FinishReason.ERROR, {})
+        self._forget(group)
+        return group.output()
+
+    def _forget(self, group: RequestGroup) -> None:
+        self.groups.pop(group.request_id, None)
+        for completion in group.completions:
+            self._group_of.pop(completion.request.request_id, None)
+
+
+def _is_computed(request: Request) -> bool:
+    return (
+        request.status is RequestStatus.RUNNING
+        and request.num_computed_tokens == request.num_tokens
+    )
