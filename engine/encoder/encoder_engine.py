@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderEngine(Engine[EncoderOutput]):
-    """Runs one encoder: batching by length, outputs kept in the stage-output cache.
+    """Runs one text encoder: batching by length, outputs kept in the stage-output cache.
 
     A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. Cached
     or not, an answer takes the same way: rows are written to blocks, gathered from them, and

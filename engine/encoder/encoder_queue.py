@@ -1,4 +1,4 @@
-"""Who waits for an encoder, and who runs together."""
+"""Which inputs wait for an encoder engine, and which run together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EncoderQueue:
 
     A batch is one padded rectangle, so its cost is ``longest * inputs``::
 
-        head  ■ ■ ■ ■ ■ ■          the first in the order is always in: nobody starves
+        head  ■ ■ ■ ■ ■ ■          the first in the order is always in: no input starves
         mate  ■ ■ ■ ■ ■ ■          then those nearest to it in length
         mate  ■ ■ ■ ■ ■ ·
         mate  ■ ■ ■ ■ · ·          at most half of the rectangle is padding
@@ -29,9 +29,6 @@ class EncoderQueue:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[EncoderRequest] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, request: EncoderRequest) -> None:
         """Queue an input."""
         insort(self._waiting, request, key=lambda r: r.queue_key)
@@ -41,11 +38,11 @@ class EncoderQueue:
         self._waiting.remove(request)
 
     def waiting(self) -> tuple[EncoderRequest, ...]:
-        """Everybody, in the order of their turn."""
+        """All inputs, in the order of their turn."""
         return tuple(self._waiting)
 
     def next_batch(self, *, share: bool) -> list[EncoderRequest]:
-        """Choose who runs next; they stay in the queue until they are removed.
+        """Choose what runs next; it stays in the queue until it is removed.
 
         Args:
             share: leave out inputs that are equal to one of the batch: they find its outputs in

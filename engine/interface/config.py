@@ -30,10 +30,11 @@ class EngineSettings(BaseModel):
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step.
-        max_num_encoder_tokens: encoder tokens of one step, in encoder-decoder models and in
-            models that see images; a longer input runs in a step of its own. None sets no limit.
-        encoder_cache_bytes: what the encoder outputs of images and the like may take on the
-            device, those that running requests need included.
+        max_num_encoder_tokens: rows that the encoder of an encoder-decoder, or towers for images
+            and the like, give in one step; a longer input runs in a step of its own. None sets no
+            limit.
+        encoder_cache_bytes: what towers' outputs for images and the like may take on the device,
+            those that running requests need included.
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: blocks of host memory for ``swap``, the null block included; None takes

@@ -101,7 +101,8 @@ class RequestOutput:
         error: the message of a request that failed alone, with ``FinishReason.ERROR``.
         prompt_token_ids: the prompt's ids (an encoder-decoder model's decoder prompt, whole);
             empty for an :class:`EmbedsPrompt`.
-        encoder_prompt_token_ids: what a text encoder read; None where there is no such thing.
+        encoder_prompt_token_ids: what the encoder of an encoder-decoder read, if that was text;
+            else None.
         encoder_prompt: the text that they came from, if it was text.
         metrics: times.
     """
@@ -120,7 +121,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """The result of one request. There are no partial ones.
+    """The result of one input of an encoder engine. There are no partial ones.
 
     Attributes:
         request_id: as given to ``add_request``.

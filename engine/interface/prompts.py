@@ -168,7 +168,7 @@ DecoderPrompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | Embeds
 """What any decoder takes. A plain string means :class:`TextPrompt`."""
 
 EncoderPrompt: TypeAlias = DecoderPrompt | AudioPrompt | ImagePrompt
-"""What an encoder may take; which of these, is the model's to say."""
+"""What the encoder of an encoder-decoder may take; which of these, is the model's to say."""
 
 
 @dataclass(frozen=True, slots=True)

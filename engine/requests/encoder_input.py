@@ -1,4 +1,4 @@
-"""What the encoder side of an encoder-decoder request takes in."""
+"""What the encoder of an encoder-decoder takes in for one request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EncoderInput", "EncoderView"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInput:
-    """One request's encoder sequence, static from its arrival on.
+    """One request's input to the encoder of an encoder-decoder, static from its arrival on.
 
     Attributes:
         num_tokens: rows that the encoder will give, and slots that cross-attention needs.

@@ -23,21 +23,21 @@ class MultiModalInput:
     ::
 
         token_ids  | a | b | * | * | * | * | c |     * = placeholder
-                           |<-- length -->|          row i of the encoder's output goes to
+                           |<-- length -->|          row i of the tower's output goes to
                            offset                    position offset + i
 
     Rows of a video with its sound come in turns. Each piece is an input, with the features of the
     whole; pieces of one item share its hash, so that its tower runs once for all of them::
 
-        encoder's output  | rows_before | length | rows_after |      num_rows of them
+        tower's output  | rows_before | length | rows_after |      num_rows of them
 
     Attributes:
         modality: what it is.
         offset: first placeholder position in the expanded prompt.
         length: placeholder tokens, one for each of its rows.
-        content_hash: digest of everything that the encoder's output depends on.
+        content_hash: digest of everything that the tower's output depends on.
         features: what the tower gets, by transformers' argument names, for this one item.
-        rows_before: rows of the encoder's output that lie in earlier pieces.
+        rows_before: rows of the tower's output that lie in earlier pieces.
         rows_after: those that lie in later ones.
         whole: of a piece, what it is a piece of, with the tokens around it.
     """
@@ -53,7 +53,7 @@ class MultiModalInput:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the encoder's output."""
+        """Rows of the tower's output."""
         return self.rows_before + self.length + self.rows_after
 
     @property
@@ -79,7 +79,7 @@ class MultiModalInput:
         )
 
     def rows_in(self, start: int, stop: int) -> slice:
-        """The rows of the encoder's output for the item's positions in ``[start, stop)``."""
+        """The rows of the tower's output for the item's positions in ``[start, stop)``."""
         shift = self.rows_before - self.offset
         return slice(max(start, self.offset) + shift, min(stop, self.end) + shift)
 

@@ -35,7 +35,7 @@ class MemoryPlan:
             on the host.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
-        encoder_cache_bytes: most that encoder outputs of images may take; 0 in a model without.
+        encoder_cache_bytes: most that towers' outputs for images may take; 0 without towers.
         swap_bytes: host memory for pages of swapped requests.
     """
 
@@ -153,9 +153,9 @@ def resolve_num_blocks(
         device: whose memory.
 
     Raises:
-        ValueError: not even one sequence of ``max_model_len`` would fit; says what would. A length
-            that is the checkpoint's may be too long for a ``num_blocks`` that the user set:
-            requests that do not fit are refused one by one then, as long as there is room for any.
+        ValueError: not even one sequence of ``max_model_len`` would fit; says what would. Where the
+            user stated ``num_blocks`` and no length, the checkpoint's may be too long: requests
+            that do not fit are refused one by one then, as long as there is room for any.
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:

@@ -44,7 +44,7 @@ def test_every_batch_keeps_the_limits_and_starts_with_the_first_in_the_order(spe
     requests = [request(i, *spec) for i, spec in enumerate(specs)]
     queue = queue_of(*requests)
     order = sorted(requests, key=lambda r: (r.priority, r.arrival_index))
-    while len(queue):
+    while queue.waiting():
         batch = queue.next_batch(share=False)
         assert batch[0] is order[0]
         cells = max(r.num_tokens for r in batch) * len(batch)
