@@ -45,12 +45,12 @@ from engine.interface.prompts import (
 )
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
+from engine.interface.waveform import Waveform
 
 if TYPE_CHECKING:
     from engine.encoder.encoder_engine import EncoderEngine
     from engine.generator.generator_engine import GeneratorEngine
     from engine.llm.llm_engine import LLMEngine
-    from engine.media.waveform import Waveform
     from engine.resources.memory_plan import MemoryPlan
 
 __all__ = [
@@ -96,7 +96,6 @@ _IMPORTED_ON_USE = {
     "GeneratorEngine": "engine.generator.generator_engine",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
-    "Waveform": "engine.media.waveform",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.interface.outputs import GeneratorOutput, RequestMetrics
-from engine.media.waveform import Waveform
+from engine.interface.waveform import Waveform
 from engine.models.qwen2_5_omni.speakers import Speaker
 
 __all__ = ["CodeWindow", "GeneratorRequest", "WindowSizes"]

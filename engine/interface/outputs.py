@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.media.waveform import Waveform
+    from engine.interface.waveform import Waveform
 
 __all__ = [
     "CompletionOutput",

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.media.waveform import Waveform
+from engine.interface.waveform import Waveform
 
 __all__ = ["check_duration", "read_wav", "write_wav"]
 

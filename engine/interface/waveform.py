@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Waveform"]
 
@@ -33,6 +34,8 @@ class Waveform:
         Raises:
             ValueError: their sampling rates differ.
         """
+        import torch  # not when prompts and settings are named
+
         if other.sampling_rate != self.sampling_rate:
             raise ValueError(
                 f"sound of {self.sampling_rate} samples per second cannot be followed by sound "
