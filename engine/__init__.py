@@ -48,17 +48,32 @@ from engine.interface.stats import EngineStats
 from engine.interface.waveform import Waveform
 
 if TYPE_CHECKING:
+    from engine.checkpoints.checkpoint import Checkpoint
     from engine.encoder.encoder_engine import EncoderEngine
     from engine.generator.generator_engine import GeneratorEngine
+    from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
+    from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
     from engine.llm.llm_engine import LLMEngine
+    from engine.models.base import CausalModel
+    from engine.models.decoders.decoder import build_decoder, decoder_family
+    from engine.models.decoders.decoder_config import DecoderConfig
+    from engine.models.family import ModelFamily
+    from engine.models.generator_model import CodeChunk, GeneratorModel
+    from engine.models.model_settings import ModelSettings
+    from engine.models.multimodal import ItemTower, MultiModalModel
+    from engine.models.registry import register_model_family
     from engine.resources.memory_plan import MemoryPlan
 
 __all__ = [
     "AudioPrompt",
     "AudioTask",
+    "CausalModel",
     "ChatPrompt",
+    "Checkpoint",
+    "CodeChunk",
     "CodecPrompt",
     "CompletionOutput",
+    "DecoderConfig",
     "DecoderPrompt",
     "EmbedsPrompt",
     "EncoderEngine",
@@ -72,13 +87,22 @@ __all__ = [
     "GenerationParams",
     "GeneratorConfig",
     "GeneratorEngine",
+    "GeneratorModel",
     "GeneratorOutput",
     "GeneratorSettings",
     "ImagePrompt",
+    "ItemTower",
     "LLMEngine",
     "MemoryPlan",
+    "ModelFamily",
+    "ModelSettings",
     "MultiModalData",
+    "MultiModalModel",
+    "MultiModalPromptProcessor",
     "Prompt",
+    "PromptContent",
+    "PromptProcessor",
+    "PromptSources",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -89,13 +113,32 @@ __all__ = [
     "TokensPrompt",
     "VideoFeatures",
     "Waveform",
+    "build_decoder",
+    "decoder_family",
+    "register_model_family",
 ]
 
 _IMPORTED_ON_USE = {
+    "CausalModel": "engine.models.base",
+    "Checkpoint": "engine.checkpoints.checkpoint",
+    "CodeChunk": "engine.models.generator_model",
+    "DecoderConfig": "engine.models.decoders.decoder_config",
     "EncoderEngine": "engine.encoder.encoder_engine",
     "GeneratorEngine": "engine.generator.generator_engine",
+    "GeneratorModel": "engine.models.generator_model",
+    "ItemTower": "engine.models.multimodal",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
+    "ModelFamily": "engine.models.family",
+    "ModelSettings": "engine.models.model_settings",
+    "MultiModalModel": "engine.models.multimodal",
+    "MultiModalPromptProcessor": "engine.inputs.multimodal_inputs",
+    "PromptContent": "engine.inputs.prompt_processor",
+    "PromptProcessor": "engine.inputs.prompt_processor",
+    "PromptSources": "engine.inputs.prompt_processor",
+    "build_decoder": "engine.models.decoders.decoder",
+    "decoder_family": "engine.models.decoders.decoder",
+    "register_model_family": "engine.models.registry",
 }
 
 

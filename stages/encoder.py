@@ -84,19 +84,18 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     ) -> None:
         # Only here: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
-        from engine.checkpoints.checkpoint import Checkpoint
         from engine.encoder.pooling import resolve_pooling
-        from engine.models.registry import SUPPORTED_ARCHITECTURES
+        from engine.models.model_loader import is_supported, open_checkpoint
 
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
-        checkpoint = Checkpoint.open(
+        checkpoint = open_checkpoint(
             engine.model,
             part=engine.part,
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
         self._params: SamplingParams | None = None
-        if checkpoint.architecture in SUPPORTED_ARCHITECTURES:
+        if is_supported(checkpoint.architecture):
             # Nothing is generated: a decoder runs its prompt only.
             self._params = SamplingParams(max_tokens=0)
             self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)

@@ -95,7 +95,7 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
     @property
     def speakers(self) -> tuple[str, ...]:
         """The checkpoint's voices."""
-        return self.engine.speakers.names
+        return self.engine.speakers
 
     def _stage_output(self, output: GeneratorOutput) -> StageOutput:
         return StageOutput(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,7 @@ class Checkpoint:
         part: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        parts_of: Callable[[Mapping[str, Any]], Sequence[CheckpointPart]] = lambda config: (),
     ) -> Checkpoint:
         """Open a folder, or a model of the Hugging Face hub (downloaded to its usual cache).
 
@@ -65,6 +66,8 @@ class Checkpoint:
             part: which model, if it holds several.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.
+            parts_of: the models that a folder with such a ``config.json`` holds; none if it is
+                one. It may first teach transformers the config's type.
 
         Raises:
             ValueError: there is no such folder or hub model, it cannot be fetched, it has no
@@ -75,10 +78,11 @@ class Checkpoint:
             raise ValueError(f"{path} is no checkpoint: it has no config.json")
         try:
             with quiet_config_log():
+                parts = parts_of(PreTrainedConfig.get_config_dict(path)[0])
                 config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
-        found = find_part(config, part, path)
+        found = find_part(parts, part, path)
         has_generation = (path / "generation_config.json").is_file()
         if found is not None:
             config = getattr(config, found.config_name)

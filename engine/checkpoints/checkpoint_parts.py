@@ -2,20 +2,17 @@
 
 ::
 
-    Qwen2.5-Omni     config.json          weights
-    thinker          thinker_config       thinker.model.layers.0...   text from text, image, sound
-    talker           talker_config        talker.model.layers.0...    codec tokens from the thinker
-    code2wav         token2wav_config     token2wav.code2wav_dit...   waveform from codec tokens
+    config.json              weights
+    first_config             first.layers.0...       one part
+    second_config            second.layers.0...      another
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedConfig
 
 __all__ = ["CheckpointPart", "find_part"]
 
@@ -26,6 +23,7 @@ class CheckpointPart:
 
     Attributes:
         name: by which users ask for it.
+        whole: ``model_type`` of the whole config.
         config_name: its config's attribute in the whole config.
         prefix: of its weights' names.
         architecture: transformers' class for it; published configs name older ones.
@@ -33,49 +31,35 @@ class CheckpointPart:
     """
 
     name: str
+    whole: str
     config_name: str
     prefix: str
     architecture: str
     has_generation_config: bool = False
 
 
-_PARTS: Mapping[str, tuple[CheckpointPart, ...]] = {
-    "qwen2_5_omni": (
-        CheckpointPart(
-            "thinker",
-            "thinker_config",
-            "thinker.",
-            "Qwen2_5OmniThinkerForConditionalGeneration",
-            has_generation_config=True,
-        ),
-        CheckpointPart(
-            "talker", "talker_config", "talker.", "Qwen2_5OmniTalkerForConditionalGeneration"
-        ),
-        CheckpointPart("code2wav", "token2wav_config", "token2wav.", "Qwen2_5OmniToken2WavModel"),
-    ),
-}
-
-
-def find_part(config: PreTrainedConfig, name: str | None, path: Path) -> CheckpointPart | None:
+def find_part(
+    parts: Sequence[CheckpointPart], name: str | None, path: Path
+) -> CheckpointPart | None:
     """The part of a checkpoint that a user asks for; None if it is one model and none is asked for.
 
     Args:
-        config: of the whole.
+        parts: of the whole; none if it is one model.
         name: of the part.
         path: the checkpoint's, for messages.
 
     Raises:
         ValueError: there are several models and none was named, or there is none of that name.
     """
-    parts = {part.name: part for part in _PARTS.get(config.model_type, ())}
-    if not parts:
+    by_name = {part.name: part for part in parts}
+    if not by_name:
         if name is not None:
             raise ValueError(f"{path} is one model without parts; got part={name!r}, leave it out")
         return None
     if name is None:
-        raise ValueError(f"{path} holds several models; say by part which: {', '.join(parts)}")
-    if name not in parts:
-        close = difflib.get_close_matches(name, parts, n=1)
+        raise ValueError(f"{path} holds several models; say by part which: {', '.join(by_name)}")
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{path} has no part {name!r}, but {', '.join(parts)}{hint}")
-    return parts[name]
+        raise ValueError(f"{path} has no part {name!r}, but {', '.join(by_name)}{hint}")
+    return by_name[name]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engine.checkpoints.checkpoint import Checkpoint
 from engine.encoder.encoder_model import EncoderModel
 from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder.encoder_queue import EncoderQueue
@@ -27,7 +26,8 @@ from engine.interface.outputs import EncoderOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
-from engine.llm.engine_builder import resolve_device, resolve_dtype
+from engine.models.model_loader import open_checkpoint
+from engine.resources.device import resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer
 from prefix_cache import ContentSpan, content_hash, whole_input_hash
@@ -71,7 +71,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         output_names: Collection[str] | None = None,
         pooling: Pooling = "auto",
     ) -> None:
-        checkpoint = Checkpoint.open(
+        checkpoint = open_checkpoint(
             config.model,
             part=config.part,
             revision=config.revision,

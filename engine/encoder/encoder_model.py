@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from engine.checkpoints.progress_bars import hidden_progress_bars
+from engine.checkpoints.quiet_transformers import hidden_progress_bars
 
 __all__ = ["EncoderModel"]
 

@@ -1,13 +1,14 @@
-"""Runs one vocoder: utterances of codec tokens in, waveforms out, whole or window by window.
+"""Runs one vocoder: utterances of codec tokens in, waveforms out, whole or chunk by chunk.
 
-What streaming can and cannot keep: the vocoder's flow is an equation that is solved over the whole
-utterance at once. A layer sees one block to the left or right at most, but the layers of a pass
-and then the passes (four for each step of the solver) add up, so that in the end every sample
-depends on nearly every code. Speech that is given out before its last code is known therefore
-cannot equal that of the whole utterance; it equals it nearly, and nearer with wider windows. What
-does hold: equal noise at equal places, no dependence on how the codes arrived or, but for rounding
-in batches of other sizes, on who else ran, and the very same speech for an utterance that fits the
-first window.
+What streaming can and cannot keep: a causal vocoder keeps a state from chunk to chunk, and its
+streamed speech is that of the whole. The flow of a windowed one is an equation that is solved over
+the whole utterance at once. A layer sees one block to the left or right at most, but the layers of
+a pass and then the passes (four for each step of the solver) add up, so that in the end every
+sample depends on nearly every code. Speech that is given out before its last code is known
+therefore cannot equal that of the whole utterance; it equals it nearly, and nearer with wider
+windows. What does hold: equal noise at equal places, no dependence on how the codes arrived or, but
+for rounding in batches of other sizes, on who else ran, and the very same speech for an utterance
+that fits the first window.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.checkpoint import Checkpoint
 from engine.generator.generator_request import (
     CodeWindow,
     GeneratorRequest,
@@ -33,10 +33,10 @@ from engine.interface.outputs import GeneratorOutput
 from engine.interface.prompts import CodecPrompt, Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
-from engine.llm.engine_builder import resolve_device
-from engine.models.qwen2_5_omni.code2wav import SAMPLING_RATE, Code2Wav, initial_noise
-from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
+from engine.models.generator_model import CodeChunk, GeneratorModel
+from engine.models.model_loader import load_generator, open_checkpoint
 from engine.resources.byte_sizes import format_bytes
+from engine.resources.device import resolve_device
 from prefix_cache import IntegrityError
 
 __all__ = ["GeneratorEngine"]
@@ -53,7 +53,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         came in chunks  codes ─► window ─► pass ─► delta
                           more ─► window ─► pass ─► delta ─► ... ──► waveform
 
-    Nothing is kept from one request for another but the voices. One thread drives it. Every call
+    Nothing is kept from one request for another. One thread drives it. Every call
     leaves the engine consistent, also one that raises.
 
     Args:
@@ -61,7 +61,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     Attributes:
         config: the same.
-        speakers: the voices of the checkpoint.
+        speakers: names of the checkpoint's voices.
         sampling_rate: of the waveforms.
         samples_per_code: of the waveforms.
         max_codes: of the longest utterance.
@@ -71,15 +71,13 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
-        checkpoint = Checkpoint.open(config.model, part=config.part, revision=config.revision)
+        checkpoint = open_checkpoint(config.model, part=config.part, revision=config.revision)
         self.config = config
         self.hidden_size, self.dtype = None, torch.float32
         self.enable_prefix_caching = True  # kept as it is set; it changes nothing
-        self._model = Code2Wav(checkpoint, resolve_device(config.device))
-        self.speakers: Speakers = load_speakers(checkpoint.path)
-        for name in self.speakers.names:
-            self._model.check_speaker(self.speakers.get(name))
-        self.sampling_rate = SAMPLING_RATE
+        self._model = load_generator(checkpoint, resolve_device(config.device))
+        self.speakers = self._model.speakers
+        self.sampling_rate = self._model.sampling_rate
         self.samples_per_code = self._model.samples_per_code
         self.max_codes = self._model.max_codes
         self._window = _window_sizes(config, self._model)
@@ -109,10 +107,11 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         codes = self._check_codes(prompt, num_before=0)
         self._requests[request_id] = GeneratorRequest(
             request_id=request_id,
-            speaker=self.speakers.get(prompt.speaker),
+            speaker=self._model.choose_speaker(prompt.speaker),
             priority=priority,
             arrival_index=next(self._arrivals),
             whole=prompt.is_last,
+            state=self._model.new_state(),
             codes=codes,
             is_last=prompt.is_last,
             is_cut_off=prompt.is_cut_off,
@@ -137,9 +136,9 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             raise ValueError(f"request {request_id!r} has all its codes: its last chunk came")
         prompt = _codec_prompt(prompt)
         codes = self._check_codes(prompt, num_before=len(request.codes))
-        if prompt.speaker is not None and prompt.speaker != request.speaker.name:
+        if prompt.speaker is not None and prompt.speaker != request.speaker:
             raise ValueError(
-                f"request {request_id!r} speaks as {request.speaker.name!r}; "
+                f"request {request_id!r} speaks as {request.speaker!r}; "
                 f"a later chunk cannot go on as {prompt.speaker!r}"
             )
         request.codes += codes
@@ -188,7 +187,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             "device": str(self._model.device),
             "sampling_rate": self.sampling_rate,
             "max_codes": self.max_codes,
-            "speakers": list(self.speakers.names),
+            "speakers": list(self.speakers),
             "window": (
                 f"{window.first} to {window.chunk} codes ({window.first * seconds:.2f} to "
                 f"{window.chunk * seconds:.2f} s), with {window.left} before and {window.right} "
@@ -230,39 +229,38 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         for request, _ in batch:
             request.started = now if request.started is None else request.started
         try:
-            samples = self._compute(batch)
+            samples, states = self._compute(batch)
         except Exception as error:
             if len(batch) > 1:
                 return [output for item in batch for output in self._run([item])]
             return [self._fail(batch[0][0], error)]
         outputs = []
-        for (request, window), row in zip(batch, samples, strict=True):
+        for (request, window), row, state in zip(batch, samples, states, strict=True):
             first, stop = window.kept - window.start, window.kept_stop - window.start
             kept = row[first * self.samples_per_code : stop * self.samples_per_code]
-            request.num_done = window.kept_stop
+            request.num_done, request.state = window.kept_stop, state
             self._stats = self._stats.plus(prompt_tokens=window.kept_stop - window.kept)
             # A copy, so that the window's margins are not kept with it.
             outputs.append(self._advance(request, kept.clone()))
         return outputs
 
-    def _compute(self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]) -> torch.Tensor:
-        """``(B, window * samples_per_code)``."""
-        model, params = self._model, self.config.generation
-        codes = torch.tensor([request.codes[w.start : w.stop] for request, w in batch])
-        noise = [
-            initial_noise(
-                params.seed,
-                window.start * model.frames_per_code,
-                window.stop * model.frames_per_code,
-                model.mel_dim,
+    def _compute(
+        self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]
+    ) -> tuple[torch.Tensor, Sequence[Any]]:
+        """``(B, window * samples_per_code)``, and what is kept for each utterance."""
+        chunks = [
+            CodeChunk(
+                torch.tensor(request.codes[window.start : window.stop]),
+                window.start,
+                request.speaker,
+                request.state,
             )
-            for _, window in batch
+            for request, window in batch
         ]
-        speakers = [request.speaker for request, _ in batch]
-        samples: torch.Tensor = model(codes, torch.stack(noise), speakers, params)
+        samples, states = self._model.generate(chunks, self.config.generation)
         if not samples.isfinite().all():
             raise ValueError("the vocoder gave samples that are not finite")
-        return samples
+        return samples, states
 
     def _advance(self, request: GeneratorRequest, samples: torch.Tensor) -> GeneratorOutput:
         request.pieces.append(samples)
@@ -275,9 +273,10 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         del self._requests[request.request_id]
         return request.failure(f"the vocoder failed: {type(error).__name__}: {error}")
 
-    def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[int]:
+    def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
+        num_codebooks = self._model.num_codebooks
         try:
-            codes = [index(code) for code in prompt.codes]
+            codes = [_place(codes, num_codebooks) for codes in prompt.codes]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
         if num_before + len(codes) > self.max_codes:
@@ -286,12 +285,26 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                 f"this vocoder takes {self.max_codes} at most"
             )
         for place, code in enumerate(codes, num_before):
-            if not 0 <= code < self._model.num_codes:
-                raise ValueError(
-                    f"code {place} is {code}, but the vocoder knows codes "
-                    f"0 to {self._model.num_codes - 1}"
-                )
+            for each in code if isinstance(code, tuple) else (code,):
+                if not 0 <= each < self._model.num_codes:
+                    raise ValueError(
+                        f"code {place} is {each}, but the vocoder knows codes "
+                        f"0 to {self._model.num_codes - 1}"
+                    )
         return codes
+
+
+def _place(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
+    """The codes of one place: an integer, or one for each of several codebooks."""
+    if num_codebooks == 1:
+        return index(codes)
+    row = tuple(index(code) for code in codes)
+    if len(row) != num_codebooks:
+        raise ValueError(
+            f"this vocoder takes {num_codebooks} codes for each place, one of each codebook, "
+            f"got {len(row)}"
+        )
+    return row
 
 
 def _codec_prompt(prompt: Prompt) -> CodecPrompt:
@@ -300,14 +313,18 @@ def _codec_prompt(prompt: Prompt) -> CodecPrompt:
     return prompt
 
 
-def _window_sizes(config: GeneratorConfig, model: Code2Wav) -> WindowSizes:
-    """The window in codes. It begins where a block does, so that blocks lie as in the whole."""
+def _window_sizes(config: GeneratorConfig, model: GeneratorModel) -> WindowSizes:
+    """The window in codes. It begins where a block does, so that blocks lie as in the whole.
+
+    A model that keeps a state has seen what lies before, and needs nothing of what comes after.
+    """
     window, block = config.generation.window, model.codes_per_block
+    is_windowed = model.new_state() is None
     sizes = WindowSizes(
         window.first_blocks * block,
         window.chunk_blocks * block,
-        window.left_blocks * block,
-        window.right_blocks * block,
+        window.left_blocks * block if is_windowed else 0,
+        window.right_blocks * block if is_windowed else 0,
     )
     total = sizes.chunk + sizes.left + sizes.right
     if total > model.max_codes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.interface.outputs import GeneratorOutput, RequestMetrics
 from engine.interface.waveform import Waveform
-from engine.models.qwen2_5_omni.speakers import Speaker
 
 __all__ = ["CodeWindow", "GeneratorRequest", "WindowSizes"]
 
@@ -50,10 +50,11 @@ class GeneratorRequest:
 
     Attributes:
         request_id: unique among the engine's live requests.
-        speaker: whose voice.
+        speaker: whose voice, by name; None where there is nothing to choose.
         priority: lower first.
         arrival_index: order among equal priorities.
         whole: it came in one piece and is computed in one.
+        state: what the model handed on behind the codes that are done.
         codes: that came so far.
         is_last: whether all came.
         is_cut_off: whether the last said that a limit of length cut them off.
@@ -64,11 +65,12 @@ class GeneratorRequest:
     """
 
     request_id: str
-    speaker: Speaker
+    speaker: str | None
     priority: int
     arrival_index: int
     whole: bool
-    codes: list[int] = field(default_factory=list)
+    state: Any
+    codes: list[Any] = field(default_factory=list)
     is_last: bool = False
     is_cut_off: bool = False
     num_done: int = 0

@@ -16,7 +16,7 @@ from engine.interface.prompts import (
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
 
-__all__ = ["DecoderPromptRule", "T5PromptRule"]
+__all__ = ["DecoderPromptRule"]
 
 
 class DecoderPromptRule:
@@ -24,7 +24,7 @@ class DecoderPromptRule:
 
     ::
 
-        no decoder prompt     <DEC> <BOS>               BART: 2 0
+        no decoder prompt     <DEC> <BOS>
         51 178                <DEC> 51 178
         <DEC> 51 178          as it is
 
@@ -141,12 +141,3 @@ class DecoderPromptRule:
             if isinstance(token_id, int):
                 return token_id
         return None
-
-
-class T5PromptRule(DecoderPromptRule):
-    """T5 begins with its padding token and has no BOS."""
-
-    _names_of_start = ("decoder_start_token_id", "pad_token_id")
-
-    def _default(self, encoder: EncoderPrompt | None) -> list[int]:
-        return [self.start_token_id]

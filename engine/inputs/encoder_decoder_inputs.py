@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeAlias
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.audio_encoder_inputs import AudioEncoderInputs
-from engine.inputs.decoder_prompt import DecoderPromptRule, T5PromptRule
-from engine.inputs.encoder_inputs import EncoderInputMaker, EncoderSide
-from engine.inputs.image_encoder_inputs import ImageEncoderInputs
-from engine.inputs.text_encoder_inputs import TextEncoderInputs
+from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.encoder_inputs import EncoderInputMaker, EncoderSide, TextEncoderInputs
+from engine.inputs.multimodal_data import refuse_items
+from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.interface.prompts import (
     ChatPrompt,
     CodecPrompt,
@@ -24,35 +22,15 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.models.mllama.mllama_prompt import MllamaPromptRule
-from engine.models.whisper.whisper_prompt import WhisperPromptRule
-from engine.requests.encoder_input import EncoderInput, EncoderView
-from engine.requests.prompt_choice import PromptChoice
-from engine.sampling.sampling_state import LogitsProcessor
+from engine.requests.content_spans import encoder_spans
 
-__all__ = ["EncoderDecoderInputProcessor", "EncoderDecoderInputs"]
+__all__ = ["EncoderDecoderPromptProcessor", "EncoderInputFactory"]
 
-
-@dataclass(frozen=True, slots=True)
-class EncoderDecoderInputs:
-    """One request's two sequences.
-
-    Attributes:
-        encoder_input: what the encoder gets; None for a model that can do without.
-        encoder_view: which rows of the encoder's output the decoder's tokens see.
-        prompt_token_ids: what the decoder begins with.
-        logits_processor: what its output has to keep to, or None.
-        prompt_choice: how the decoder's prompt goes on, if the model itself chooses; else None.
-    """
-
-    encoder_input: EncoderInput | None
-    encoder_view: EncoderView
-    prompt_token_ids: list[int]
-    logits_processor: LogitsProcessor | None = None
-    prompt_choice: PromptChoice | None = None
+EncoderInputFactory: TypeAlias = Callable[[PromptSources], EncoderInputMaker]
+"""Makes what makes the encoder's inputs, from what a checkpoint brings."""
 
 
-class EncoderDecoderInputProcessor:
+class EncoderDecoderPromptProcessor(PromptProcessor):
     """Splits prompts between the encoder and the decoder of one model.
 
     Args:
@@ -64,6 +42,8 @@ class EncoderDecoderInputProcessor:
         text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the
             encoder is left out; else they are the encoder's.
     """
+
+    is_encoder_decoder = True
 
     def __init__(
         self,
@@ -83,51 +63,60 @@ class EncoderDecoderInputProcessor:
         self._text_is_for_decoder = text_is_for_decoder
 
     @classmethod
-    def from_checkpoint(
+    def from_sources(
         cls,
-        checkpoint: Checkpoint,
-        tokenizer: PreTrainedTokenizerBase | None,
-        encoder: EncoderSide,
-    ) -> EncoderDecoderInputProcessor:
+        sources: PromptSources,
+        *,
+        encoder_inputs: Callable[
+            [PromptSources], EncoderInputMaker
+        ] = TextEncoderInputs.from_sources,
+        decoder_rule: type[DecoderPromptRule] = DecoderPromptRule,
+        text_is_for_decoder: bool = False,
+    ) -> EncoderDecoderPromptProcessor:
         """Load what the checkpoint brings for its prompts.
 
         Args:
-            checkpoint: an encoder-decoder model's.
-            tokenizer: of the checkpoint, or None.
-            encoder: the model, or whatever knows its encoder.
+            sources: of an encoder-decoder model.
+            encoder_inputs: makes what makes the encoder's inputs.
+            decoder_rule: says what the decoder begins with.
+            text_is_for_decoder: see the class.
 
         Raises:
             ValueError: a feature extractor, an image processor or a start token is missing.
         """
+        checkpoint, encoder = sources.checkpoint, sources.model
         config = checkpoint.config
         # As transformers does for a checkpoint without one.
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
-        family = _FAMILIES.get(config.model_type, _Family(_text_inputs, DecoderPromptRule))
         return cls(
             encoder,
-            family.encoder_inputs(checkpoint, tokenizer, encoder),
-            family.decoder_rule(config, generation, tokenizer, encoder.input_vocab_size),
+            encoder_inputs(sources),
+            decoder_rule(config, generation, sources.tokenizer, encoder.input_vocab_size),
             suppress_token_ids=tuple(generation.suppress_tokens or ()),
             begin_suppress_token_ids=tuple(generation.begin_suppress_tokens or ()),
-            text_is_for_decoder=family.text_is_for_decoder,
+            text_is_for_decoder=text_is_for_decoder,
         )
 
-    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> EncoderDecoderInputs:
-        """Make both sequences of one request.
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """Make both sequences of one request; see :meth:`PromptProcessor.process`.
 
         Raises:
-            ValueError: either prompt is of a kind that the model does not take, empty, too long
-                for the encoder, or cannot be read; or they do not go together.
+            ValueError: as there, of either prompt; or they do not go together.
         """
+        refuse_items(prompt)
         encoder, decoder = self._split(prompt)
-        encoder_input = None
+        entry = None
         if encoder is not None or not self._text_is_for_decoder:
-            encoder_input = self._encoder_inputs.make(encoder, cache_salt=cache_salt)
+            entry = self._encoder_inputs.make(encoder, cache_salt=cache_salt)
         token_ids = self._decoder_rule.prompt_ids(encoder, decoder)
-        view = self._encoder.encoder_view(encoder_input, token_ids)
-        processor = self._decoder_rule.logits_processor(encoder)
-        choice = self._decoder_rule.prompt_choice(encoder, decoder)
-        return EncoderDecoderInputs(encoder_input, view, token_ids, processor, choice)
+        return PromptContent(
+            token_ids,
+            () if entry is None else encoder_spans(entry),
+            encoder_input=entry,
+            encoder_view=self._encoder.encoder_view(entry, token_ids),
+            logits_processor=self._decoder_rule.logits_processor(encoder),
+            prompt_choice=self._decoder_rule.prompt_choice(encoder, decoder),
+        )
 
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:
         if isinstance(prompt, ExplicitEncoderDecoderPrompt):
@@ -139,41 +128,3 @@ class EncoderDecoderInputProcessor:
         if isinstance(prompt, SpeechPrompt | CodecPrompt):
             raise ValueError(f"an encoder-decoder model takes no {type(prompt).__name__}")
         return prompt, None
-
-
-def _text_inputs(
-    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None, encoder: EncoderSide
-) -> EncoderInputMaker:
-    return TextEncoderInputs(encoder, tokenizer)
-
-
-def _speech_inputs(
-    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None, encoder: EncoderSide
-) -> EncoderInputMaker:
-    return AudioEncoderInputs.from_checkpoint(checkpoint.path, encoder)
-
-
-def _tiled_image_inputs(
-    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None, encoder: EncoderSide
-) -> EncoderInputMaker:
-    names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-    return ImageEncoderInputs.from_checkpoint(checkpoint.path, encoder, names)
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What differs between families of models."""
-
-    encoder_inputs: Callable[
-        [Checkpoint, PreTrainedTokenizerBase | None, EncoderSide], EncoderInputMaker
-    ]
-    decoder_rule: type[DecoderPromptRule]
-    text_is_for_decoder: bool = False
-
-
-_FAMILIES = {
-    "mllama": _Family(_tiled_image_inputs, MllamaPromptRule, text_is_for_decoder=True),
-    "t5": _Family(_text_inputs, T5PromptRule),
-    "whisper": _Family(_speech_inputs, WhisperPromptRule),
-}
-"""By the config's ``model_type``; all others read text and begin as ``generate`` has them do."""

@@ -1,13 +1,17 @@
-"""What turns a prompt into the input of an encoder, for one kind of input."""
+"""What turns a prompt into the input of an encoder: text, speech or an image."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 
+from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_tokens import check_token_ids, tokenize
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -18,10 +22,20 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.media.audio_samples import SampleReader, load_extractor
+from engine.media.image_file import image_features, load_image_processor
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
-__all__ = ["EncoderInputMaker", "EncoderSide", "describe_prompt", "features_hash"]
+__all__ = [
+    "AudioEncoderInputs",
+    "EncoderInputMaker",
+    "EncoderSide",
+    "ImageEncoderInputs",
+    "TextEncoderInputs",
+    "describe_prompt",
+    "features_hash",
+]
 
 
 class EncoderSide(Protocol):
@@ -77,6 +91,147 @@ class EncoderInputMaker(ABC):
         num_tokens = self._encoder.max_encoder_len
         return EncoderInput(
             num_tokens, features_hash(features, num_tokens, cache_salt), features=features
+        )
+
+
+class TextEncoderInputs(EncoderInputMaker):
+    """Turns text or token ids into inputs of a text encoder.
+
+    Args:
+        encoder: of the model.
+        tokenizer: of the checkpoint, or None.
+    """
+
+    takes = "text or token ids"
+
+    def __init__(self, encoder: EncoderSide, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().__init__(encoder)
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_sources(cls, sources: PromptSources) -> TextEncoderInputs:
+        """Read text by the checkpoint's tokenizer."""
+        return cls(sources.model, sources.tokenizer)
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Tokenize text, with the special tokens that the checkpoint's tokenizer adds.
+
+        Raises:
+            ValueError: the prompt is of another kind, empty, too long, or has unknown ids.
+        """
+        text: str | None = None
+        if isinstance(prompt, TokensPrompt):
+            given: Iterable[int] = prompt.prompt_token_ids
+        elif isinstance(prompt, str | TextPrompt | ChatPrompt):
+            given = tokenize(prompt, self._tokenizer)
+            if not isinstance(prompt, ChatPrompt):
+                text = prompt if isinstance(prompt, str) else prompt.prompt
+        else:
+            raise self._refuse(prompt)
+        token_ids = check_token_ids(given, self._encoder.input_vocab_size)
+        self._check_length(len(token_ids))
+        return EncoderInput(
+            num_tokens=len(token_ids),
+            content_hash=whole_input_hash(token_ids, salt=cache_salt),
+            token_ids=tuple(token_ids),
+            text=text,
+        )
+
+    def _check_length(self, num_tokens: int) -> None:
+        longest = self._encoder.max_encoder_len
+        if num_tokens > longest:
+            raise ValueError(
+                f"the encoder prompt has {num_tokens} tokens, but the model's encoder takes "
+                f"{longest} at most; shorten it"
+            )
+
+
+class AudioEncoderInputs(EncoderInputMaker):
+    """Turns speech into the log-mel features of a fixed window.
+
+    ::
+
+        WAV ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
+
+    Args:
+        encoder: of the model.
+        extractor: of the checkpoint.
+    """
+
+    takes = "audio (a WAV file or samples)"
+
+    def __init__(self, encoder: EncoderSide, extractor: WhisperFeatureExtractor) -> None:
+        super().__init__(encoder)
+        self._extractor = extractor
+        self._reader = SampleReader.of(extractor)
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, encoder: EncoderSide) -> AudioEncoderInputs:
+        """Load the feature extractor of a checkpoint folder.
+
+        Raises:
+            ValueError: it brings none, or one of another kind.
+        """
+        return cls(encoder, load_extractor(path))
+
+    @property
+    def longest_s(self) -> float:
+        """The window in seconds: longer speech is refused."""
+        return self._reader.longest_s
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Read, resample and extract.
+
+        Raises:
+            ValueError: the prompt is no audio, or cannot be read; see :meth:`SampleReader.read`.
+        """
+        if not isinstance(prompt, AudioPrompt):
+            raise self._refuse(prompt)
+        samples = self._reader.read(prompt.audio, prompt.sampling_rate)
+        features = self._extractor(samples, sampling_rate=self._reader.rate, return_tensors="pt")
+        return self._of_features({"input_features": features["input_features"][0]}, cache_salt)
+
+
+class ImageEncoderInputs(EncoderInputMaker):
+    """Turns one image into the tiles and their arrangement that a vision encoder takes.
+
+    Args:
+        encoder: of the model.
+        processor: of the checkpoint: images to tensors with a batch dimension.
+        feature_names: which of the processor's tensors the encoder takes.
+    """
+
+    takes = "an image"
+
+    def __init__(
+        self, encoder: EncoderSide, processor: Any, feature_names: tuple[str, ...]
+    ) -> None:
+        super().__init__(encoder)
+        self._processor = processor
+        self._feature_names = feature_names
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path, encoder: EncoderSide, feature_names: tuple[str, ...]
+    ) -> ImageEncoderInputs:
+        """Load the image processor of a checkpoint folder; Pillow does its work.
+
+        Raises:
+            ValueError: it brings none, or Pillow is not installed.
+        """
+        return cls(encoder, load_image_processor(path), feature_names)
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Open the image and cut it into tiles.
+
+        Raises:
+            ValueError: the prompt is no image, or the file cannot be read as one.
+        """
+        if not isinstance(prompt, ImagePrompt):
+            raise self._refuse(prompt)
+        features = image_features(self._processor, prompt.image)
+        return self._of_features(
+            {name: features[name][0] for name in self._feature_names}, cache_salt
         )
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from transformers import WhisperFeatureExtractor
 from engine.interface.prompts import AudioPrompt, VideoFeatures
 from engine.media.audio_samples import SampleReader, load_extractor
 from engine.media.image_file import image_features, load_image_processor
-from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import Modality
 
 __all__ = [
     "AudioFeatureMaker",
     "FeatureMaker",
+    "FeatureTaker",
     "ImageFeatureMaker",
     "MissingFeatureMaker",
     "VideoFeatureMaker",
@@ -32,6 +32,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _GRID = "image_grid_thw"
+
+
+class FeatureTaker(Protocol):
+    """What has to be known of a model's tower before it runs."""
+
+    @property
+    def feature_names(self) -> Sequence[str]:
+        """The tensors that it takes, by the names of transformers' processors."""
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """Rows that one item gives; ``ValueError`` if the features are not those of one."""
+
+    def places(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64."""
 
 
 class FeatureMaker(ABC):
@@ -150,13 +164,15 @@ class VideoFeatureMaker(FeatureMaker):
         }
 
 
-def load_feature_makers(path: Path, model: MultiModalModel) -> dict[Modality, FeatureMaker]:
-    """Load what a checkpoint folder brings for what a model takes.
+def load_feature_makers(
+    path: Path, towers: Mapping[Modality, FeatureTaker]
+) -> dict[Modality, FeatureMaker]:
+    """Load what a checkpoint folder brings for what a model's towers take.
 
     A processor that is missing is told in the log, and in the error of each request that needs it.
     """
     makers: dict[Modality, FeatureMaker] = {}
-    for modality, tower in model.towers.items():
+    for modality, tower in towers.items():
         try:
             makers[modality] = _load(modality, path, tower.feature_names)
         except ValueError as error:

@@ -3,105 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
 
-from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
-from engine.inputs.feature_makers import FeatureMaker, load_feature_makers
+from engine.inputs.feature_makers import FeatureMaker, FeatureTaker, load_feature_makers
 from engine.inputs.multimodal_data import items_of
+from engine.inputs.plain_inputs import PlainPromptProcessor
+from engine.inputs.prompt_processor import PromptContent, PromptSources
 from engine.interface.prompts import Prompt, VideoFeatures
-from engine.models.multimodal import MultiModalModel
+from engine.requests.content_spans import item_spans
 from engine.requests.multimodal_input import Modality, MultiModalInput
 from engine.requests.prompt_positions import PromptPositions
 from engine.resources.byte_sizes import format_bytes
 
-__all__ = ["ExpandedPrompt", "MultiModalInputProcessor"]
+__all__ = ["ItemSide", "MultiModalPromptProcessor"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandedPrompt:
-    """A prompt in which every item has as many placeholders as rows.
+class ItemSide(Protocol):
+    """What has to be known of a model that is shown images and the like, before it runs."""
 
-    Attributes:
-        token_ids: the whole prompt.
-        items: in the order of their places.
-        positions: where tokens lie on several axes; None where places are indices.
-    """
+    @property
+    def placeholders(self) -> Mapping[Modality, int]:
+        """Ids of the tokens that stand for them in prompts."""
 
-    token_ids: list[int]
-    items: tuple[MultiModalInput, ...]
-    positions: PromptPositions | None
+    @property
+    def towers(self) -> Mapping[Modality, FeatureTaker]:
+        """What makes their rows."""
+
+    @property
+    def audio_in_video(self) -> AudioInVideo | None:
+        """How the model takes a video with its own sound; None if it does not."""
+
+    def position_ids(
+        self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
+    ) -> Tensor | None:
+        """Places of a prompt's tokens, ``(axes, tokens)``; None where they are indices."""
 
 
-class MultiModalInputProcessor:
+class MultiModalPromptProcessor(PlainPromptProcessor):
     """Expands placeholders, and makes what the model's towers take.
 
     Args:
         model: knows its placeholders, and how many rows an item gives.
         makers: of features, for every modality that the model takes.
-        max_item_tokens: most rows of one item, for which the encoder cache has room.
-        row_bytes: of one of them.
-        tokenizer: of the checkpoint, or None; names placeholders in messages.
+        sources: what else the checkpoint brings.
     """
 
     def __init__(
-        self,
-        model: MultiModalModel,
-        makers: Mapping[Modality, FeatureMaker],
-        *,
-        max_item_tokens: int,
-        row_bytes: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        self, model: ItemSide, makers: Mapping[Modality, FeatureMaker], sources: PromptSources
     ) -> None:
+        super().__init__(sources.tokenizer, sources.limits)
         self._model = model
         self._makers = makers
-        self._max_item_tokens = max_item_tokens
-        self._row_bytes = row_bytes
-        self._tokenizer = tokenizer
+        self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
+        self._max_item_tokens = sources.encoder_cache_bytes // self._row_bytes
 
     @classmethod
-    def from_checkpoint(
-        cls,
-        checkpoint: Checkpoint,
-        model: MultiModalModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        cache_bytes: int,
-        row_bytes: int,
-    ) -> MultiModalInputProcessor:
+    def from_sources(cls, sources: PromptSources) -> MultiModalPromptProcessor:
         """Load the processors that a checkpoint brings; one that it lacks is told when needed."""
-        return cls(
-            model,
-            load_feature_makers(checkpoint.path, model),
-            max_item_tokens=cache_bytes // row_bytes,
-            row_bytes=row_bytes,
-            tokenizer=tokenizer,
-        )
+        model: ItemSide = sources.model
+        return cls(model, load_feature_makers(sources.checkpoint.path, model.towers), sources)
 
-    def process(
-        self, token_ids: Sequence[int], prompt: Prompt, *, cache_salt: str | None = None
-    ) -> ExpandedPrompt:
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Put each item that a prompt shows in the place of its placeholder.
 
-        Args:
-            token_ids: of the prompt, with one placeholder for each item.
-            prompt: the same before it was made into ids; shows the items.
-            cache_salt: part of the items' hashes: items are shared only within one salt.
-
         Raises:
-            ValueError: there are more items than placeholders or fewer, or an item cannot be
-                read, processed, or held in the encoder cache.
+            ValueError: see :meth:`PromptProcessor.process`; there are more items than
+                placeholders or fewer, or an item cannot be held in the encoder cache.
         """
+        content = self._resolve(prompt)
+        if content.embeds is not None:
+            return content
         items = items_of(prompt, tuple(self._makers))
         for modality, given in items.items():
-            self._check_count(modality, token_ids, len(given))
+            self._check_count(modality, content.token_ids, len(given))
         modality_of = {token_id: name for name, token_id in self._model.placeholders.items()}
         remaining = {modality: iter(enumerate(given)) for modality, given in items.items()}
         expanded: list[int] = []
         inputs: list[MultiModalInput] = []
-        for token_id in token_ids:
+        for token_id in content.token_ids:
             if token_id not in modality_of:
                 expanded.append(token_id)
                 continue
@@ -114,8 +97,11 @@ class MultiModalInputProcessor:
             inputs += entries
             expanded += ids
         table = self._model.position_ids(expanded, inputs)
-        return ExpandedPrompt(
-            expanded, tuple(inputs), None if table is None else PromptPositions.of(table)
+        return PromptContent(
+            expanded,
+            item_spans(inputs),
+            multimodal_inputs=tuple(inputs),
+            positions=None if table is None else PromptPositions.of(table),
         )
 
     def _check_count(self, modality: Modality, token_ids: Sequence[int], num_items: int) -> None:
@@ -167,7 +153,7 @@ class MultiModalInputProcessor:
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> MultiModalInput:
         features = self._makers[modality].make(item)
-        length = self._model.num_rows(modality, features)
+        length = self._model.towers[modality].num_rows(features)
         if length > self._max_item_tokens:
             needed = format_bytes(length * self._row_bytes)
             raise ValueError(

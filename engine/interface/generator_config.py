@@ -12,8 +12,8 @@ __all__ = ["GenerationParams", "GeneratorConfig", "GeneratorSettings", "StreamWi
 class StreamWindow(BaseModel):
     """How speech that comes in chunks is cut, in blocks of the model.
 
-    A block is what the model's attention works on at a time: 12 codes, or 0.24 s, in the published
-    Qwen2.5-Omni. A window is computed whole and its middle is kept. The first is short, so that
+    A block is what the model's arithmetic works on at a time: 12 codes, or 0.24 s, in the published
+    vocoder. A window is computed whole and its middle is kept. The first is short, so that
     sound comes early; each gives as much as all before it and the first, until they are long
     enough to cost little more than the whole::
 
@@ -26,7 +26,8 @@ class StreamWindow(BaseModel):
     A window runs as soon as its codes, those at its right and one more are there. It costs
     ``(left + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster
     than they are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap
-    before each longer window.
+    before each longer window. A model that keeps a state from chunk to chunk needs nothing at the
+    sides of a window.
 
     Attributes:
         first_blocks: what the first window gives.

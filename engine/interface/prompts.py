@@ -17,6 +17,7 @@ __all__ = [
     "AudioTask",
     "ChatPrompt",
     "CodecPrompt",
+    "Codes",
     "DecoderPrompt",
     "EmbedsPrompt",
     "EncoderPrompt",
@@ -215,6 +216,10 @@ class SpeechPrompt:
     is_last: bool = True
 
 
+Codes: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""One code for each place of an utterance, or, of several codebooks, one of each at each place."""
+
+
 @dataclass(frozen=True, slots=True)
 class CodecPrompt:
     """Codec tokens that a vocoder turns into a waveform, all or the next of them.
@@ -226,7 +231,7 @@ class CodecPrompt:
         is_cut_off: whether they end where a limit of length cut them off, and not by themselves.
     """
 
-    codes: tuple[int, ...]
+    codes: Codes
     speaker: str | None = None
     is_last: bool = True
     is_cut_off: bool = False

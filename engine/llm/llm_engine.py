@@ -20,10 +20,10 @@ from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import build_engine_parts
 from engine.llm.output_processor import OutputProcessor
 from engine.llm.run_prompts import run_prompts, stream_prompt
-from engine.requests.request import Request, RequestStatus
+from engine.requests.request import RequestStatus
 from engine.requests.request_group import RequestGroup
 from engine.scheduling.scheduler_output import SchedulerOutput
-from prefix_cache import EncoderBlocks, check_integrity, check_pool_integrity
+from prefix_cache import check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
@@ -89,32 +89,9 @@ class LLMEngine(Engine[RequestOutput]):
         requests = self._inputs.process(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
-        for request in requests:
-            self._place_encoder_input(request)
         self._output_processor.add(RequestGroup.of(request_id, requests))
         for request in requests:
             self._scheduler.add(request)
-
-    def _place_encoder_input(self, request: Request) -> None:
-        """Work out the blocks that an encoder input takes, and refuse one that can never fit."""
-        entry = request.encoder_input
-        if entry is not None:
-            request.encoder_blocks = EncoderBlocks.of(
-                entry.content_hash, entry.num_tokens, self._kv.block_size
-            )
-            self._check_fits(request, entry.num_tokens)
-
-    def _check_fits(self, request: Request, num_encoder_tokens: int) -> None:
-        # The last token is never computed, so it needs no slot.
-        num_slots = max(request.max_prompt_tokens, request.max_num_tokens - 1)
-        if not self._kv.fits(num_slots, num_encoder_tokens):
-            num_blocks = self._kv.pages_for(num_slots, num_encoder_tokens)
-            raise ValueError(
-                f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
-                f"encoder tokens take {num_blocks} blocks, the pool has "
-                f"{self.memory_plan.num_blocks - 1}; shorten the input, lower max_tokens or raise "
-                "num_blocks"
-            )
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests that moved, finished or not.
@@ -188,7 +165,7 @@ class LLMEngine(Engine[RequestOutput]):
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
-        """Voices that speech prompts choose from; None if the model is no talker."""
+        """Voices that speech prompts choose from; None if the model does not speak."""
         return self._inputs.speakers
 
     @property

@@ -29,6 +29,8 @@ class ModelSettings:
         block_size: tokens per block of the KV cache.
         max_model_len: longest sequence that will run, in tokens.
         ops: what computes norms, gates and rotations.
+        pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
+            batches and the same up to rounding; None: where that is possible.
     """
 
     dtype: torch.dtype
@@ -36,6 +38,7 @@ class ModelSettings:
     block_size: int
     max_model_len: int
     ops: LayerOps = field(default_factory=LayerOps)
+    pack_weights: bool | None = None
 
     @property
     def tensor_options(self) -> TensorOptions:

@@ -1,176 +1,179 @@
-"""From a checkpoint's architecture name to a loaded model."""
+"""The table of model families, and whatever users add to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+import importlib
+import logging
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
 
-import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import LayerOps, can_pack
-from engine.models.base import CausalModel
-from engine.models.decoders.decoder import build_decoder
-from engine.models.decoders.gemma2 import gemma2_config
-from engine.models.decoders.gemma3 import gemma3_config
-from engine.models.decoders.llama import llama_config
-from engine.models.decoders.ministral import ministral_config
-from engine.models.decoders.mistral import mistral_config
-from engine.models.decoders.qwen2 import qwen2_config
-from engine.models.decoders.qwen3 import qwen3_config
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.hybrids.bamba import build_bamba
-from engine.models.hybrids.jamba import build_jamba
-from engine.models.llava.llava import build_llava
-from engine.models.mllama.mllama import build_mllama
-from engine.models.model_settings import ModelSettings
-from engine.models.multimodal import MultiModalModel
-from engine.models.qwen2_5_omni.talker import build_qwen2_5_omni_talker
-from engine.models.qwen2_5_omni.thinker import build_qwen2_5_omni_thinker
-from engine.models.qwen2_5_vl.qwen2_5_vl import build_qwen2_5_vl
-from engine.models.seq2seq.bart import bart_config, build_bart
-from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig
-from engine.models.seq2seq.t5 import build_t5, t5_config
-from engine.models.whisper.whisper import build_whisper, whisper_config
+from engine.checkpoints.checkpoint_parts import CheckpointPart
+from engine.models.family import ModelFamily
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "load_model", "max_positions"]
+__all__ = ["ENTRY_POINTS", "FAMILIES", "FamilyRegistry", "FamilyRow", "register_model_family"]
 
-Builder = Callable[[PreTrainedConfig, ModelSettings, bool], CausalModel]
-"""From a config, settings, and whether there is a head to a model without its weights yet."""
+logger = logging.getLogger(__name__)
 
-_WITH_HEAD = "ForCausalLM"
-_BUILDERS: dict[tuple[str, ...], Builder] = {
-    ("LlamaForCausalLM", "LlamaModel"): partial(build_decoder, llama_config),
-    ("MistralForCausalLM", "MistralModel"): partial(build_decoder, mistral_config),
-    ("MinistralForCausalLM", "MinistralModel"): partial(build_decoder, ministral_config),
-    ("Qwen2ForCausalLM", "Qwen2Model"): partial(build_decoder, qwen2_config),
-    ("Qwen3ForCausalLM", "Qwen3Model"): partial(build_decoder, qwen3_config),
-    ("Gemma2ForCausalLM", "Gemma2Model"): partial(build_decoder, gemma2_config),
+ENTRY_POINTS = "omni_pipeline.model_families"
+"""Group of the entry points by which other packages bring families."""
+
+
+class FamilyRow(NamedTuple):
+    """Where a family is declared; its module is imported when the family is first used.
+
+    Attributes:
+        module: under ``engine.models``.
+        architectures: as the declaration has them.
+        attribute: of the module.
+        whole: ``model_type`` of the checkpoints that it is a part of.
+        makes_sound: whether it is a generator.
+    """
+
+    module: str
+    architectures: tuple[str, ...]
+    attribute: str = "FAMILY"
+    whole: str | None = None
+    makes_sound: bool = False
+
+    def load(self) -> ModelFamily:
+        """Import the declaration."""
+        family = getattr(importlib.import_module(f"engine.models.{self.module}"), self.attribute)
+        assert isinstance(family, ModelFamily)
+        return family
+
+
+_OMNI = "qwen2_5_omni"
+_TABLE = (
+    FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel")),
+    FamilyRow("decoders.mistral", ("MistralForCausalLM", "MistralModel")),
+    FamilyRow("decoders.ministral", ("MinistralForCausalLM", "MinistralModel")),
+    FamilyRow("decoders.qwen2", ("Qwen2ForCausalLM", "Qwen2Model")),
+    FamilyRow("decoders.qwen3", ("Qwen3ForCausalLM", "Qwen3Model")),
+    FamilyRow("decoders.gemma2", ("Gemma2ForCausalLM", "Gemma2Model")),
     # The text model alone: Gemma3Model is the one that sees images.
-    ("Gemma3ForCausalLM", "Gemma3TextModel"): partial(build_decoder, gemma3_config),
-    ("JambaForCausalLM", "JambaModel"): build_jamba,
-    ("BambaForCausalLM", "BambaModel"): build_bamba,
-    ("Qwen2_5OmniTalkerForConditionalGeneration",): build_qwen2_5_omni_talker,
-}
-_BUILDER_OF = {name: builder for names, builder in _BUILDERS.items() for name in names}
-
-EncoderDecoderBuilder = Callable[
-    [PreTrainedConfig, ModelSettings, Collection[str]], EncoderDecoderModel
-]
-"""The same of an encoder-decoder, from the names of the stored weights in place of the head."""
-
-_ENCODER_DECODERS: dict[str, EncoderDecoderBuilder] = {
-    "BartForConditionalGeneration": build_bart,
-    "T5ForConditionalGeneration": build_t5,
-    "WhisperForConditionalGeneration": build_whisper,
-    "MllamaForConditionalGeneration": build_mllama,
-}
-# Their configs have no max_position_embeddings, or mean the encoder's by it.
-_SEQ2SEQ_CONFIGS: dict[str, Callable[[PreTrainedConfig], Seq2SeqConfig]] = {
-    "BartForConditionalGeneration": bart_config,
-    "T5ForConditionalGeneration": t5_config,
-    "WhisperForConditionalGeneration": whisper_config,
-}
-
-MultiModalBuilder = Callable[[PreTrainedConfig, ModelSettings, Collection[str]], MultiModalModel]
-"""The same of a decoder with towers for images and the like; it always has a head."""
-
-_MULTIMODAL: dict[str, MultiModalBuilder] = {
-    "LlavaForConditionalGeneration": build_llava,
-    "Qwen2_5_VLForConditionalGeneration": build_qwen2_5_vl,
-    "Qwen2_5OmniThinkerForConditionalGeneration": build_qwen2_5_omni_thinker,
-}
-
-SUPPORTED_ARCHITECTURES = (*_BUILDER_OF, *_ENCODER_DECODERS, *_MULTIMODAL)
-"""Architecture names, as ``config.json`` states them, that :func:`load_model` takes."""
+    FamilyRow("decoders.gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel")),
+    FamilyRow("hybrids.jamba", ("JambaForCausalLM", "JambaModel")),
+    FamilyRow("hybrids.bamba", ("BambaForCausalLM", "BambaModel")),
+    FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",)),
+    FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",)),
+    FamilyRow("whisper.whisper", ("WhisperForConditionalGeneration",)),
+    FamilyRow("mllama.mllama", ("MllamaForConditionalGeneration",)),
+    FamilyRow("llava.llava", ("LlavaForConditionalGeneration",)),
+    FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",)),
+    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniThinkerForConditionalGeneration",), "THINKER", _OMNI),
+    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniTalkerForConditionalGeneration",), "TALKER", _OMNI),
+    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True),
+)
 
 
-def load_model(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    block_size: int,
-    max_model_len: int,
-    pack_weights: bool | None = None,
-    ops: LayerOps | None = None,
-) -> CausalModel:
-    """Build a checkpoint's model and load its weights.
+class FamilyRegistry:
+    """Finds the family of an architecture.
+
+    Families come from the table, from :meth:`register`, and from entry points. The latter are
+    loaded when an architecture that is not known yet is first asked for.
 
     Args:
-        checkpoint: where from.
-        dtype: of weights, activations and the KV cache.
-        device: of the same.
-        block_size: tokens per block of the KV cache.
-        max_model_len: longest sequence that will run, in tokens.
-        pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
-            batches and the same up to rounding; by default where that is possible.
-        ops: what computes norms, gates and rotations; by default torch.
-
-    Raises:
-        ValueError: the architecture, or something that its config asks for, is not supported; or
-            the weights do not fit the config.
+        rows: the table.
     """
-    device = torch.device(device)
-    _check_supported(checkpoint)
-    packable = can_pack(device, dtype)
-    if pack_weights and not packable:
-        raise ValueError(f"weights are packed for float32 on a CPU only, not {dtype} on {device}")
-    settings = ModelSettings(dtype, device, block_size, max_model_len, ops or LayerOps())
-    if checkpoint.architecture in _ENCODER_DECODERS:
-        model: CausalModel = _load_encoder_decoder(checkpoint, settings)
-    elif checkpoint.architecture in _MULTIMODAL:
-        model = _load_multimodal(checkpoint, settings)
-    else:
-        model = _load_decoder(checkpoint, settings)
-    model.finish_loading(pack_weights=packable if pack_weights is None else pack_weights)
-    return model.eval()
+
+    def __init__(self, rows: Iterable[FamilyRow]) -> None:
+        self._rows = {name: row for row in rows for name in row.architectures}
+        self._added: dict[str, ModelFamily] = {}
+        self._failures: list[str] | None = None
+
+    @property
+    def rows(self) -> Mapping[str, FamilyRow]:
+        """The table, by architecture."""
+        return self._rows
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why entry points brought no family, as far as they have been loaded."""
+        return tuple(self._failures or ())
+
+    def architectures(self, *, makes_sound: bool = False) -> tuple[str, ...]:
+        """Names of all that is known and makes tokens, or sound."""
+        return (
+            *(name for name, row in self._rows.items() if row.makes_sound == makes_sound),
+            *(name for name, f in self._added.items() if bool(f.generator) == makes_sound),
+        )
+
+    def register(self, family: ModelFamily) -> None:
+        """Add a family; one that was added before is left as it is.
+
+        Raises:
+            ValueError: an architecture, or the ``model_type`` of its config, is that of another.
+        """
+        if not isinstance(family, ModelFamily):
+            raise ValueError(f"a model family is a ModelFamily, got {type(family).__name__}")
+        for name in family.architectures:
+            if self._added.get(name) is family:
+                return
+            if name in self._rows or name in self._added:
+                owner = self._added[name].name if name in self._added else self._rows[name].module
+                raise ValueError(
+                    f"architecture {name!r} of model family {family.name!r} belongs to the family "
+                    f"{owner.rpartition('.')[2]!r} already; give it another name"
+                )
+        _teach_config(family)
+        self._added |= dict.fromkeys(family.architectures, family)
+
+    def find(self, architecture: str) -> ModelFamily | None:
+        """The family of an architecture; None if there is none."""
+        if architecture in self._rows:
+            return self._rows[architecture].load()
+        if architecture not in self._added:
+            self._load_entry_points()
+        return self._added.get(architecture)
+
+    def parts_of(self, config: Mapping[str, Any]) -> tuple[CheckpointPart, ...]:
+        """The models of a checkpoint with this ``config.json``; none if it is one model."""
+        model_type = config.get("model_type")
+        if not self._rows.keys() & set(config.get("architectures") or ()):
+            self._load_entry_points()
+        families = {row: row.load() for row in self._rows.values() if row.whole == model_type}
+        known = (*families.values(), *dict.fromkeys(self._added.values()))
+        parts = [family.part for family in known if family.part is not None]
+        return tuple(part for part in parts if part.whole == model_type)
+
+    def _load_entry_points(self) -> None:
+        if self._failures is not None:
+            return
+        self._failures = []
+        for entry in entry_points(group=ENTRY_POINTS):
+            try:
+                self.register(entry.load())
+            # A package's own code is imported here, which may raise whatever it likes.
+            except Exception as error:
+                reason = f"{_origin(entry)} brings no model family: {error}"
+                logger.warning("%s", reason)
+                self._failures.append(reason)
 
 
-def max_positions(checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence that a checkpoint's decoder allows.
-
-    Raises:
-        ValueError: the architecture is not supported.
-    """
-    _check_supported(checkpoint)
-    read_config = _SEQ2SEQ_CONFIGS.get(checkpoint.architecture)
-    if read_config is not None:
-        return read_config(checkpoint.config).max_position_embeddings
-    limit: int = checkpoint.config.get_text_config().max_position_embeddings
-    return limit
+def _origin(entry: EntryPoint) -> str:
+    package = "an unknown distribution" if entry.dist is None else f"distribution {entry.dist.name}"
+    return f"entry point {entry.name} = {entry.value} of {package}"
 
 
-def _check_supported(checkpoint: Checkpoint) -> None:
-    if checkpoint.architecture not in SUPPORTED_ARCHITECTURES:
+def _teach_config(family: ModelFamily) -> None:
+    """Tell transformers of a family's ``model_type``."""
+    made = family.config_class
+    if made is None:
+        return
+    known = CONFIG_MAPPING.get(made.model_type)
+    if known is None:
+        AutoConfig.register(made.model_type, made)
+    elif known is not made:
         raise ValueError(
-            f"unsupported architecture {checkpoint.architecture!r} ({checkpoint.path}); "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"model_type {made.model_type!r} of model family {family.name!r} belongs to "
+            f"{known.__module__}.{known.__name__} already; give it another name"
         )
 
 
-def _load_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
-    architecture, config = checkpoint.architecture, checkpoint.config
-    model = _BUILDER_OF[architecture](config, settings, architecture.endswith(_WITH_HEAD))
-    # Some embedding models keep the headless names under a causal architecture.
-    prefix = "model." if "model.embed_tokens.weight" in checkpoint.weight_files else ""
-    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    checkpoint.load_into(dict(model.targets(prefix)), ignored=tied_head)
-    return model
+FAMILIES = FamilyRegistry(_TABLE)
+"""What this process knows."""
 
-
-def _load_encoder_decoder(checkpoint: Checkpoint, settings: ModelSettings) -> EncoderDecoderModel:
-    builder = _ENCODER_DECODERS[checkpoint.architecture]
-    model = builder(checkpoint.config, settings, checkpoint.weight_files)
-    checkpoint.load_into(dict(model.targets("")), ignored=model.ignored_weights)
-    return model
-
-
-def _load_multimodal(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
-    builder = _MULTIMODAL[checkpoint.architecture]
-    model = builder(checkpoint.config, settings, checkpoint.weight_files)
-    is_tied = checkpoint.config.tie_word_embeddings
-    tied_head = {name for name in checkpoint.weight_files if name.endswith("lm_head.weight")}
-    checkpoint.load_into(dict(model.targets()), ignored=tied_head if is_tied else set())
-    return model
+register_model_family = FAMILIES.register

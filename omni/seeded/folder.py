@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.checkpoints.progress_bars import hidden_progress_bars
+from engine.checkpoints.quiet_transformers import hidden_progress_bars
 
 __all__ = ["save_checkpoint"]
 

@@ -277,7 +277,7 @@ class Vocoder(FakeSpeechStage):
 
     def read(self, prompt: Prompt) -> tuple[Sequence[int], Sequence[int], bool]:
         assert isinstance(prompt, CodecPrompt)
-        return (), prompt.codes, prompt.is_last
+        return (), [code for code in prompt.codes if isinstance(code, int)], prompt.is_last
 
     def dress(self, output: StageOutput, tokens: Sequence[int], before: int) -> StageOutput:
         whole = _sound(tokens) if output.finished and output.error is None else None

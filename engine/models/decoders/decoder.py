@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import HeadNorm, Linear, RMSNorm, RotaryEmbedding, rope_frequencies
 from engine.models.base import CausalModel
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
+from engine.models.family import ModelFamily, has_head
 from engine.models.model_settings import ModelSettings
 
-__all__ = ["DecoderModel", "build_decoder"]
+__all__ = ["DecoderModel", "build_decoder", "decoder_family"]
 
 
 class DecoderModel(CausalModel):
@@ -122,7 +124,8 @@ def build_decoder(
     read_config: Callable[[PreTrainedConfig], DecoderConfig],
     config: PreTrainedConfig,
     settings: ModelSettings,
-    has_head: bool,
+    *,
+    has_head: bool = True,
     make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
 ) -> DecoderModel:
     """Build a decoder, its weights not yet loaded.
@@ -146,3 +149,28 @@ def build_decoder(
         options = settings.tensor_options
         rotaries.append(make_rotary(inv_freq, scaling, max_model_len, **options))
     return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)
+
+
+def decoder_family(
+    name: str,
+    architectures: tuple[str, ...],
+    read_config: Callable[[PreTrainedConfig], DecoderConfig],
+    *,
+    is_base: bool = True,
+) -> ModelFamily:
+    """Declare a family of plain decoders.
+
+    Args:
+        name: of the family.
+        architectures: with a head (``...ForCausalLM``) and without.
+        read_config: all that the family differs in.
+        is_base: whether other families may build on it, with rows in the place of embeddings:
+            the embeddings of tokens must not be scaled.
+    """
+
+    def build(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
+        config = checkpoint.config
+        return build_decoder(read_config, config, settings, has_head=has_head(checkpoint))
+
+    base = read_config if is_base else None
+    return ModelFamily(name, architectures, build=build, decoder_config=base)

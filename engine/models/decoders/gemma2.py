@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import layer_kinds
 
-__all__ = ["gemma2_config", "gemma_config"]
+__all__ = ["FAMILY", "gemma2_config", "gemma_config"]
 
 
 def gemma2_config(config: PreTrainedConfig) -> DecoderConfig:
@@ -45,3 +46,8 @@ def gemma_config(config: PreTrainedConfig) -> DecoderConfig:
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
     )
+
+
+FAMILY = decoder_family(
+    "gemma2", ("Gemma2ForCausalLM", "Gemma2Model"), gemma2_config, is_base=False
+)

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.gemma2 import gemma_config
 from engine.models.decoders.layer_kind import layer_kinds
 
-__all__ = ["gemma3_config"]
+__all__ = ["FAMILY", "gemma3_config"]
 
 _ROPES = ("sliding_attention", "full_attention")
 
@@ -23,3 +24,8 @@ def gemma3_config(config: PreTrainedConfig) -> DecoderConfig:
     return replace(
         gemma_config(config), layers=layer_kinds(config, _ROPES), ropes=_ROPES, qk_norm=True
     )
+
+
+FAMILY = decoder_family(
+    "gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel"), gemma3_config, is_base=False
+)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 
-__all__ = ["llama_config"]
+__all__ = ["FAMILY", "llama_config"]
 
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:
@@ -19,3 +20,6 @@ def llama_config(config: PreTrainedConfig) -> DecoderConfig:
         output_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
     )
+
+
+FAMILY = decoder_family("llama", ("LlamaForCausalLM", "LlamaModel"), llama_config)

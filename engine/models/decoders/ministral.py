@@ -6,12 +6,18 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import layer_kinds
 
-__all__ = ["ministral_config"]
+__all__ = ["FAMILY", "ministral_config"]
 
 
 def ministral_config(config: PreTrainedConfig) -> DecoderConfig:
     """No biases, although transformers builds it on Qwen2."""
     return replace(DecoderConfig.from_transformers(config), layers=layer_kinds(config))
+
+
+FAMILY = decoder_family(
+    "ministral", ("MinistralForCausalLM", "MinistralModel"), ministral_config, is_base=False
+)

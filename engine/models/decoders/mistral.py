@@ -6,13 +6,17 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import LayerKind
 
-__all__ = ["mistral_config"]
+__all__ = ["FAMILY", "mistral_config"]
 
 
 def mistral_config(config: PreTrainedConfig) -> DecoderConfig:
     """The window holds for all layers; ``layer_types`` says nothing about it."""
     plain = DecoderConfig.from_transformers(config)
     return replace(plain, layers=(LayerKind(config.sliding_window),) * len(plain.layers))
+
+
+FAMILY = decoder_family("mistral", ("MistralForCausalLM", "MistralModel"), mistral_config)

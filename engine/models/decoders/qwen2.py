@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import layer_kinds
 
-__all__ = ["qwen2_config"]
+__all__ = ["FAMILY", "qwen2_config"]
 
 
 def qwen2_config(config: PreTrainedConfig) -> DecoderConfig:
@@ -17,3 +18,6 @@ def qwen2_config(config: PreTrainedConfig) -> DecoderConfig:
     return replace(
         DecoderConfig.from_transformers(config), layers=layer_kinds(config), qkv_bias=True
     )
+
+
+FAMILY = decoder_family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), qwen2_config)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.layer_kind import layer_kinds
 
-__all__ = ["qwen3_config"]
+__all__ = ["FAMILY", "qwen3_config"]
 
 
 def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
@@ -21,3 +22,6 @@ def qwen3_config(config: PreTrainedConfig) -> DecoderConfig:
         output_bias=config.attention_bias,
         qk_norm=True,
     )
+
+
+FAMILY = decoder_family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), qwen3_config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import (
     GatedMLP,
     Mamba2Config,
@@ -14,19 +15,21 @@ from engine.layers import (
     RotaryEmbedding,
     rope_frequencies,
 )
+from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridModel
 from engine.models.hybrids.hybrid_layer import HybridLayer, SelfAttention
 from engine.models.model_settings import ModelSettings
 
-__all__ = ["build_bamba"]
+__all__ = ["FAMILY", "build_bamba"]
 
 
-def build_bamba(config: PreTrainedConfig, settings: ModelSettings, has_head: bool) -> HybridModel:
+def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
     """Build a Bamba, its weights not yet loaded.
 
     Raises:
         ValueError: something that the config asks for does not fit or is not supported.
     """
+    config = checkpoint.config
     layers = [
         HybridLayer(
             _mixer(index, layer_type, config, settings),
@@ -45,7 +48,7 @@ def build_bamba(config: PreTrainedConfig, settings: ModelSettings, has_head: boo
     ]
     inv_freq, scaling = rope_frequencies(config, settings.max_model_len)
     rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
-    return HybridModel(config, layers, rotary, settings, has_head=has_head)
+    return HybridModel(config, layers, rotary, settings, has_head=has_head(checkpoint))
 
 
 def _mixer(
@@ -73,3 +76,6 @@ def _mixer(
     return Mamba2Mixer(
         f"layers.{index}.mamba", mamba, settings.block_size, **settings.tensor_options
     )
+
+
+FAMILY = ModelFamily("bamba", ("BambaForCausalLM", "BambaModel"), build=build_bamba)

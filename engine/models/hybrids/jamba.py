@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import GatedMLP, MambaConfig, MambaMixer, SparseMoE
+from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridModel
 from engine.models.hybrids.hybrid_layer import HybridLayer, SelfAttention
 from engine.models.model_settings import ModelSettings
 
-__all__ = ["build_jamba"]
+__all__ = ["FAMILY", "build_jamba"]
 
 
-def build_jamba(config: PreTrainedConfig, settings: ModelSettings, has_head: bool) -> HybridModel:
+def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
     """Build a Jamba, its weights not yet loaded.
 
     Raises:
         ValueError: something that the config asks for does not fit or is not supported.
     """
+    config = checkpoint.config
     layers = [
         HybridLayer(
             _mixer(index, layer_type, config, settings),
@@ -32,7 +35,7 @@ def build_jamba(config: PreTrainedConfig, settings: ModelSettings, has_head: boo
             zip(config.layer_types, config.layers_num_experts, strict=True)
         )
     ]
-    return HybridModel(config, layers, None, settings, has_head=has_head)
+    return HybridModel(config, layers, None, settings, has_head=has_head(checkpoint))
 
 
 def _mixer(
@@ -81,3 +84,6 @@ def _feed_forward(
         ops=settings.ops,
         **settings.tensor_options,
     )
+
+
+FAMILY = ModelFamily("jamba", ("JambaForCausalLM", "JambaModel"), build=build_jamba)

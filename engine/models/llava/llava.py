@@ -5,33 +5,26 @@ Source: Liu et al., "Visual Instruction Tuning", 2023; transformers' ``llava``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import LlavaConfig, PreTrainedConfig
 from transformers.models.llava.modeling_llava import LlavaModel
 
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
+from engine.models.decoders.base_decoders import BASE_DECODERS
 from engine.models.decoders.decoder import build_decoder
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.llama import llama_config
-from engine.models.decoders.mistral import mistral_config
-from engine.models.decoders.qwen2 import qwen2_config
-from engine.models.decoders.qwen3 import qwen3_config
 from engine.models.encoder_module import build_empty
+from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.requests.multimodal_input import Modality, MultiModalInput
 
-__all__ = ["LlavaTower", "build_llava"]
+__all__ = ["FAMILY", "LlavaTower", "build_llava"]
 
 _PIXELS = "pixel_values"
-_DECODERS: Mapping[str, Callable[[PreTrainedConfig], DecoderConfig]] = {
-    "llama": llama_config,
-    "mistral": mistral_config,
-    "qwen2": qwen2_config,
-    "qwen3": qwen3_config,
-}
 _TOWER = "clip_vision_model"
 
 
@@ -92,32 +85,35 @@ class LlavaTower(ItemTower):
         return list(output.pooler_output)
 
 
-def build_llava(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> MultiModalModel:
+def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
     """Build a LLaVA, its weights not yet loaded.
-
-    Args:
-        config: text and vision together.
-        settings: types, places and lengths.
-        stored: names of the checkpoint's weights.
 
     Raises:
         ValueError: the decoder or the tower is of a type that is not supported.
     """
+    config = checkpoint.config
     text = config.text_config
-    if text.model_type not in _DECODERS:
+    base = BASE_DECODERS.get(text.model_type)
+    if base is None or base.decoder_config is None:
         raise ValueError(
             f"LLaVA with a decoder of type {text.model_type!r}; "
-            f"supported are {', '.join(_DECODERS)}"
+            f"supported are {', '.join(BASE_DECODERS)}"
         )
-    decoder = build_decoder(_DECODERS[text.model_type], text, settings, True)
+    decoder = build_decoder(base.decoder_config, text, settings)
     tower = LlavaTower(config, settings)
     placeholders: dict[Modality, int] = {"image": int(config.image_token_index)}
-    return MultiModalModel(decoder, {"image": tower}, placeholders, stored)
+    return MultiModalModel(decoder, {"image": tower}, placeholders, checkpoint.weight_files)
 
 
 def _without_decoder(config: LlavaConfig) -> LlavaModel:
     module = LlavaModel(config)
     del module.language_model
     return module
+
+
+FAMILY = ModelFamily(
+    "llava",
+    ("LlavaForConditionalGeneration",),
+    build=build_llava,
+    prompts=MultiModalPromptProcessor.from_sources,
+)

@@ -13,7 +13,8 @@ Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024; transformers' `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.inputs.encoder_inputs import ImageEncoderInputs
+from engine.inputs.prompt_processor import PromptSources
 from engine.layers import Linear, RMSNorm, RotaryEmbedding, rope_frequencies
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
 from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.mllama.mllama_encoder import ImageEncoder
+from engine.models.family import ModelFamily
+from engine.models.mllama.mllama_encoder import FEATURE_NAMES, ImageEncoder
 from engine.models.mllama.mllama_layer import ImageLayer
+from engine.models.mllama.mllama_prompt import MllamaPromptRule
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = ["MllamaModel", "build_mllama"]
+__all__ = ["FAMILY", "MllamaModel", "build_mllama"]
 
 # Rows of the embedding beyond the logits': the image token's and room for others.
 _EXTRA_EMBEDDINGS = 8
@@ -151,17 +158,28 @@ class MllamaModel(EncoderDecoderModel):
         return logits.float()
 
 
-def build_mllama(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> MllamaModel:
-    """Build an Mllama, its weights not yet loaded.
-
-    Args:
-        config: text and vision together.
-        settings: types, places and lengths.
-        stored: not looked at: nothing in this family is tied.
-    """
+def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:
+    """Build an Mllama, its weights not yet loaded."""
+    config = checkpoint.config
     text_config = config.text_config
     inv_freq, scaling = rope_frequencies(text_config, settings.max_model_len)
     rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
     return MllamaModel(config, DecoderConfig.from_transformers(text_config), rotary, settings)
+
+
+def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
+    path = sources.checkpoint.path
+    return ImageEncoderInputs.from_checkpoint(path, sources.model, FEATURE_NAMES)
+
+
+FAMILY = ModelFamily(
+    "mllama",
+    ("MllamaForConditionalGeneration",),
+    build=build_mllama,
+    prompts=partial(
+        EncoderDecoderPromptProcessor.from_sources,
+        encoder_inputs=_tiled_image_inputs,
+        decoder_rule=MllamaPromptRule,
+        text_is_for_decoder=True,
+    ),
+)

@@ -18,9 +18,10 @@ from engine.models.encoder_module import (
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["ImageEncoder"]
+__all__ = ["FEATURE_NAMES", "ImageEncoder"]
 
-_PIXELS, _RATIO, _TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
+FEATURE_NAMES = _PIXELS, _RATIO, _TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
+"""What the encoder takes, by the names of transformers' processor."""
 
 
 class ImageEncoder(EncoderModule):

@@ -22,47 +22,39 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.generator_config import GenerationParams
 from engine.models.encoder_module import build_empty
+from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_omni.neighbour_attention import NEIGHBOUR_ATTENTION, NEIGHBOURS
-from engine.models.qwen2_5_omni.speakers import Speaker
+from engine.models.qwen2_5_omni.speakers import Speaker, load_speakers
 
-__all__ = ["SAMPLING_RATE", "Code2Wav", "flow_times", "initial_noise"]
+__all__ = ["Code2Wav", "flow_times", "initial_noise"]
 
-SAMPLING_RATE = 24_000
-"""Samples per second of this family; its configs do not tell. The published model makes 480
-samples of a codec token, and its codec has 50 tokens a second."""
-
-_ARCHITECTURE = "Qwen2_5OmniToken2WavModel"
+# Samples per second of this family; its configs do not tell. The published model makes 480 samples
+# of a codec token, and its codec has 50 tokens a second.
+_SAMPLING_RATE = 24_000
 # Below this, transformers makes no pass without conditions.
 _NO_GUIDANCE = 1e-5
 
 
-class Code2Wav(nn.Module):
-    """The vocoder of a checkpoint, in float32.
+class Code2Wav(GeneratorModel):
+    """The vocoder of a checkpoint, in float32; see :class:`GeneratorModel`.
 
     Args:
         checkpoint: opened at its part ``code2wav``.
         device: where it runs.
 
     Attributes:
-        num_codes: codes are below this.
-        max_codes: longest input.
-        codes_per_block: codes after which the attention's blocks begin anew.
         frames_per_code: rows of the spectrogram that a code becomes.
-        samples_per_code: of sound.
         mel_dim: width of the spectrogram.
 
     Raises:
-        ValueError: the checkpoint is of another kind, or its weights do not fit its config.
+        ValueError: the weights do not fit the config, or the voices are missing or do not fit.
     """
+
+    sampling_rate = _SAMPLING_RATE
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         super().__init__()
-        if checkpoint.architecture != _ARCHITECTURE:
-            raise ValueError(
-                f"{checkpoint.path} is a {checkpoint.architecture}; the generator that is "
-                f"supported is {_ARCHITECTURE}"
-            )
         dit: Any = checkpoint.config.dit_config
         bigvgan: Any = checkpoint.config.bigvgan_config
         _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
@@ -81,11 +73,14 @@ class Code2Wav(nn.Module):
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
+        self._speakers = load_speakers(checkpoint.path)
+        self.speakers = self._speakers.names
+        for name in self.speakers:
+            self.check_speaker(self._speakers.get(name))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+    def choose_speaker(self, name: str | None) -> str:
+        """See :meth:`GeneratorModel.choose_speaker`."""
+        return self._speakers.get(name).name
 
     def check_speaker(self, speaker: Speaker) -> None:
         """Raise ``ValueError`` if a voice does not fit this model."""
@@ -96,6 +91,24 @@ class Code2Wav(nn.Module):
                 f"speaker {speaker.name!r} has a conditioning and a reference_mel of widths "
                 f"{found}; the model takes {(dit.enc_emb_dim, dit.mel_dim)}"
             )
+
+    def generate(
+        self, chunks: Sequence[CodeChunk], params: GenerationParams
+    ) -> tuple[Tensor, Sequence[None]]:
+        """See :meth:`GeneratorModel.generate`; nothing is kept from chunk to chunk."""
+        noise = [
+            initial_noise(
+                params.seed,
+                chunk.start * self.frames_per_code,
+                (chunk.start + len(chunk.codes)) * self.frames_per_code,
+                self.mel_dim,
+            )
+            for chunk in chunks
+        ]
+        codes = torch.stack([chunk.codes for chunk in chunks])
+        speakers = [self._speakers.get(chunk.speaker) for chunk in chunks]
+        samples: Tensor = self(codes, torch.stack(noise), speakers, params)
+        return samples, [None] * len(chunks)
 
     # Not inference_mode: users may go on with the samples as they like.
     @torch.no_grad()

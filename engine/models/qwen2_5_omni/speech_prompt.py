@@ -21,14 +21,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.multimodal_data import refuse_items
+from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import check_rows
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
+from engine.requests.content_spans import position_spans
 from engine.requests.prompt_positions import PromptPositions
+from engine.requests.request import Request
 from engine.requests.streamed_rows import StreamedRows
 
-__all__ = ["SpeechInputs", "SpeechPromptProcessor", "SpeechTokens"]
+__all__ = ["SpeechPromptProcessor", "SpeechTokens"]
 
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
@@ -53,22 +56,7 @@ class SpeechTokens:
     eos: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechInputs:
-    """A :class:`SpeechPrompt` as a talker runs it.
-
-    Attributes:
-        token_ids: two more than the prompt has rows.
-        streamed_rows: a row for each, as far as they are known.
-        positions: None where places are indices.
-    """
-
-    token_ids: list[int]
-    streamed_rows: StreamedRows
-    positions: PromptPositions | None
-
-
-class SpeechPromptProcessor:
+class SpeechPromptProcessor(PromptProcessor):
     """Lays out speech prompts.
 
     Args:
@@ -77,6 +65,7 @@ class SpeechPromptProcessor:
         speaker_rows: per voice, the ``(1, width)`` embedding that begins its speech.
         end_row: ``(1, width)``, follows the reply's rows.
         pad_row: ``(1, width)``, follows that for ever.
+        block_size: tokens per block.
     """
 
     def __init__(
@@ -87,27 +76,36 @@ class SpeechPromptProcessor:
         speaker_rows: Mapping[str, Tensor],
         end_row: Tensor,
         pad_row: Tensor,
+        block_size: int,
     ) -> None:
         self.tokens = tokens
-        self.speakers = speakers
+        self.speakers = speakers.names
+        # What ends the speech, and what is never generated.
+        self.stop_token_ids = frozenset({tokens.pad, tokens.eos})
+        self.suppress_token_ids = (tokens.bos,)
+        self._speakers = speakers
         self._speaker_rows = speaker_rows
         self._end_row = end_row
         self._pad_row = pad_row
+        self._block_size = block_size
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> SpeechPromptProcessor:
+    def from_sources(cls, sources: PromptSources) -> SpeechPromptProcessor:
         """Read the voices, and of the thinker's weights one row for each and two more.
 
         Raises:
             ValueError: the checkpoint has no voices, or not these rows.
         """
+        checkpoint = sources.checkpoint
         config = checkpoint.config
         speakers = load_speakers(checkpoint.path)
         token_ids = [speakers.get(name).bos_token for name in speakers.names]
         token_ids += [config.tts_text_end_token_id, config.tts_text_pad_token_id]
         rows = checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids)
         width = config.embedding_size
-        *speaker_rows, end, pad = check_rows(rows, _TEXT_EMBEDDING, width, dtype).split(1)
+        *speaker_rows, end, pad = check_rows(
+            rows, _TEXT_EMBEDDING, width, sources.limits.dtype
+        ).split(1)
         return cls(
             SpeechTokens(
                 mask=config.tts_codec_mask_token_id,
@@ -119,25 +117,17 @@ class SpeechPromptProcessor:
             speaker_rows=dict(zip(speakers.names, speaker_rows, strict=True)),
             end_row=end,
             pad_row=pad,
+            block_size=sources.limits.block_size,
         )
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """What ends the speech."""
-        return frozenset({self.tokens.pad, self.tokens.eos})
-
-    @property
-    def suppress_token_ids(self) -> tuple[int, ...]:
-        """What is never generated."""
-        return (self.tokens.bos,)
-
-    def process(self, prompt: Prompt) -> SpeechInputs:
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Lay out a prompt, or the first chunk of one.
 
         Raises:
             ValueError: it is no speech prompt, has no row, or rows or places that cannot be; or
                 nobody has the speaker's name.
         """
+        refuse_items(prompt)
         if not isinstance(prompt, SpeechPrompt):
             raise ValueError(
                 f"a talker reads the rows of a thinker, a SpeechPrompt; got {type(prompt).__name__}"
@@ -147,25 +137,30 @@ class SpeechPromptProcessor:
         num_rows = rows.shape[0]
         if num_rows == 0:
             raise ValueError("the prompt is empty: prompt_rows needs at least one row")
-        speaker = self.speakers.get(prompt.speaker)
+        speaker = self._speakers.get(prompt.speaker)
         start = torch.cat([rows, self._speaker_rows[speaker.name], reply])
         streamed_rows = StreamedRows(start, num_replaced=num_rows)
         if prompt.is_last:
             self._end(streamed_rows)
         tokens = self.tokens
-        return SpeechInputs(
+        positions = _positions(prompt.positions, num_rows)
+        return PromptContent(
             [tokens.mask] * num_rows + [tokens.pad, tokens.bos],
-            streamed_rows,
-            _positions(prompt.positions, num_rows),
+            () if positions is None else position_spans(positions, self._block_size),
+            positions=positions,
+            streamed_rows=streamed_rows,
         )
 
-    def extend(self, streamed_rows: StreamedRows, prompt: Prompt) -> None:
+    def extend(self, request: Request, prompt: Prompt) -> None:
         """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks.
 
         Raises:
             ValueError: it is no speech prompt, holds what only a first chunk may, or rows that
                 cannot be; or the last chunk came before. Nothing has changed then.
         """
+        streamed_rows = request.streamed_rows
+        if streamed_rows is None:
+            raise ValueError(f"request {request.request_id!r} has no rows that could go on")
         if not isinstance(prompt, SpeechPrompt):
             raise ValueError(f"a speech goes on with a SpeechPrompt, got {type(prompt).__name__}")
         num_rows = self._check(prompt.prompt_rows, "prompt_rows").shape[0]

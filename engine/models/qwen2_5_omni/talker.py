@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import Linear, MultiAxisRotaryEmbedding, rope_frequencies
 from engine.models.decoders.decoder import DecoderModel
 from engine.models.decoders.qwen2 import qwen2_config
@@ -78,12 +79,10 @@ class Qwen2_5OmniTalker(DecoderModel):
         return super().forward(self.projection(inputs_embeds), positions, step)
 
 
-def build_qwen2_5_omni_talker(
-    config: PreTrainedConfig, settings: ModelSettings, has_head: bool
-) -> Qwen2_5OmniTalker:
+def build_qwen2_5_omni_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniTalker:
     """Build a talker, its weights not yet loaded; it always has a head.
 
     Raises:
         ValueError: the config asks for something that is not supported.
     """
-    return Qwen2_5OmniTalker(config, settings)
+    return Qwen2_5OmniTalker(checkpoint.config, settings)

@@ -17,13 +17,11 @@ Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 
 from engine.attention.step import AttentionStep
+from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.models.encoder_module import build_empty
 from engine.models.model_settings import ModelSettings
@@ -55,18 +53,14 @@ class Qwen2_5OmniThinker(MultiAxisModel):
 
 
 def build_qwen2_5_omni_thinker(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
+    checkpoint: Checkpoint, settings: ModelSettings
 ) -> Qwen2_5OmniThinker:
     """Build a thinker, its weights not yet loaded.
-
-    Args:
-        config: text, vision and audio together.
-        settings: types, places and lengths.
-        stored: names of the thinker's weights.
 
     Raises:
         ValueError: the config asks for something that is not supported.
     """
+    config = checkpoint.config
     vision = config.vision_config
     module = build_empty(Qwen2_5OmniVisionEncoder, vision, settings)
     model = Qwen2_5OmniThinker(
@@ -81,7 +75,7 @@ def build_qwen2_5_omni_thinker(
             "audio": int(config.audio_token_index),
             "video": int(config.video_token_index),
         },
-        stored,
+        checkpoint.weight_files,
     )
     model.audio_in_video = AudioInVideo(
         int(config.audio_start_token_id),

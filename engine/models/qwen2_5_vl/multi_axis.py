@@ -105,4 +105,4 @@ def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) 
     if sections is None:
         raise ValueError(f"rope_parameters of {type(text).__name__} has no mrope_section")
     make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
-    return build_decoder(read_config, text, settings, True, make_rotary)
+    return build_decoder(read_config, text, settings, make_rotary=make_rotary)

@@ -6,39 +6,41 @@ Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.models.encoder_module import build_empty
+from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_vl.multi_axis import MultiAxisModel, build_multi_axis_decoder
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 
-__all__ = ["build_qwen2_5_vl"]
+__all__ = ["FAMILY", "build_qwen2_5_vl"]
 
 
-def build_qwen2_5_vl(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> MultiAxisModel:
+def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:
     """Build a Qwen2.5-VL, its weights not yet loaded.
-
-    Args:
-        config: text and vision together.
-        settings: types, places and lengths.
-        stored: names of the checkpoint's weights.
 
     Raises:
         ValueError: the config asks for something that is not supported.
     """
+    config = checkpoint.config
     vision = config.vision_config
     module = build_empty(Qwen2_5_VisionTransformerPretrainedModel, vision, settings)
     return MultiAxisModel(
         build_multi_axis_decoder(config, settings),
         {"image": ImageTower(module, vision)},
         {"image": int(config.image_token_id)},
-        stored,
+        checkpoint.weight_files,
     )
+
+
+FAMILY = ModelFamily(
+    "qwen2_5_vl",
+    ("Qwen2_5_VLForConditionalGeneration",),
+    build=build_qwen2_5_vl,
+    prompts=MultiModalPromptProcessor.from_sources,
+)

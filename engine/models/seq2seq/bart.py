@@ -6,18 +6,19 @@ Generation, Translation, and Comprehension", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.bart.modeling_bart import BartEncoder
 
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.models.encoder_module import TextEncoder, build_empty
+from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
 from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig, Seq2SeqNames, Sublayer
 
-__all__ = ["bart_config", "build_bart"]
+__all__ = ["FAMILY", "bart_config", "build_bart"]
 
 _NAMES = Seq2SeqNames(
     embeddings=(
@@ -67,14 +68,22 @@ def bart_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     )
 
 
-def build_bart(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> Seq2SeqModel:
+def build_bart(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a BART, its weights not yet loaded; see :class:`Seq2SeqModel`."""
+    config = checkpoint.config
     decoder_config = bart_config(config)
 
     def build_encoder(embedding: nn.Parameter) -> TextEncoder:
         module = build_empty(BartEncoder, config, settings)
         return TextEncoder(module, embedding, decoder_config.max_encoder_len)
 
-    return Seq2SeqModel(decoder_config, build_encoder, settings, stored)
+    return Seq2SeqModel(decoder_config, build_encoder, settings, checkpoint.weight_files)
+
+
+FAMILY = ModelFamily(
+    "bart",
+    ("BartForConditionalGeneration",),
+    build=build_bart,
+    prompts=EncoderDecoderPromptProcessor.from_sources,
+    max_positions=lambda config: bart_config(config).max_position_embeddings,
+)

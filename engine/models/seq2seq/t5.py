@@ -6,20 +6,25 @@ Transformer", 2020; the gated MLP is that of version 1.1 and Flan-T5.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, T5Config
 from transformers.models.t5.modeling_t5 import T5Stack
 
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.interface.prompts import EncoderPrompt
 from engine.models.encoder_module import TextEncoder, build_empty
+from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
 from engine.models.seq2seq.seq2seq_config import RelativeBias, Seq2SeqConfig, Seq2SeqNames, Sublayer
 
-__all__ = ["TRAINED_LENGTH", "build_t5", "t5_config"]
+__all__ = ["FAMILY", "TRAINED_LENGTH", "T5PromptRule", "build_t5", "t5_config"]
 
 _NAMES = Seq2SeqNames(
     embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
@@ -72,9 +77,7 @@ def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     )
 
 
-def build_t5(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> Seq2SeqModel:
+def build_t5(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a T5, its weights not yet loaded; see :class:`Seq2SeqModel`.
 
     Raises:
@@ -82,13 +85,23 @@ def build_t5(
     """
     if settings.dtype == torch.float16:
         raise ValueError("T5 overflows in float16; use bfloat16 or float32")
+    config = checkpoint.config
     decoder_config = t5_config(config)
 
     def build_encoder(embedding: nn.Parameter) -> TextEncoder:
         module = build_empty(_encoder_stack, config, settings)
         return TextEncoder(module, embedding, decoder_config.max_encoder_len)
 
-    return Seq2SeqModel(decoder_config, build_encoder, settings, stored)
+    return Seq2SeqModel(decoder_config, build_encoder, settings, checkpoint.weight_files)
+
+
+class T5PromptRule(DecoderPromptRule):
+    """T5 begins with its padding token and has no BOS."""
+
+    _names_of_start = ("decoder_start_token_id", "pad_token_id")
+
+    def _default(self, encoder: EncoderPrompt | None) -> list[int]:
+        return [self.start_token_id]
 
 
 def _encoder_stack(config: T5Config) -> T5Stack:
@@ -96,3 +109,12 @@ def _encoder_stack(config: T5Config) -> T5Stack:
     config.is_decoder = False
     config.use_cache = False
     return T5Stack(config)
+
+
+FAMILY = ModelFamily(
+    "t5",
+    ("T5ForConditionalGeneration",),
+    build=build_t5,
+    prompts=partial(EncoderDecoderPromptProcessor.from_sources, decoder_rule=T5PromptRule),
+    max_positions=lambda config: t5_config(config).max_position_embeddings,
+)

@@ -5,24 +5,31 @@ Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.inputs.encoder_inputs import AudioEncoderInputs
+from engine.inputs.prompt_processor import PromptSources
 from engine.models.encoder_module import (
     EncoderModule,
     build_empty,
     check_num_tokens,
     stacked_feature,
 )
+from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
 from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig, Seq2SeqNames, Sublayer
+from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["SpeechEncoder", "build_whisper", "whisper_config"]
+__all__ = ["FAMILY", "SpeechEncoder", "build_whisper", "whisper_config"]
 
 _NAMES = Seq2SeqNames(
     embeddings=("model.decoder.embed_tokens.weight",),
@@ -106,10 +113,29 @@ def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     )
 
 
-def build_whisper(
-    config: PreTrainedConfig, settings: ModelSettings, stored: Collection[str]
-) -> Seq2SeqModel:
+def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a Whisper, its weights not yet loaded; see :class:`Seq2SeqModel`."""
+    config = checkpoint.config
     return Seq2SeqModel(
-        whisper_config(config), lambda _: SpeechEncoder(config, settings), settings, stored
+        whisper_config(config),
+        lambda _: SpeechEncoder(config, settings),
+        settings,
+        checkpoint.weight_files,
     )
+
+
+def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
+    return AudioEncoderInputs.from_checkpoint(sources.checkpoint.path, sources.model)
+
+
+FAMILY = ModelFamily(
+    "whisper",
+    ("WhisperForConditionalGeneration",),
+    build=build_whisper,
+    prompts=partial(
+        EncoderDecoderPromptProcessor.from_sources,
+        encoder_inputs=_speech_inputs,
+        decoder_rule=WhisperPromptRule,
+    ),
+    max_positions=lambda config: whisper_config(config).max_position_embeddings,
+)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from engine import EngineConfig, LLMEngine
 from engine.checkpoints import checkpoint as checkpoint_module
-from engine.checkpoints.checkpoint import Checkpoint
 from engine.generator.generator_engine import GeneratorEngine
 from engine.interface.generator_config import GeneratorConfig
+from engine.models.model_loader import open_checkpoint
 
 PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}
 EMBEDDING = "thinker.model.embed_tokens.weight"
@@ -79,24 +79,24 @@ def test_the_parts_share_out_all_weights(folder: str):
     named = [
         prefix + name
         for part, prefix in PREFIXES.items()
-        for name in Checkpoint.open(folder, part=part).weight_files
+        for name in open_checkpoint(folder, part=part).weight_files
     ]
     assert sorted(named) == sorted(stored)
 
 
 def test_a_parts_weights_go_by_their_names_in_it(folder: str):
     stored = load_file(Path(folder) / "model.safetensors")
-    for name, tensor in Checkpoint.open(folder, part="talker").weights():
+    for name, tensor in open_checkpoint(folder, part="talker").weights():
         assert torch.equal(tensor, stored[f"talker.{name}"])
 
 
 def test_a_part_has_its_own_config(folder: str):
-    talker = Checkpoint.open(folder, part="talker")
+    talker = open_checkpoint(folder, part="talker")
     assert talker.config.model_type == "qwen2_5_omni_talker"
     assert talker.architecture == "Qwen2_5OmniTalkerForConditionalGeneration"
     # The file's stop tokens are the thinker's.
     assert talker.generation_config is None
-    assert Checkpoint.open(folder, part="thinker").generation_config is not None
+    assert open_checkpoint(folder, part="thinker").generation_config is not None
 
 
 @pytest.mark.parametrize("part", ["thinker", "talker"])
@@ -123,7 +123,7 @@ def test_the_vocoder_reads_its_own_part_once_and_no_other(
 
 def test_single_rows_of_another_part_can_be_read(folder: str):
     stored = load_file(Path(folder) / "model.safetensors")[EMBEDDING]
-    rows = Checkpoint.open(folder, part="talker").rows_of_whole(EMBEDDING, [5, 2])
+    rows = open_checkpoint(folder, part="talker").rows_of_whole(EMBEDDING, [5, 2])
     assert torch.equal(rows, stored[[5, 2]])
 
 
@@ -136,7 +136,7 @@ def test_single_rows_of_another_part_can_be_read(folder: str):
 )
 def test_what_is_asked_for_must_be_there(folder: str, part: str | None, message: str):
     with pytest.raises(ValueError, match=message):
-        Checkpoint.open(folder, part=part)
+        open_checkpoint(folder, part=part)
 
 
 def test_a_vocoder_is_no_language_model(folder: str):
@@ -146,10 +146,10 @@ def test_a_vocoder_is_no_language_model(folder: str):
 
 def test_one_model_has_no_parts(qwen2_checkpoint: str):
     with pytest.raises(ValueError, match="one model without parts"):
-        Checkpoint.open(qwen2_checkpoint, part="thinker")
+        open_checkpoint(qwen2_checkpoint, part="thinker")
 
 
 @pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
 def test_rows_that_are_not_there_are_refused(folder: str, name: str, index: int):
     with pytest.raises(ValueError, match=r"lacks the weights|has rows 0 to 767"):
-        Checkpoint.open(folder, part="talker").rows_of_whole(name, [index])
+        open_checkpoint(folder, part="talker").rows_of_whole(name, [index])

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from engine import ChatPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from engine.checkpoints.checkpoint import Checkpoint
+from engine.models.model_loader import open_checkpoint
 from engine.text.tokenizer import eos_token_ids, load_tokenizer
 from tests.support.published_layout import publish
 
@@ -45,7 +45,7 @@ def test_the_published_layout_ends_replies_by_the_same_tokens(
     folder = seeded(name)
     found = []
     for each in (folder, publish(folder, tmp_path / "model")):
-        checkpoint = Checkpoint.open(each, part=part)
+        checkpoint = open_checkpoint(each, part=part)
         tokenizer = load_tokenizer(each)
         found.append(eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer))
     assert found[0] == found[1] != frozenset()

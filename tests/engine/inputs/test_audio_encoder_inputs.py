@@ -11,7 +11,7 @@ import torch
 from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
-from engine.inputs.audio_encoder_inputs import AudioEncoderInputs
+from engine.inputs.encoder_inputs import AudioEncoderInputs
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000

@@ -27,7 +27,8 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.inputs.decoder_prompt import DecoderPromptRule, T5PromptRule
+from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.models.seq2seq.t5 import T5PromptRule
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_whisper

@@ -23,8 +23,11 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.encoder_decoder_inputs import EncoderDecoderInputProcessor
-from engine.inputs.input_processor import InputLimits, InputProcessor
+from engine.inputs.admission import Admission, InputLimits
+from engine.inputs.input_processor import InputProcessor
+from engine.inputs.plain_inputs import PlainPromptProcessor
+from engine.inputs.prompt_processor import PromptSources
+from engine.models.registry import FAMILIES
 from engine.requests.request_group import RequestGroup
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
@@ -42,9 +45,6 @@ class Family:
         tokenizer = load_tokenizer(folder)
         assert tokenizer is not None
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        self.inputs = EncoderDecoderInputProcessor.from_checkpoint(
-            self.checkpoint, tokenizer, encoder
-        )
         limits = InputLimits(
             max_model_len=64,
             hidden_size=8,
@@ -54,8 +54,11 @@ class Family:
             usable_tokens=64,
             dtype=torch.float32,
         )
+        family = FAMILIES.find(self.checkpoint.architecture)
+        assert family is not None
+        self.inputs = family.prompts(PromptSources(self.checkpoint, encoder, tokenizer, limits, 0))
         self.requests = InputProcessor(
-            tokenizer, limits, eos_token_ids=[2], seed=0, encoder_decoder=self.inputs
+            tokenizer, self.inputs, Admission(limits), eos_token_ids=[2], seed=0
         )
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any):
@@ -271,7 +274,13 @@ def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> N
 )
 def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Family) -> None:
     limits = InputLimits(64, 8, 768, 768, 4, 64, torch.float32)
-    decoder_only = InputProcessor(bart.tokenizer, limits, eos_token_ids=[2], seed=0)
+    decoder_only = InputProcessor(
+        bart.tokenizer,
+        PlainPromptProcessor(bart.tokenizer, limits),
+        Admission(limits),
+        eos_token_ids=[2],
+        seed=0,
+    )
     with pytest.raises(ValueError, match="is not an encoder-decoder model, so it takes no "):
         decoder_only.process("r", prompt, SamplingParams())
 

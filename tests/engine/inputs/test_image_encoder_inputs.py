@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 from engine import AudioPrompt, ImagePrompt
-from engine.inputs.image_encoder_inputs import ImageEncoderInputs
+from engine.inputs.encoder_inputs import ImageEncoderInputs
 from tests.support.fixed_encoder import FixedEncoder
 
 NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")

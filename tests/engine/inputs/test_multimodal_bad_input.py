@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.multimodal_inputs import MultiModalInputProcessor
-from engine.models import MultiModalModel, load_model
+from engine.inputs.admission import InputLimits
+from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
+from engine.inputs.prompt_processor import PromptSources
+from engine.models import ModelSettings, MultiModalModel, load_model
+from engine.models.model_loader import open_checkpoint
 from engine.requests.multimodal_input import Modality
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
@@ -278,18 +280,20 @@ def test_soundtracks_come_in_every_form_of_sound(engine: LLMEngine, tmp_path: Pa
 
 
 def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
-    whole = Checkpoint.open(checkpoint, part="thinker")
-    model = load_model(whole, dtype=torch.float32, device="cpu", block_size=4, max_model_len=64)
+    whole = open_checkpoint(checkpoint, part="thinker")
+    settings = ModelSettings(torch.float32, torch.device("cpu"), block_size=4, max_model_len=64)
+    model = load_model(whole, settings)
     assert isinstance(model, MultiModalModel)
     model.audio_in_video = None
-    processor = MultiModalInputProcessor.from_checkpoint(
-        whole, model, None, cache_bytes=1 << 20, row_bytes=ROW_BYTES
-    )
+    sizes = (model.hidden_size, model.input_vocab_size, model.vocab_size)
+    limits = InputLimits(64, *sizes, block_size=4, usable_tokens=64, dtype=torch.float32)
+    sources = PromptSources(whole, model, None, limits, encoder_cache_bytes=1 << 20)
+    processor = MultiModalPromptProcessor.from_sources(sources)
     ids = (model.placeholders["video"],)
-    processor.process(ids, TokensPrompt(ids, {"video": [clip(0)]}))
+    processor.process(TokensPrompt(ids, {"video": [clip(0)]}))
     talking = TokensPrompt(ids, {"video": [replace(clip(0), audio=tone(0.25))]})
     with pytest.raises(ValueError, match="video 0: this model takes no video with its own sound"):
-        processor.process(ids, talking)
+        processor.process(talking)
 
 
 def test_items_beyond_every_budget_take_turns(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import GenerationParams
-from engine.checkpoints.checkpoint import Checkpoint
+from engine.models.model_loader import load_generator, open_checkpoint
 from engine.models.qwen2_5_omni.code2wav import Code2Wav, initial_noise
 from engine.models.qwen2_5_omni.speakers import Speaker, Speakers, load_speakers
 from tests.support.vocoder_reference import VocoderReference, random_codes
@@ -39,7 +39,7 @@ def speakers(folder: str) -> Speakers:
 
 
 def open_vocoder(folder: str) -> Code2Wav:
-    return Code2Wav(Checkpoint.open(folder, part="code2wav"), torch.device("cpu"))
+    return Code2Wav(open_checkpoint(folder, part="code2wav"), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +135,11 @@ def test_noise_is_that_of_transformers_and_the_same_in_every_window(seed: int) -
 
 def test_a_part_of_another_kind_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="is a Qwen2_5OmniThinker.*supported is Qwen2_5OmniToken"):
-        Code2Wav(Checkpoint.open(folder, part="thinker"), torch.device("cpu"))
+        load_generator(open_checkpoint(folder, part="thinker"), torch.device("cpu"))
 
 
 def test_upsampling_that_gives_codes_no_place_is_refused(folder: str) -> None:
-    checkpoint = Checkpoint.open(folder, part="code2wav")
+    checkpoint = open_checkpoint(folder, part="code2wav")
     checkpoint.config.bigvgan_config.upsample_kernel_sizes = [10, 7, 4, 4, 4, 4]
     with pytest.raises(ValueError, match="must differ by even numbers"):
         Code2Wav(checkpoint, torch.device("cpu"))

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import NativeLayerOps
-from engine.models import EncoderDecoderModel, load_model, max_positions
+from engine.models import EncoderDecoderModel, ModelSettings, load_model, max_positions
 from engine.models.mllama.mllama import MllamaModel
 from engine.models.seq2seq.seq2seq import relative_buckets
 from engine.native import load_kernels
@@ -85,11 +85,11 @@ class Family:
 def load(folder: str | Path, **options: Any) -> EncoderDecoderModel:
     chosen: dict[str, Any] = {
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "block_size": 4,
         "max_model_len": 128,
     }
-    model = load_model(Checkpoint.open(folder), **(chosen | options))
+    model = load_model(Checkpoint.open(folder), ModelSettings(**(chosen | options)))
     assert isinstance(model, EncoderDecoderModel)
     return model
 

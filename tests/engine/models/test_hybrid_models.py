@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import NativeLayerOps
-from engine.models import CausalModel, load_model
+from engine.models import CausalModel, ModelSettings, load_model
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, MambaSpec
@@ -67,11 +67,11 @@ def build(folder: Path, family: str, **options: Any) -> Path:
 def load(folder: str | Path, **options: Any) -> CausalModel:
     settings: dict[str, Any] = {
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "block_size": 4,
         "max_model_len": 256,
     }
-    return load_model(Checkpoint.open(folder), **(settings | options))
+    return load_model(Checkpoint.open(folder), ModelSettings(**(settings | options)))
 
 
 def sequences(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models import SUPPORTED_ARCHITECTURES, CausalModel, load_model
+from engine.models import CausalModel, ModelSettings, load_model
+from engine.models.registry import FAMILIES
 from omni.seeded.language_models import build_causal_lm
 from tests.support.packed_model import run_packed
 
@@ -55,11 +56,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def load(folder: str | Path, **options: Any) -> CausalModel:
     settings: dict[str, Any] = {
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "block_size": 4,
         "max_model_len": 64,
     }
-    return load_model(Checkpoint.open(folder), **(settings | options))
+    return load_model(Checkpoint.open(folder), ModelSettings(**(settings | options)))
 
 
 def sequences(vocab_size: int = 768) -> list[Tensor]:
@@ -167,7 +168,7 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path):
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT9"]}))
     with pytest.raises(ValueError, match="unsupported architecture 'GPT9'") as raised:
         load(folder)
-    assert all(name in str(raised.value) for name in SUPPORTED_ARCHITECTURES)
+    assert all(name in str(raised.value) for name in FAMILIES.architectures())
 
 
 def test_packing_needs_float32_on_a_cpu(tmp_path: Path):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models import MultiModalModel, load_model, max_positions
+from engine.models import ModelSettings, MultiModalModel, load_model, max_positions
 from engine.requests.multimodal_input import MultiModalInput
 from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
@@ -47,11 +47,11 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
 def load(folder: Path, **options: Any) -> MultiModalModel:
     settings: dict[str, Any] = {
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "block_size": 4,
         "max_model_len": MAX_LEN,
     }
-    model = load_model(Checkpoint.open(folder), **(settings | options))
+    model = load_model(Checkpoint.open(folder), ModelSettings(**(settings | options)))
     assert isinstance(model, MultiModalModel)
     return model
 

@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import LayerOps, NativeLayerOps
-from engine.models import CausalModel, load_model
+from engine.models import CausalModel, ModelSettings, load_model
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, SlidingWindowSpec
@@ -120,11 +120,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def load(folder: Path, **options: Any) -> CausalModel:
     settings: dict[str, Any] = {
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "block_size": 4,
         "max_model_len": MAX_LEN,
     }
-    return load_model(Checkpoint.open(folder), **(settings | options))
+    return load_model(Checkpoint.open(folder), ModelSettings(**(settings | options)))
 
 
 def windows(model: CausalModel) -> list[int | None]:

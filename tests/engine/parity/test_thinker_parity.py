@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.models import load_model
+from engine.models import ModelSettings, load_model
+from engine.models.model_loader import open_checkpoint
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 from tests.support.thinker_reference import (
@@ -164,11 +164,8 @@ def test_every_naming_of_weights_loads(
 ) -> None:
     published, newer = (
         load_model(
-            Checkpoint.open(folder, part="thinker"),
-            dtype=dtype,
-            device="cpu",
-            block_size=4,
-            max_model_len=64,
+            open_checkpoint(folder, part="thinker"),
+            ModelSettings(dtype, torch.device("cpu"), block_size=4, max_model_len=64),
         ).state_dict()
         for folder in (seeded("qwen2_5_omni"), renamed)
     )
@@ -198,6 +195,6 @@ def test_towers_give_rows_in_the_models_type(seeded: Callable[[str], str]) -> No
 def test_only_the_thinkers_weights_are_loaded(seeded: Callable[[str], str]) -> None:
     folder = seeded("qwen2_5_omni")
     engine = LLMEngine(EngineConfig(model=folder, part="thinker", max_model_len=64, num_blocks=16))
-    part = Checkpoint.open(folder, part="thinker")
+    part = open_checkpoint(folder, part="thinker")
     stored = sum(tensor.nbytes for _, tensor in part.weights())
     assert stored <= engine.memory_plan.weights_bytes < 1.1 * stored

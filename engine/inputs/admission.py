@@ -1,0 +1,128 @@
+"""Decides which requests can run; the one place where what could never fit is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.interface.sampling_params import SamplingParams
+from engine.requests.prompt_positions import PromptPositions
+from prefix_cache import KVCacheManager
+
+__all__ = ["Admission", "InputLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What a request has to stay within.
+
+    Attributes:
+        max_model_len: longest sequence.
+        hidden_size: width of prompt embeddings.
+        vocab_size: ids of prompts run from 0 to this.
+        num_logits: ids that can be generated, from 0 to this; an image's placeholder may lie
+            beyond it. 0 for a checkpoint that cannot generate.
+        block_size: tokens per block.
+        usable_tokens: tokens that the whole pool holds.
+        dtype: type of prompt embeddings inside the model.
+    """
+
+    max_model_len: int
+    hidden_size: int
+    vocab_size: int
+    num_logits: int
+    block_size: int
+    usable_tokens: int
+    dtype: torch.dtype
+
+
+class Admission:
+    """Works out how long a request may get, and refuses it if it can never run.
+
+    Args:
+        limits: what a request has to stay within.
+        kv_cache: says what the tokens of an encoder take beside those of the decoder; None where
+            no encoder has any.
+    """
+
+    def __init__(self, limits: InputLimits, kv_cache: KVCacheManager | None = None) -> None:
+        self.limits = limits
+        self._kv_cache = kv_cache
+
+    def check_head(self, params: SamplingParams) -> None:
+        """Raise ``ValueError`` if tokens are asked of a checkpoint that cannot generate."""
+        if params.max_tokens and not self.limits.num_logits:
+            raise ValueError(
+                "the checkpoint has no language-model head and cannot generate; "
+                f"use max_tokens=0, got {params.max_tokens}"
+            )
+
+    def max_num_tokens(
+        self,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        positions: PromptPositions | None = None,
+        num_encoder_tokens: int = 0,
+    ) -> int:
+        """How long the sequence of a request may get.
+
+        Args:
+            num_prompt_tokens: of the whole prompt.
+            params: how many tokens are to follow it.
+            positions: where tokens lie on several axes; None where places are indices.
+            num_encoder_tokens: rows of the encoder's output.
+
+        Raises:
+            ValueError: the request could never run.
+        """
+        limits = self.limits
+        ahead = self._check_length(num_prompt_tokens, min(params.max_tokens, 1), positions)
+        self.check_head(params)
+        max_num_tokens = min(num_prompt_tokens + params.max_tokens, limits.max_model_len - ahead)
+        # The last token is never computed, so it needs no slot.
+        num_slots = max(num_prompt_tokens, max_num_tokens - 1)
+        if num_slots > limits.usable_tokens:
+            raise ValueError(
+                f"the request can never fit: {num_prompt_tokens} prompt tokens and "
+                f"{params.max_tokens} to generate need slots for {num_slots} tokens, the whole "
+                f"KV cache holds {limits.usable_tokens}; lower max_tokens or raise num_blocks"
+            )
+        if num_encoder_tokens:
+            self._check_both_fit(num_slots, num_encoder_tokens)
+        return max_num_tokens
+
+    def _check_length(
+        self, num_prompt_tokens: int, wanted: int, positions: PromptPositions | None
+    ) -> int:
+        """Refuse what is too long; returns how far places run ahead of indices."""
+        # There are max_model_len of either.
+        ahead, reach = 0, num_prompt_tokens - 1
+        if positions is not None:
+            ahead = max(0, positions.shift)
+            reach = max(reach + ahead, positions.largest)
+        limit = self.limits.max_model_len
+        if reach >= num_prompt_tokens and reach + wanted >= limit:
+            raise ValueError(
+                f"what the prompt shows reaches place {reach} on an axis, "
+                f"but max_model_len is {limit}; shorten it or raise max_model_len"
+            )
+        if num_prompt_tokens + wanted > limit:
+            room = f", and {wanted} to generate" if wanted else ""
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens{room}, but max_model_len is "
+                f"{limit}; shorten the prompt or raise max_model_len"
+            )
+        return ahead
+
+    def _check_both_fit(self, num_slots: int, num_encoder_tokens: int) -> None:
+        kv_cache = self._kv_cache
+        if kv_cache is None or kv_cache.fits(num_slots, num_encoder_tokens):
+            return
+        num_blocks = kv_cache.pages_for(num_slots, num_encoder_tokens)
+        raise ValueError(
+            f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
+            f"encoder tokens take {num_blocks} blocks, the pool has "
+            f"{kv_cache.config.num_large_pages - 1}; shorten the input, lower max_tokens or raise "
+            "num_blocks"
+        )

@@ -1,0 +1,112 @@
+"""The contract between a request and what a kind of model reads: a prompt in, its content out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.admission import InputLimits
+from engine.interface.prompts import Prompt
+from engine.requests.encoder_input import EncoderInput, EncoderView
+from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.prompt_choice import PromptChoice
+from engine.requests.prompt_positions import PromptPositions
+from engine.requests.request import Request
+from engine.requests.streamed_rows import StreamedRows
+from engine.sampling.sampling_state import LogitsProcessor
+from prefix_cache import ContentSpan
+
+__all__ = ["PromptContent", "PromptProcessor", "PromptSources"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """A prompt, resolved.
+
+    Attributes:
+        token_ids: what the sequence begins with.
+        spans: what block hashes cover beside the token ids.
+        embeds: ``(num_tokens, hidden_size)`` in the place of the token ids; or None.
+        encoder_input: what the encoder gets, if the model has one.
+        encoder_view: which rows of the encoder's output the tokens see.
+        logits_processor: what the output has to keep to, or None.
+        prompt_choice: how the prompt goes on, if the model itself chooses; else None.
+        multimodal_inputs: images and the like, in the order of their places.
+        positions: where tokens lie on several axes; None where places are indices.
+        streamed_rows: rows beside the tokens, in models that want them.
+    """
+
+    token_ids: list[int]
+    spans: tuple[ContentSpan, ...] = ()
+    embeds: Tensor | None = None
+    encoder_input: EncoderInput | None = None
+    encoder_view: EncoderView | None = None
+    logits_processor: LogitsProcessor | None = None
+    prompt_choice: PromptChoice | None = None
+    multimodal_inputs: tuple[MultiModalInput, ...] = ()
+    positions: PromptPositions | None = None
+    streamed_rows: StreamedRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSources:
+    """What a prompt processor is made from.
+
+    Attributes:
+        checkpoint: of the model.
+        model: the loaded model, of which a processor asks what it needs to know.
+        tokenizer: of the checkpoint, or None.
+        limits: what a request has to stay within.
+        encoder_cache_bytes: what the rows of images and the like may take.
+    """
+
+    checkpoint: Checkpoint
+    model: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    limits: InputLimits
+    encoder_cache_bytes: int
+
+
+class PromptProcessor(ABC):
+    """Turns the prompts of one kind of model into what requests hold.
+
+    Attributes:
+        suppress_token_ids: never to be generated.
+        begin_suppress_token_ids: nor at the first place.
+        stop_token_ids: what ends the output; None leaves it to the checkpoint's configs.
+        speakers: voices that prompts choose from; None if the model does not speak.
+        is_encoder_decoder: whether prompts have two sides.
+    """
+
+    suppress_token_ids: tuple[int, ...] = ()
+    begin_suppress_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Collection[int] | None = None
+    speakers: tuple[str, ...] | None = None
+    is_encoder_decoder: bool = False
+
+    @abstractmethod
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """Resolve a prompt, or the first chunk of one.
+
+        Args:
+            prompt: what the user gave.
+            cache_salt: part of the hashes of what is no token: it is shared only within one salt.
+
+        Raises:
+            ValueError: the prompt is of a kind that the model does not take, empty, too long, or
+                cannot be read.
+        """
+
+    def extend(self, request: Request, prompt: Prompt) -> None:
+        """Take the next chunk of a request's prompt, which its other completions share.
+
+        Raises:
+            ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
+        """
+        raise ValueError("this model is no talker: it takes its prompts whole, not in chunks")

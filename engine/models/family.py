@@ -1,0 +1,81 @@
+"""What there is to say of a model family: all that the engine has to know of it in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedConfig
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.checkpoint_parts import CheckpointPart
+from engine.inputs.plain_inputs import PlainPromptProcessor
+from engine.inputs.prompt_processor import PromptProcessor, PromptSources
+from engine.models.base import CausalModel
+from engine.models.generator_model import GeneratorModel
+from engine.models.model_settings import ModelSettings
+
+__all__ = ["Builder", "ModelFamily", "has_head"]
+
+Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
+"""From a checkpoint and settings to a model without its weights yet."""
+
+_WITH_HEAD = "ForCausalLM"
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Whether a plain decoder's checkpoint has a language-model head, by its architecture."""
+    return checkpoint.architecture.endswith(_WITH_HEAD)
+
+
+def _text_positions(config: PreTrainedConfig) -> int:
+    limit: int = config.get_text_config().max_position_embeddings
+    return limit
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """One family of models, or one part of a checkpoint that holds several models.
+
+    A family makes tokens (``build``) or sound (``generator``). Families of other packages are
+    made known by ``engine.register_model_family``, or by an entry point of the group
+    ``omni_pipeline.model_families`` that loads to the declaration.
+
+    Attributes:
+        name: of the family, for messages.
+        architectures: class names by which ``config.json`` asks for it; no two families share one.
+        build: makes the model, before its weights are loaded.
+        generator: loads the model that makes sound of codec tokens.
+        prompts: makes what resolves its prompts.
+        max_positions: reads the longest sequence from a config.
+        config_class: of its ``config.json``, where transformers does not know the ``model_type``.
+        decoder_config: reads the config of a plain decoder on which other families may build: a
+            ``DecoderConfig`` of the config.
+        reads_text: whether the tokenizer beside the weights is of its tokens.
+        part: which part of a checkpoint it is, where one holds several models.
+
+    Raises:
+        ValueError: it names no architecture, or does not say how one thing alone is made.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    build: Builder | None = None
+    generator: Callable[[Checkpoint, torch.device], GeneratorModel] | None = None
+    prompts: Callable[[PromptSources], PromptProcessor] = PlainPromptProcessor.from_sources
+    max_positions: Callable[[PreTrainedConfig], int] = _text_positions
+    config_class: type[PreTrainedConfig] | None = None
+    decoder_config: Callable[[PreTrainedConfig], Any] | None = None
+    reads_text: bool = True
+    part: CheckpointPart | None = None
+
+    def __post_init__(self) -> None:
+        if not self.architectures:
+            raise ValueError(f"model family {self.name!r} names no architecture: give at least one")
+        if (self.build is None) == (self.generator is None):
+            raise ValueError(
+                f"model family {self.name!r} must say how its model is made: give build= for one "
+                "that makes tokens, or generator= for one that makes sound"
+            )

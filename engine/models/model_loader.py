@@ -1,0 +1,129 @@
+"""From a checkpoint to a loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.checkpoints.checkpoint import Checkpoint
+from engine.layers import can_pack
+from engine.models.base import CausalModel
+from engine.models.family import ModelFamily
+from engine.models.generator_model import GeneratorModel
+from engine.models.model_settings import ModelSettings
+from engine.models.registry import FAMILIES
+
+__all__ = [
+    "find_family",
+    "is_supported",
+    "load_generator",
+    "load_model",
+    "max_positions",
+    "open_checkpoint",
+]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+def open_checkpoint(
+    model: str | Path,
+    *,
+    part: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint of any family that is known; see :meth:`Checkpoint.open`."""
+    return Checkpoint.open(
+        model,
+        part=part,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        parts_of=FAMILIES.parts_of,
+    )
+
+
+def is_supported(architecture: str) -> bool:
+    """Whether :func:`load_model` takes checkpoints of an architecture."""
+    family = FAMILIES.find(architecture)
+    return family is not None and family.build is not None
+
+
+def find_family(checkpoint: Checkpoint) -> ModelFamily:
+    """The family of a checkpoint whose model makes tokens.
+
+    Raises:
+        ValueError: the architecture is not supported.
+    """
+    family = FAMILIES.find(checkpoint.architecture)
+    if family is None or family.build is None:
+        raise ValueError(
+            "; ".join(
+                (
+                    f"unsupported architecture {checkpoint.architecture!r} ({checkpoint.path})",
+                    f"supported are {', '.join(FAMILIES.architectures())}",
+                    *FAMILIES.failures,
+                )
+            )
+        )
+    return family
+
+
+def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
+    """Build a checkpoint's model and load its weights.
+
+    Raises:
+        ValueError: the architecture, or something that its config asks for, is not supported; or
+            the weights do not fit the config.
+    """
+    build = find_family(checkpoint).build
+    assert build is not None
+    packable = can_pack(settings.device, settings.dtype)
+    if settings.pack_weights and not packable:
+        raise ValueError(
+            f"weights are packed for float32 on a CPU only, not {settings.dtype} on "
+            f"{settings.device}"
+        )
+    model = build(checkpoint, settings)
+    stored = checkpoint.weight_files
+    # Some embedding models keep the headless names under a causal architecture.
+    targets = dict(model.targets("model." if _EMBEDDING in stored else ""))
+    ignored = set(model.ignored_weights)
+    if getattr(checkpoint.config, "tie_word_embeddings", False):
+        ignored |= {name for name in stored if name.endswith(_HEAD)}
+    checkpoint.load_into(targets, ignored=ignored)
+    pack = packable if settings.pack_weights is None else settings.pack_weights
+    model.finish_loading(pack_weights=pack)
+    return model.eval()
+
+
+def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorModel:
+    """Load the model that makes sound of codec tokens.
+
+    Raises:
+        ValueError: the checkpoint is of another kind, lacks voices, or its weights do not fit its
+            config.
+    """
+    family = FAMILIES.find(checkpoint.architecture)
+    if family is None or family.generator is None:
+        raise ValueError(
+            "; ".join(
+                (
+                    f"{checkpoint.path} is a {checkpoint.architecture}",
+                    "the generator that is supported is "
+                    + ", ".join(FAMILIES.architectures(makes_sound=True)),
+                    *FAMILIES.failures,
+                )
+            )
+        )
+    return family.generator(checkpoint, device).eval()
+
+
+def max_positions(checkpoint: Checkpoint) -> int:
+    """Tokens of the longest sequence that a checkpoint's decoder allows.
+
+    Raises:
+        ValueError: the architecture is not supported.
+    """
+    return find_family(checkpoint).max_positions(checkpoint.config)
