@@ -163,10 +163,9 @@ def _teach_config(family: ModelFamily) -> None:
     made = family.config_class
     if made is None:
         return
-    known = CONFIG_MAPPING.get(made.model_type)
-    if known is None:
+    if made.model_type not in CONFIG_MAPPING:
         AutoConfig.register(made.model_type, made)
-    elif known is not made:
+    elif (known := CONFIG_MAPPING[made.model_type]) is not made:
         raise ValueError(
             f"model_type {made.model_type!r} of model family {family.name!r} belongs to "
             f"{known.__module__}.{known.__name__} already; give it another name"

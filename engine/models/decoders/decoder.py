@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,7 @@ def decoder_family(
     read_config: Callable[[PreTrainedConfig], DecoderConfig],
     *,
     is_base: bool = True,
+    **declared: Any,
 ) -> ModelFamily:
     """Declare a family of plain decoders.
 
@@ -166,6 +168,7 @@ def decoder_family(
         read_config: all that the family differs in.
         is_base: whether other families may build on it, with rows in the place of embeddings:
             the embeddings of tokens must not be scaled.
+        **declared: what else a :class:`ModelFamily` may say.
     """
 
     def build(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
@@ -173,4 +176,4 @@ def decoder_family(
         return build_decoder(read_config, config, settings, has_head=has_head(checkpoint))
 
     base = read_config if is_base else None
-    return ModelFamily(name, architectures, build=build, decoder_config=base)
+    return ModelFamily(name, architectures, build=build, decoder_config=base, **declared)

@@ -1,0 +1,421 @@
+"""Families of other packages: this file declares two, and both run through ``omni run``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPImageProcessorPil, PreTrainedConfig
+from typer.testing import CliRunner
+
+from engine import (
+    CausalModel,
+    Checkpoint,
+    DecoderConfig,
+    EngineConfig,
+    ItemTower,
+    LLMEngine,
+    ModelFamily,
+    ModelSettings,
+    MultiModalModel,
+    MultiModalPromptProcessor,
+    TokensPrompt,
+    build_decoder,
+    decoder_family,
+    register_model_family,
+)
+from engine.models.decoders.layer_kind import LayerKind
+from engine.models.registry import FAMILIES, FamilyRegistry
+from engine.requests.multimodal_input import MultiModalInput
+
+ROOT = Path(__file__).resolve().parents[3]
+SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64)
+PLACEHOLDER, SIDE, PATCH = 60, 8, 4
+COMMON = {
+    "words": 64,
+    "width": 32,
+    "depth": 2,
+    "heads": 4,
+    "head_dim": 8,
+    "positions": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+class LadderConfig(PreTrainedConfig):
+    model_type = "made_up_ladder"
+
+
+class PeepholeConfig(PreTrainedConfig):
+    model_type = "made_up_peephole"
+
+
+def read_config(config: Any) -> DecoderConfig:
+    return DecoderConfig(
+        hidden_size=config.width,
+        intermediate_size=2 * config.width,
+        layers=(LayerKind(),) * config.depth,
+        num_heads=config.heads,
+        num_kv_heads=config.heads // 2,
+        head_dim=config.head_dim,
+        vocab_size=config.words,
+        max_position_embeddings=config.positions,
+        activation="silu",
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_scale=config.head_dim**-0.5,
+        qk_norm=True,
+    )
+
+
+class Peephole(ItemTower):
+    """A row for each quarter of a picture."""
+
+    feature_names = ("pixel_values",)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3 * PATCH * PATCH, width), requires_grad=False)
+
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        yield "peephole.weight", self.weight.data
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        self.require_features(features)
+        return (SIDE // PATCH) ** 2
+
+    def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        pixels = torch.stack([item.features["pixel_values"] for item in inputs])
+        patches = nn.functional.unfold(pixels, PATCH, stride=PATCH).transpose(1, 2)
+        return list(patches @ self.weight)
+
+
+def build_peephole(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
+    return peephole(checkpoint.config, settings, checkpoint.weight_files)
+
+
+def peephole(config: Any, settings: ModelSettings, stored: Collection[str]) -> MultiModalModel:
+    decoder = build_decoder(read_config, config, settings)
+    return MultiModalModel(
+        decoder, {"image": Peephole(config.width)}, {"image": config.hole}, stored
+    )
+
+
+def positions(config: Any) -> int:
+    return config.positions
+
+
+LADDER = decoder_family(
+    "ladder",
+    ("LadderForCausalLM",),
+    read_config,
+    config_class=LadderConfig,
+    max_positions=positions,
+)
+PEEPHOLE = ModelFamily(
+    "peephole",
+    ("PeepholeForConditionalGeneration",),
+    build=build_peephole,
+    prompts=MultiModalPromptProcessor.from_sources,
+    config_class=PeepholeConfig,
+    max_positions=positions,
+)
+
+
+def save(folder: Path, family: ModelFamily, model: CausalModel, config: PreTrainedConfig) -> Path:
+    folder.mkdir()
+    config.architectures = list(family.architectures)
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(7)
+    weights = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.3
+        for name, tensor in model.targets("model.")
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LadderConfig(**COMMON)
+    model = build_decoder(read_config, config, SETTINGS)
+    return save(tmp_path_factory.mktemp("made_up") / "ladder", LADDER, model, config)
+
+
+@pytest.fixture(scope="module")
+def keyhole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = PeepholeConfig(**COMMON, hole=PLACEHOLDER)
+    model = peephole(config, SETTINGS, {"model.embed_tokens.weight", "lm_head.weight"})
+    folder = save(tmp_path_factory.mktemp("made_up") / "peephole", PEEPHOLE, model, config)
+    size = {"height": SIDE, "width": SIDE}
+    CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_added", {})
+    register_model_family(LADDER)
+    register_model_family(PEEPHOLE)
+
+
+def run_files(folder: Path, model: Path, requests: Sequence[dict[str, Any]]) -> list[str]:
+    """Arguments of ``omni run``, but for where it writes."""
+    stage = {
+        "kind": "autoregressive",
+        "model": str(model),
+        "engine": {"device": "cpu", "block_size": 4, "num_blocks": 64, "max_num_seqs": 1},
+        "sampling": {"temperature": 0.0, "max_tokens": 6},
+        "outputs": ["hidden_states"],
+        "final_output": "tensors",
+    }
+    config = folder / "pipeline.yaml"
+    config.write_text(json.dumps({"name": "made_up", "stages": {"only": stage}}))
+    lines = folder / "requests.jsonl"
+    lines.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return ["run", str(config), "--input", str(lines), "--output-dir"]
+
+
+UNCACHED = ["--set", "stages.only.engine.enable_prefix_caching=false"]
+
+
+def omni(*arguments: str) -> None:
+    from omni.commands.cli import app
+
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def results(folder: Path) -> list[tuple[list[int], Tensor, int]]:
+    """Of each request its tokens, its rows, and how many of its tokens were cached."""
+    found = []
+    for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines():
+        output = json.loads(line)["stages"]["only"]
+        (rows,) = load_file(folder / output["tensors"]["hidden_states"]).values()
+        found.append((output["token_ids"], rows, output["num_cached_tokens"]))
+    return found
+
+
+def check_equal(cached: Path, uncached: Path) -> None:
+    pairs = list(zip(results(cached), results(uncached), strict=True))
+    for (tokens, rows, _), (expected_tokens, expected_rows, num_cached) in pairs:
+        assert tokens == expected_tokens and len(tokens) == 6 and num_cached == 0
+        torch.testing.assert_close(rows, expected_rows, atol=1e-5, rtol=0)
+    assert [cached > 0 for (_, _, cached), _ in pairs] == [False, True, False]
+
+
+def test_a_registered_decoder_runs_cached_as_uncached(
+    registered: None, ladder: Path, tmp_path: Path
+) -> None:
+    shared = list(range(1, 15))
+    prompts = [[*shared, 20], [*shared, 21], [30, 31, 32]]
+    arguments = run_files(tmp_path, ladder, [{"prompt_token_ids": ids} for ids in prompts])
+    omni(*arguments, str(tmp_path / "cached"))
+    omni(*arguments, str(tmp_path / "uncached"), *UNCACHED)
+    check_equal(tmp_path / "cached", tmp_path / "uncached")
+
+
+def write_distribution(folder: Path, *entries: str) -> dict[str, str]:
+    """A made-up distribution whose entry points are in this file; how to find both."""
+    info = folder / "made_up-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+    lines = "\n".join(entries)
+    (info / "entry_points.txt").write_text(f"[omni_pipeline.model_families]\n{lines}\n")
+    path = os.pathsep.join([str(folder), str(Path(__file__).parent), str(ROOT)])
+    return os.environ | {"PYTHONPATH": path}
+
+
+def test_a_multimodal_family_of_an_entry_point_runs_cached_as_uncached(
+    registered: None, keyhole: Path, tmp_path: Path
+) -> None:
+    environment = write_distribution(
+        tmp_path / "site", "peephole = test_model_families:PEEPHOLE", "broken = nothing_here:X"
+    )
+    pictures = []
+    for color in ("teal", "orange"):
+        pictures.append(str(tmp_path / f"{color}.png"))
+        Image.new("RGB", (SIDE, SIDE), color).save(pictures[-1])
+    ids = [1, 2, PLACEHOLDER, 3, 4, 5, 6, 7]
+    asks = ((8, pictures[0]), (9, pictures[0]), (8, pictures[1]))
+    requests = [{"prompt_token_ids": [*ids, last], "images": [image]} for last, image in asks]
+    arguments = run_files(tmp_path, keyhole, requests)
+    command = [sys.executable, "-m", "omni", *arguments, str(tmp_path / "cached")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "entry point broken = nothing_here:X of distribution made-up" in done.stderr
+    omni(*arguments, str(tmp_path / "uncached"), *UNCACHED)
+    # The last request differs in its picture alone, and shares no block.
+    check_equal(tmp_path / "cached", tmp_path / "uncached")
+    first, _, other = results(tmp_path / "cached")
+    assert not torch.equal(first[1][2:6], other[1][2:6]), "the picture makes no difference"
+
+
+def test_an_architecture_has_one_family(registered: None) -> None:
+    register_model_family(LADDER)
+    taken = decoder_family("stairs", LADDER.architectures, read_config)
+    with pytest.raises(ValueError, match="'LadderForCausalLM' of model family 'stairs'.*'ladder'"):
+        register_model_family(taken)
+    llamas = decoder_family("alpaca", ("AlpacaForCausalLM", "LlamaForCausalLM"), read_config)
+    with pytest.raises(ValueError, match="'LlamaForCausalLM'.*belongs to the family 'llama'"):
+        register_model_family(llamas)
+    assert FAMILIES.find("AlpacaForCausalLM") is None, "half a family was added"
+    with pytest.raises(ValueError, match="a model family is a ModelFamily, got str"):
+        register_model_family("ladder")
+
+
+def test_a_model_type_has_one_config(registered: None) -> None:
+    class OtherConfig(PreTrainedConfig):
+        model_type = "made_up_ladder"
+
+    other = decoder_family("other", ("OtherForCausalLM",), read_config, config_class=OtherConfig)
+    with pytest.raises(ValueError, match="model_type 'made_up_ladder' of model family 'other'"):
+        register_model_family(other)
+
+
+def test_a_family_says_how_one_thing_is_made() -> None:
+    with pytest.raises(ValueError, match="give build= .* or generator="):
+        ModelFamily("nothing", ("NothingForCausalLM",))
+    with pytest.raises(ValueError, match="names no architecture"):
+        decoder_family("nameless", (), read_config)
+
+
+def test_what_an_unknown_architecture_lacks_is_told(
+    ladder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_distribution(tmp_path, "clash = engine.models.decoders.llama:FAMILY")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(FAMILIES, "_added", {})
+    monkeypatch.setattr(FAMILIES, "_failures", None)
+    broken = r"entry point clash = .* of distribution made-up brings no model family: architecture"
+    with pytest.raises(ValueError, match=f"unsupported architecture 'Ladder.*{broken}"):
+        LLMEngine(EngineConfig(model=str(ladder), device="cpu", num_blocks=8))
+
+
+def test_a_registered_family_is_served_like_any_other(registered: None, ladder: Path) -> None:
+    engine = LLMEngine(EngineConfig(model=str(ladder), device="cpu", block_size=4, num_blocks=32))
+    assert engine.max_model_len == COMMON["positions"]
+    with pytest.raises(ValueError, match="vocabulary has ids 0 to 63"):
+        engine.generate(TokensPrompt((64,)))
+
+
+@pytest.mark.parametrize("row", sorted(set(FAMILIES.rows.values())), ids=lambda row: row.module)
+def test_the_table_says_what_the_declarations_say(row: Any) -> None:
+    family = row.load()
+    assert family.architectures == row.architectures
+    assert bool(family.generator) == row.makes_sound
+    assert (None if family.part is None else family.part.whole) == row.whole
+    if family.part is not None:
+        assert (family.part.architecture,) == family.architectures
+
+
+def test_a_family_is_imported_when_it_is_used() -> None:
+    check = "import sys, engine.llm.llm_engine, engine.generator.generator_engine\n"
+    check += f"families = {[row.module for row in FAMILIES.rows.values()]}\n"
+    check += "found = [x for x in families if f'engine.models.{x}' in sys.modules]\n"
+    check += "assert not found, found\n"
+    check += "assert not [x for x in sys.modules if x.startswith('transformers.models.qwen')]"
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
+
+
+def test_the_table_names_each_architecture_once() -> None:
+    rows = set(FAMILIES.rows.values())
+    assert sum(len(row.architectures) for row in rows) == len(FAMILIES.rows)
+    assert FamilyRegistry(rows).architectures() != ()
+
+
+WORDS = {
+    word
+    for row in FAMILIES.rows.values()
+    for word in (row.module.split(".")[1], row.module.split(".")[0], row.attribute.lower())
+} - {"decoders", "hybrids", "seq2seq", "family"}
+
+
+def test_no_family_is_named_outside_its_folder() -> None:
+    assert {"llama", "whisper", "t5", "talker", "code2wav", "qwen2_5_omni"} <= WORDS
+    table = ROOT / "engine/models/registry.py"
+    folders = {ROOT / "engine/models" / row.module.split(".")[0] for row in FAMILIES.rows.values()}
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in sorted((ROOT / "engine").rglob("*.py"))
+        if file != table and not folders & set(file.parents)
+        for line, name in named_families(file.read_text("utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from engine.models.decoders.llama import llama_config",
+        "import engine.models.whisper.whisper",
+        "isinstance(model, Qwen2_5OmniTalker)",
+        "model.llama_layers",
+        "PARTS = {'qwen2_5_omni': 1}",
+        "def load_t5(): ...",
+    ],
+)
+def test_a_planted_family_is_found(planted: str) -> None:
+    assert named_families(planted)
+
+
+def test_prose_and_the_names_of_transformers_are_not_found() -> None:
+    assert not named_families(
+        '"""As Llama does it."""\nfrom transformers import WhisperFeatureExtractor as W\n'
+        "def f(x: WhisperFeatureExtractor):\n    raise ValueError('a talker reads rows')"
+    )
+
+
+def named_families(source: str) -> list[tuple[int, str]]:
+    """Names and strings in code, but for prose and what is imported of transformers."""
+    tree = ast.parse(source)
+    theirs = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
+        for alias in node.names
+    }
+    return [
+        (getattr(node, "lineno", 0), name)
+        for node in ast.walk(tree)
+        for name in names_of(node)
+        if name not in theirs and words_of(name) & WORDS
+    ]
+
+
+def names_of(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+            return [name]
+        case ast.ImportFrom(module=str(name)) | ast.keyword(arg=str(name)):
+            return [name]
+        case ast.Constant(value=str(text)) if " " not in text:
+            return [text]
+        case _:
+            return []
+
+
+def words_of(name: str) -> set[str]:
+    """``engine.Qwen2_5OmniTalker`` to engine, qwen2_5_omni_talker, and runs of its words."""
+    pieces = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    found = set()
+    for dotted in re.split(r"[^a-z0-9_]+", pieces):
+        parts = dotted.split("_")
+        for first in range(len(parts)):
+            for last in range(first, len(parts)):
+                found.add("_".join(parts[first : last + 1]))
+    return found
