@@ -59,13 +59,8 @@ def find_family(checkpoint: Checkpoint) -> ModelFamily:
     family = FAMILIES.find(checkpoint.architecture)
     if family is None or family.build is None:
         raise ValueError(
-            "; ".join(
-                (
-                    f"unsupported architecture {checkpoint.architecture!r} ({checkpoint.path})",
-                    f"supported are {', '.join(FAMILIES.architectures())}",
-                    *FAMILIES.failures,
-                )
-            )
+            f"unsupported architecture {checkpoint.architecture!r} ({checkpoint.path}); "
+            f"supported are {'; '.join((', '.join(FAMILIES.architectures()), *FAMILIES.failures))}"
         )
     return family
 
@@ -107,15 +102,10 @@ def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorMod
     """
     family = FAMILIES.find(checkpoint.architecture)
     if family is None or family.generator is None:
+        known = (", ".join(FAMILIES.architectures(makes_sound=True)), *FAMILIES.failures)
         raise ValueError(
-            "; ".join(
-                (
-                    f"{checkpoint.path} is a {checkpoint.architecture}",
-                    "the generator that is supported is "
-                    + ", ".join(FAMILIES.architectures(makes_sound=True)),
-                    *FAMILIES.failures,
-                )
-            )
+            f"{checkpoint.path} is a {checkpoint.architecture}; the generator that is supported is "
+            f"{'; '.join(known)}"
         )
     return family.generator(checkpoint, device).eval()
 

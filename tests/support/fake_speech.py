@@ -275,7 +275,7 @@ class Talker(FakeSpeechStage):
 class Vocoder(FakeSpeechStage):
     """Codes in, sound out: as many samples per token, told as they come."""
 
-    def read(self, prompt: Prompt) -> tuple[Sequence[int], Sequence[int], bool]:
+    def read(self, prompt: Prompt) -> tuple[Sequence[Any], Sequence[Any], bool]:
         assert isinstance(prompt, CodecPrompt)
         return (), [code for code in prompt.codes if isinstance(code, int)], prompt.is_last
 

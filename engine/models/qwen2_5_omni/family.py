@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from engine.checkpoints.checkpoint_parts import CheckpointPart
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
@@ -22,42 +22,28 @@ from engine.models.qwen2_5_omni.thinker import build_qwen2_5_omni_thinker
 
 __all__ = ["CODE2WAV", "TALKER", "THINKER"]
 
-_part = partial(CheckpointPart, whole="qwen2_5_omni")
 
-THINKER = ModelFamily(
+def _family(name: str, stored: str, architecture: str, **declared: Any) -> ModelFamily:
+    """A part, by the name under which config and weights are stored."""
+    is_first = name == "thinker"  # the one that generation_config.json is about
+    whole, config_name, prefix = "qwen2_5_omni", f"{stored}_config", f"{stored}."
+    part = CheckpointPart(name, whole, config_name, prefix, architecture, is_first)
+    return ModelFamily(name, (architecture,), part=part, **declared)
+
+
+THINKER = _family(
     "thinker",
-    ("Qwen2_5OmniThinkerForConditionalGeneration",),
+    "thinker",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
     build=build_qwen2_5_omni_thinker,
     prompts=MultiModalPromptProcessor.from_sources,
-    part=_part(
-        name="thinker",
-        config_name="thinker_config",
-        prefix="thinker.",
-        architecture="Qwen2_5OmniThinkerForConditionalGeneration",
-        has_generation_config=True,
-    ),
 )
-TALKER = ModelFamily(
+TALKER = _family(
     "talker",
-    ("Qwen2_5OmniTalkerForConditionalGeneration",),
+    "talker",
+    "Qwen2_5OmniTalkerForConditionalGeneration",
     build=build_qwen2_5_omni_talker,
     prompts=SpeechPromptProcessor.from_sources,
     reads_text=False,  # the tokenizer beside it is its thinker's
-    part=_part(
-        name="talker",
-        config_name="talker_config",
-        prefix="talker.",
-        architecture="Qwen2_5OmniTalkerForConditionalGeneration",
-    ),
 )
-CODE2WAV = ModelFamily(
-    "code2wav",
-    ("Qwen2_5OmniToken2WavModel",),
-    generator=Code2Wav,
-    part=_part(
-        name="code2wav",
-        config_name="token2wav_config",
-        prefix="token2wav.",
-        architecture="Qwen2_5OmniToken2WavModel",
-    ),
-)
+CODE2WAV = _family("code2wav", "token2wav", "Qwen2_5OmniToken2WavModel", generator=Code2Wav)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import NativeLayerOps
+from engine.layers import LayerOps, NativeLayerOps
 from engine.models import EncoderDecoderModel, ModelSettings, load_model, max_positions
 from engine.models.mllama.mllama import MllamaModel
 from engine.models.seq2seq.seq2seq import relative_buckets
@@ -160,7 +160,7 @@ def test_encoder_rows_equal_transformers_alone_and_in_a_padded_batch(family: Fam
 def test_greedy_tokens_and_hidden_states_equal_transformers(
     family: Family, backend: str, block_size: int
 ):
-    ops = NativeLayerOps(load_kernels()) if backend == "native" else None
+    ops = NativeLayerOps(load_kernels()) if backend == "native" else LayerOps()
     model = load(family.folder, block_size=block_size, ops=ops)
     assert_parity(family, model, backend=backend)
 

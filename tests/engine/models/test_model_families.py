@@ -156,7 +156,7 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keyhole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = PeepholeConfig(**COMMON, hole=PLACEHOLDER)
+    config = PeepholeConfig(**(COMMON | {"hole": PLACEHOLDER}))
     model = peephole(config, SETTINGS, {"model.embed_tokens.weight", "lm_head.weight"})
     folder = save(tmp_path_factory.mktemp("made_up") / "peephole", PEEPHOLE, model, config)
     size = {"height": SIDE, "width": SIDE}
