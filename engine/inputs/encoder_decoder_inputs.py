@@ -34,68 +34,38 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
     """Splits prompts between the encoder and the decoder of one model.
 
     Args:
-        encoder: the model, or whatever knows its encoder.
-        encoder_inputs: makes the encoder's inputs.
-        decoder_rule: makes the decoder's.
-        suppress_token_ids: never to be generated, says the checkpoint.
-        begin_suppress_token_ids: nor at the first place.
+        sources: of an encoder-decoder model.
+        encoder_inputs: makes what makes the encoder's inputs.
+        decoder_rule: says what the decoder begins with.
         text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the
             encoder is left out; else they are the encoder's.
+
+    Raises:
+        ValueError: a feature extractor, an image processor or a start token is missing.
     """
 
     is_encoder_decoder = True
 
     def __init__(
         self,
-        encoder: EncoderSide,
-        encoder_inputs: EncoderInputMaker,
-        decoder_rule: DecoderPromptRule,
-        *,
-        suppress_token_ids: tuple[int, ...] = (),
-        begin_suppress_token_ids: tuple[int, ...] = (),
-        text_is_for_decoder: bool = False,
-    ) -> None:
-        self._encoder = encoder
-        self._encoder_inputs = encoder_inputs
-        self._decoder_rule = decoder_rule
-        self.suppress_token_ids = suppress_token_ids
-        self.begin_suppress_token_ids = begin_suppress_token_ids
-        self._text_is_for_decoder = text_is_for_decoder
-
-    @classmethod
-    def from_sources(
-        cls,
         sources: PromptSources,
         *,
-        encoder_inputs: Callable[
-            [PromptSources], EncoderInputMaker
-        ] = TextEncoderInputs.from_sources,
+        encoder_inputs: EncoderInputFactory = TextEncoderInputs.from_sources,
         decoder_rule: type[DecoderPromptRule] = DecoderPromptRule,
         text_is_for_decoder: bool = False,
-    ) -> EncoderDecoderPromptProcessor:
-        """Load what the checkpoint brings for its prompts.
-
-        Args:
-            sources: of an encoder-decoder model.
-            encoder_inputs: makes what makes the encoder's inputs.
-            decoder_rule: says what the decoder begins with.
-            text_is_for_decoder: see the class.
-
-        Raises:
-            ValueError: a feature extractor, an image processor or a start token is missing.
-        """
+    ) -> None:
         checkpoint, encoder = sources.checkpoint, sources.model
         config = checkpoint.config
         # As transformers does for a checkpoint without one.
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
-        return cls(
-            encoder,
-            encoder_inputs(sources),
-            decoder_rule(config, generation, sources.tokenizer, encoder.input_vocab_size),
-            suppress_token_ids=tuple(generation.suppress_tokens or ()),
-            begin_suppress_token_ids=tuple(generation.begin_suppress_tokens or ()),
-            text_is_for_decoder=text_is_for_decoder,
+        self._encoder: EncoderSide = encoder
+        self._encoder_inputs = encoder_inputs(sources)
+        self._decoder_rule = decoder_rule(
+            config, generation, sources.tokenizer, encoder.input_vocab_size
         )
+        self.suppress_token_ids = tuple(generation.suppress_tokens or ())
+        self.begin_suppress_token_ids = tuple(generation.begin_suppress_tokens or ())
+        self._text_is_for_decoder = text_is_for_decoder
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Make both sequences of one request; see :meth:`PromptProcessor.process`.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
-from engine.inputs.feature_makers import FeatureMaker, FeatureTaker, load_feature_makers
+from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
 from engine.inputs.multimodal_data import items_of
 from engine.inputs.plain_inputs import PlainPromptProcessor
 from engine.inputs.prompt_processor import PromptContent, PromptSources
@@ -47,25 +47,16 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     """Expands placeholders, and makes what the model's towers take.
 
     Args:
-        model: knows its placeholders, and how many rows an item gives.
-        makers: of features, for every modality that the model takes.
-        sources: what else the checkpoint brings.
+        sources: of a model that is an :class:`ItemSide`. A processor of features that the
+            checkpoint lacks is told when it is needed.
     """
 
-    def __init__(
-        self, model: ItemSide, makers: Mapping[Modality, FeatureMaker], sources: PromptSources
-    ) -> None:
-        super().__init__(sources.tokenizer, sources.limits)
-        self._model = model
-        self._makers = makers
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources)
+        self._model: ItemSide = sources.model
+        self._makers = load_feature_makers(sources.checkpoint.path, self._model.towers)
         self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
         self._max_item_tokens = sources.encoder_cache_bytes // self._row_bytes
-
-    @classmethod
-    def from_sources(cls, sources: PromptSources) -> MultiModalPromptProcessor:
-        """Load the processors that a checkpoint brings; one that it lacks is told when needed."""
-        model: ItemSide = sources.model
-        return cls(model, load_feature_makers(sources.checkpoint.path, model.towers), sources)
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Put each item that a prompt shows in the place of its placeholder.

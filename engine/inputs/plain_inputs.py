@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
-
-from engine.inputs.admission import InputLimits
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import resolve_prompt
@@ -18,18 +15,12 @@ class PlainPromptProcessor(PromptProcessor):
     """Makes token ids, or embeddings in their place.
 
     Args:
-        tokenizer: of the checkpoint, or None.
-        limits: what a request has to stay within.
+        sources: of the model.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, limits: InputLimits) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
-
-    @classmethod
-    def from_sources(cls, sources: PromptSources) -> PlainPromptProcessor:
-        """Make the processor of a checkpoint."""
-        return cls(sources.tokenizer, sources.limits)
+    def __init__(self, sources: PromptSources) -> None:
+        self._tokenizer = sources.tokenizer
+        self._limits = sources.limits
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """See :meth:`PromptProcessor.process`."""

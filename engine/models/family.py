@@ -35,7 +35,7 @@ def _text_positions(config: PreTrainedConfig) -> int:
     return limit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelFamily:
     """One family of models, or one part of a checkpoint that holds several models.
 
@@ -64,7 +64,7 @@ class ModelFamily:
     architectures: tuple[str, ...]
     build: Builder | None = None
     generator: Callable[[Checkpoint, torch.device], GeneratorModel] | None = None
-    prompts: Callable[[PromptSources], PromptProcessor] = PlainPromptProcessor.from_sources
+    prompts: Callable[[PromptSources], PromptProcessor] = PlainPromptProcessor
     max_positions: Callable[[PreTrainedConfig], int] = _text_positions
     config_class: type[PreTrainedConfig] | None = None
     decoder_config: Callable[[PreTrainedConfig], Any] | None = None

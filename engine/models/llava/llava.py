@@ -115,5 +115,5 @@ FAMILY = ModelFamily(
     "llava",
     ("LlavaForConditionalGeneration",),
     build=build_llava,
-    prompts=MultiModalPromptProcessor.from_sources,
+    prompts=MultiModalPromptProcessor,
 )

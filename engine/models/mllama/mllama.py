@@ -177,7 +177,7 @@ FAMILY = ModelFamily(
     ("MllamaForConditionalGeneration",),
     build=build_mllama,
     prompts=partial(
-        EncoderDecoderPromptProcessor.from_sources,
+        EncoderDecoderPromptProcessor,
         encoder_inputs=_tiled_image_inputs,
         decoder_rule=MllamaPromptRule,
         text_is_for_decoder=True,

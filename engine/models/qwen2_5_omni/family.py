@@ -36,14 +36,14 @@ THINKER = _family(
     "thinker",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     build=build_qwen2_5_omni_thinker,
-    prompts=MultiModalPromptProcessor.from_sources,
+    prompts=MultiModalPromptProcessor,
 )
 TALKER = _family(
     "talker",
     "talker",
     "Qwen2_5OmniTalkerForConditionalGeneration",
     build=build_qwen2_5_omni_talker,
-    prompts=SpeechPromptProcessor.from_sources,
+    prompts=SpeechPromptProcessor,
     reads_text=False,  # the tokenizer beside it is its thinker's
 )
 CODE2WAV = _family("code2wav", "token2wav", "Qwen2_5OmniToken2WavModel", generator=Code2Wav)

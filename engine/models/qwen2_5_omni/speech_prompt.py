@@ -15,8 +15,7 @@ There the reply of a single token, which has no rows, raises; here it is s witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,13 +24,13 @@ from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import check_rows
 from engine.interface.prompts import Prompt, SpeechPrompt
-from engine.models.qwen2_5_omni.speakers import Speakers, load_speakers
+from engine.models.qwen2_5_omni.speakers import load_speakers
 from engine.requests.content_spans import position_spans
 from engine.requests.prompt_positions import PromptPositions
 from engine.requests.request import Request
 from engine.requests.streamed_rows import StreamedRows
 
-__all__ = ["SpeechPromptProcessor", "SpeechTokens"]
+__all__ = ["SpeechPromptProcessor"]
 
 _TEXT_EMBEDDING = "thinker.model.embed_tokens.weight"
 _NUM_AXES = 3
@@ -39,86 +38,39 @@ _NUM_FOLLOWING = 2
 """Tokens of a talker's prompt after those of the thinker's: pad and bos."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechTokens:
-    """Codec tokens that say something else than sound.
-
-    Attributes:
-        mask: stands where the thinker's prompt does.
-        pad: follows it; where it is generated, the speech has ended.
-        bos: begins the speech, and is never generated.
-        eos: ends it.
-    """
-
-    mask: int
-    pad: int
-    bos: int
-    eos: int
-
-
 class SpeechPromptProcessor(PromptProcessor):
     """Lays out speech prompts.
 
+    It reads the voices, and of the thinker's weights one row for each and two more.
+
     Args:
-        tokens: of the talker's vocabulary.
-        speakers: voices to choose from.
-        speaker_rows: per voice, the ``(1, width)`` embedding that begins its speech.
-        end_row: ``(1, width)``, follows the reply's rows.
-        pad_row: ``(1, width)``, follows that for ever.
-        block_size: tokens per block.
+        sources: of a talker.
+
+    Raises:
+        ValueError: the checkpoint has no voices, or not these rows.
     """
 
-    def __init__(
-        self,
-        tokens: SpeechTokens,
-        speakers: Speakers,
-        *,
-        speaker_rows: Mapping[str, Tensor],
-        end_row: Tensor,
-        pad_row: Tensor,
-        block_size: int,
-    ) -> None:
-        self.tokens = tokens
-        self.speakers = speakers.names
-        # What ends the speech, and what is never generated.
-        self.stop_token_ids = frozenset({tokens.pad, tokens.eos})
-        self.suppress_token_ids = (tokens.bos,)
-        self._speakers = speakers
-        self._speaker_rows = speaker_rows
-        self._end_row = end_row
-        self._pad_row = pad_row
-        self._block_size = block_size
-
-    @classmethod
-    def from_sources(cls, sources: PromptSources) -> SpeechPromptProcessor:
-        """Read the voices, and of the thinker's weights one row for each and two more.
-
-        Raises:
-            ValueError: the checkpoint has no voices, or not these rows.
-        """
-        checkpoint = sources.checkpoint
-        config = checkpoint.config
-        speakers = load_speakers(checkpoint.path)
-        token_ids = [speakers.get(name).bos_token for name in speakers.names]
+    def __init__(self, sources: PromptSources) -> None:
+        checkpoint, config = sources.checkpoint, sources.checkpoint.config
+        voices = load_speakers(checkpoint.path)
+        token_ids = [voices.get(name).bos_token for name in voices.names]
         token_ids += [config.tts_text_end_token_id, config.tts_text_pad_token_id]
-        rows = checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids)
-        width = config.embedding_size
-        *speaker_rows, end, pad = check_rows(
-            rows, _TEXT_EMBEDDING, width, sources.limits.dtype
-        ).split(1)
-        return cls(
-            SpeechTokens(
-                mask=config.tts_codec_mask_token_id,
-                pad=config.tts_codec_pad_token_id,
-                bos=config.tts_codec_start_token_id,
-                eos=config.tts_codec_end_token_id,
-            ),
-            speakers,
-            speaker_rows=dict(zip(speakers.names, speaker_rows, strict=True)),
-            end_row=end,
-            pad_row=pad,
-            block_size=sources.limits.block_size,
+        rows = check_rows(
+            checkpoint.rows_of_whole(_TEXT_EMBEDDING, token_ids),
+            _TEXT_EMBEDDING,
+            config.embedding_size,
+            sources.limits.dtype,
         )
+        *starts, self._end_row, self._pad_row = rows.split(1)
+        self._speaker_rows = dict(zip(voices.names, starts, strict=True))
+        self._speakers, self.speakers = voices, voices.names
+        self._block_size = sources.limits.block_size
+        # The mask stands where the thinker's prompt does, and pad follows it.
+        self._mask, self._pad = config.tts_codec_mask_token_id, config.tts_codec_pad_token_id
+        self._bos = config.tts_codec_start_token_id
+        # Where pad is generated, the speech has ended; bos begins it, and is never generated.
+        self.stop_token_ids = frozenset({self._pad, config.tts_codec_end_token_id})
+        self.suppress_token_ids = (self._bos,)
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Lay out a prompt, or the first chunk of one.
@@ -142,10 +94,9 @@ class SpeechPromptProcessor(PromptProcessor):
         streamed_rows = StreamedRows(start, num_replaced=num_rows)
         if prompt.is_last:
             self._end(streamed_rows)
-        tokens = self.tokens
         positions = _positions(prompt.positions, num_rows)
         return PromptContent(
-            [tokens.mask] * num_rows + [tokens.pad, tokens.bos],
+            [self._mask] * num_rows + [self._pad, self._bos],
             () if positions is None else position_spans(positions, self._block_size),
             positions=positions,
             streamed_rows=streamed_rows,

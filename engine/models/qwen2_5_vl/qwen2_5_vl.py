@@ -42,5 +42,5 @@ FAMILY = ModelFamily(
     "qwen2_5_vl",
     ("Qwen2_5_VLForConditionalGeneration",),
     build=build_qwen2_5_vl,
-    prompts=MultiModalPromptProcessor.from_sources,
+    prompts=MultiModalPromptProcessor,
 )

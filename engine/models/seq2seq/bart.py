@@ -84,6 +84,6 @@ FAMILY = ModelFamily(
     "bart",
     ("BartForConditionalGeneration",),
     build=build_bart,
-    prompts=EncoderDecoderPromptProcessor.from_sources,
+    prompts=EncoderDecoderPromptProcessor,
     max_positions=lambda config: bart_config(config).max_position_embeddings,
 )

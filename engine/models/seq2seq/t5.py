@@ -115,6 +115,6 @@ FAMILY = ModelFamily(
     "t5",
     ("T5ForConditionalGeneration",),
     build=build_t5,
-    prompts=partial(EncoderDecoderPromptProcessor.from_sources, decoder_rule=T5PromptRule),
+    prompts=partial(EncoderDecoderPromptProcessor, decoder_rule=T5PromptRule),
     max_positions=lambda config: t5_config(config).max_position_embeddings,
 )

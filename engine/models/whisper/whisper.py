@@ -133,7 +133,7 @@ FAMILY = ModelFamily(
     ("WhisperForConditionalGeneration",),
     build=build_whisper,
     prompts=partial(
-        EncoderDecoderPromptProcessor.from_sources,
+        EncoderDecoderPromptProcessor,
         encoder_inputs=_speech_inputs,
         decoder_rule=WhisperPromptRule,
     ),

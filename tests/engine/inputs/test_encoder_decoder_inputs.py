@@ -276,7 +276,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Fami
     limits = InputLimits(64, 8, 768, 768, 4, 64, torch.float32)
     decoder_only = InputProcessor(
         bart.tokenizer,
-        PlainPromptProcessor(bart.tokenizer, limits),
+        PlainPromptProcessor(PromptSources(bart.checkpoint, None, bart.tokenizer, limits, 0)),
         Admission(limits),
         eos_token_ids=[2],
         seed=0,

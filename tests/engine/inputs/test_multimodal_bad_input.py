@@ -288,7 +288,7 @@ def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
     sizes = (model.hidden_size, model.input_vocab_size, model.vocab_size)
     limits = InputLimits(64, *sizes, block_size=4, usable_tokens=64, dtype=torch.float32)
     sources = PromptSources(whole, model, None, limits, encoder_cache_bytes=1 << 20)
-    processor = MultiModalPromptProcessor.from_sources(sources)
+    processor = MultiModalPromptProcessor(sources)
     ids = (model.placeholders["video"],)
     processor.process(TokensPrompt(ids, {"video": [clip(0)]}))
     talking = TokensPrompt(ids, {"video": [replace(clip(0), audio=tone(0.25))]})

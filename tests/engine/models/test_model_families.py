@@ -128,7 +128,7 @@ PEEPHOLE = ModelFamily(
     "peephole",
     ("PeepholeForConditionalGeneration",),
     build=build_peephole,
-    prompts=MultiModalPromptProcessor.from_sources,
+    prompts=MultiModalPromptProcessor,
     config_class=PeepholeConfig,
     max_positions=positions,
 )
