@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from engine import LLMEngine, TokensPrompt
 from engine.requests.request import Request
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.request_queues import RequestQueues
 from omni import Omni, OmniOutput, OmniRequest
 from omni.pipelines.pipeline import Pipeline
 from omni.runtime.orchestrator import Orchestrator
 from omni.seeded.omni import OMNI_SPEAKERS
+from prefix_cache import PageCopy
 from stages import AutoregressiveStage
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
@@ -189,16 +190,16 @@ def test_preempted_while_streaming_equals_the_uncached_whole(
 def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """The property above would hold for pools in which nobody ever gave way."""
     parted: Counter[str] = Counter()
-    preempt = Scheduler._preempt
+    preempt = RequestQueues.preempt
 
-    def noting(scheduler: Scheduler, request: Request, step: Any) -> None:
+    def noting(queues: RequestQueues, request: Request) -> tuple[PageCopy, ...]:
         for stage, other in (("thinker", "talker"), ("talker", "thinker")):
             is_in_both = request.request_id in rig.engine(other)._groups
-            if scheduler is rig.engine(stage)._scheduler and is_in_both:
+            if queues is rig.engine(stage)._scheduler._queues and is_in_both:
                 parted[stage] += 1
-        preempt(scheduler, request, step)
+        return preempt(queues, request)
 
-    monkeypatch.setattr(Scheduler, "_preempt", noting)
+    monkeypatch.setattr(RequestQueues, "preempt", noting)
     crowd = [Ask(n % 2, n, n % 3, n % 2, MAX_TEXT, MAX_CODES, salt=str(n)) for n in range(1, 5)]
     with Omni(rig.pipeline) as omni:
         requests = [ask.request(f"r{n}", rig.placeholders) for n, ask in enumerate(crowd)]
