@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from engine.execution.model_runner import ModelRunner
 from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
+from omni import OmniOutput
+from omni.pipelines.pipeline import Pipeline
 from omni.runtime.orchestrator import Orchestrator
 from tests.support.omni_stages import Conversation, Turn, assert_same, build_pipeline
 
@@ -19,18 +22,33 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@dataclass(frozen=True)
+class Rig:
+    """A pipeline, and what two requests say in it when nothing fails."""
+
+    pipeline: Pipeline
+    expected: dict[str, OmniOutput]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "streaming"])
+def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Iterator[Rig]:
+    pipeline = build_pipeline(seeded("qwen2_5_omni"), streaming=request.param, block_size=8)
+    orchestrator = Orchestrator(pipeline)
+    expected = {}
+    for name in ("x", "y"):
+        orchestrator.add_request(ASKED[name].request(name))
+        while orchestrator.has_unfinished_requests:
+            expected.update({o.request_id: o for o in orchestrator.step() if o.finished})
+    yield Rig(pipeline, expected)
+    pipeline.close()
+
+
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
 @pytest.mark.parametrize("num_steps", [0, 4])
 def test_a_request_that_breaks_the_model_fails_alone(
-    seeded: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    streaming: bool,
-    num_steps: int,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, stage: str, num_steps: int
 ) -> None:
-    folder = seeded("qwen2_5_omni")
-    pipeline = build_pipeline(folder, streaming=streaming, block_size=8)
+    pipeline = rig.pipeline
     plain = ModelRunner.execute
     survived = 0
 
@@ -45,14 +63,9 @@ def test_a_request_that_breaks_the_model_fails_alone(
                 survived += 1
         return plain(self, output)
 
-    orchestrator = Orchestrator(pipeline)
-    expected = {}
-    for name in ("x", "y"):
-        orchestrator.add_request(ASKED[name].request(name))
-        while orchestrator.has_unfinished_requests:
-            expected.update({o.request_id: o for o in orchestrator.step() if o.finished})
     for each in pipeline.stages.values():
         each.reset_prefix_cache()
+    orchestrator = Orchestrator(pipeline)
     monkeypatch.setattr(ModelRunner, "execute", execute)
     for name, asked in ASKED.items():
         orchestrator.add_request(asked.request(name))
@@ -65,6 +78,5 @@ def test_a_request_that_breaks_the_model_fails_alone(
         last["bad"].error
     )
     for name in ("x", "y"):
-        assert_same(last[name], expected[name])
+        assert_same(last[name], rig.expected[name])
     assert not any(each.has_unfinished_requests for each in pipeline.stages.values())
-    pipeline.close()
