@@ -1,7 +1,7 @@
 """Runs one model: engine loop, scheduler, model runner, attention, models, sampling.
 
-Engines are imported when they are first used, since that takes seconds of torch and transformers,
-for which a caller who only names prompts and settings should not wait.
+Imports prefix_cache. Engines are imported when they are first used, since that takes seconds of
+torch and transformers, which naming prompts and settings should not cost.
 """
 
 from __future__ import annotations

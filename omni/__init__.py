@@ -1,6 +1,7 @@
 """The user's door: pipelines of stages, in YAML and in Python.
 
-Names are imported when they are first used, so that ``omni --help`` need not wait for torch.
+Imports every other package. Names are imported when they are first used, so that ``omni --help``
+need not wait for torch.
 """
 
 from __future__ import annotations

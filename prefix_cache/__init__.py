@@ -1,6 +1,7 @@
 """Remembers what was computed: blocks, their content, and the outputs mirrored beside them.
 
-Knows no model, no tokenizer and no request queue: ids, hashes, sizes and tensors only.
+Imports torch and nothing of the project: it knows ids, hashes, sizes and tensors, but no model, no
+tokenizer and no request queue.
 """
 
 from __future__ import annotations

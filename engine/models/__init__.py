@@ -1,24 +1,7 @@
-"""Models over packed tokens, loaded from Hugging Face checkpoints."""
+"""The contracts of models over packed tokens, and the families that keep them, one folder each.
 
-from __future__ import annotations
+The contracts import inputs, layers and the rooms below; families import the contracts; the table of
+families stands above them all, in ``registry``, and ``model_loader`` above the table.
+"""
 
-from engine.models.base import CausalModel
-from engine.models.decoders.decoder import DecoderModel
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.family import ModelFamily
-from engine.models.model_loader import load_model, max_positions
-from engine.models.model_settings import ModelSettings
-from engine.models.multimodal import MultiModalModel
-
-__all__ = [
-    "CausalModel",
-    "DecoderConfig",
-    "DecoderModel",
-    "EncoderDecoderModel",
-    "ModelFamily",
-    "ModelSettings",
-    "MultiModalModel",
-    "load_model",
-    "max_positions",
-]
+__all__: tuple[str, ...] = ()

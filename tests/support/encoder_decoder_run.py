@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionMetadata, AttentionStep, get_backend
-from engine.models import EncoderDecoderModel
+from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from prefix_cache import AttentionSpec, CrossAttentionSpec, PagedMemory, group_layers
 from tests.support.packed_model import scatter_pages

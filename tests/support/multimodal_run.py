@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.models import MultiModalModel
+from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import MultiModalInput
 from tests.support.greedy_reference import GreedyAnswer
 from tests.support.packed_model import PackedRun

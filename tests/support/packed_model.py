@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention import Attention, AttentionMetadata, AttentionStep, get_backend
 from engine.attention.metadata import StateMetadata
 from engine.attention.state_layer import StateLayer
-from engine.models import CausalModel
+from engine.models.base import CausalModel
 from prefix_cache import (
     KVCacheConfig,
     KVCacheGroup,

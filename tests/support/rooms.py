@@ -26,6 +26,7 @@ engine.models.hybrids, engine.models.seq2seq, engine.models.mllama, engine.model
 engine.models.qwen2_5_vl
 engine.models.whisper, engine.models.qwen2_5_omni
 engine.models.registry
+engine.models.model_loader
 engine.scheduling
 engine.execution
 engine.encoder, engine.generator, engine.llm

@@ -18,8 +18,9 @@ from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensP
 from engine.inputs.admission import InputLimits
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptSources
-from engine.models import ModelSettings, MultiModalModel, load_model
-from engine.models.model_loader import open_checkpoint
+from engine.models.model_loader import load_model, open_checkpoint
+from engine.models.model_settings import ModelSettings
+from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import Modality
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows

@@ -27,7 +27,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.models import EncoderDecoderModel
+from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_requests import (
     SAMPLING_RATE,

@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models import ModelSettings, MultiModalModel, load_model, max_positions
+from engine.models.model_loader import load_model, max_positions
+from engine.models.model_settings import ModelSettings
+from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import MultiModalInput
 from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices

@@ -20,7 +20,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import LayerOps, NativeLayerOps
-from engine.models import CausalModel, ModelSettings, load_model
+from engine.models.base import CausalModel
+from engine.models.model_loader import load_model
+from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, SlidingWindowSpec
