@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,8 +21,8 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.media.audio_samples import SampleReader, load_extractor
-from engine.media.image_file import image_features, load_image_processor
+from engine.media.audio_samples import SampleReader
+from engine.media.image_file import image_features
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
@@ -165,15 +164,6 @@ class AudioEncoderInputs(EncoderInputMaker):
         self._extractor = extractor
         self._reader = SampleReader.of(extractor)
 
-    @classmethod
-    def from_checkpoint(cls, path: Path, encoder: EncoderSide) -> AudioEncoderInputs:
-        """Load the feature extractor of a checkpoint folder.
-
-        Raises:
-            ValueError: it brings none, or one of another kind.
-        """
-        return cls(encoder, load_extractor(path))
-
     @property
     def longest_s(self) -> float:
         """The window in seconds: longer speech is refused."""
@@ -209,17 +199,6 @@ class ImageEncoderInputs(EncoderInputMaker):
         super().__init__(encoder)
         self._processor = processor
         self._feature_names = feature_names
-
-    @classmethod
-    def from_checkpoint(
-        cls, path: Path, encoder: EncoderSide, feature_names: tuple[str, ...]
-    ) -> ImageEncoderInputs:
-        """Load the image processor of a checkpoint folder; Pillow does its work.
-
-        Raises:
-            ValueError: it brings none, or Pillow is not installed.
-        """
-        return cls(encoder, load_image_processor(path), feature_names)
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Open the image and cut it into tiles.

@@ -27,6 +27,7 @@ from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
 from engine.layers import Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.media.image_file import load_image_processor
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -168,8 +169,8 @@ def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel
 
 
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
-    path = sources.checkpoint.path
-    return ImageEncoderInputs.from_checkpoint(path, sources.model, FEATURE_NAMES)
+    processor = load_image_processor(sources.checkpoint.path)
+    return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES)
 
 
 FAMILY = ModelFamily(

@@ -55,14 +55,14 @@ class Speakers:
 
     @property
     def default(self) -> Speaker:
-        """Who speaks when nobody was chosen: Chelsie if she is there, else the first."""
+        """The voice where none was chosen: Chelsie if she is there, else the first."""
         return self._by_name.get(_PREFERRED) or next(iter(self._by_name.values()))
 
     def get(self, name: str | None) -> Speaker:
         """One voice; None takes the default.
 
         Raises:
-            ValueError: nobody has this name; says who there is.
+            ValueError: no voice has this name; says which there are.
         """
         if name is None:
             return self.default

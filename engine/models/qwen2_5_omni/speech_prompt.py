@@ -77,7 +77,7 @@ class SpeechPromptProcessor(PromptProcessor):
 
         Raises:
             ValueError: it is no speech prompt, has no row, or rows or places that cannot be; or
-                nobody has the speaker's name.
+                no voice has the speaker's name.
         """
         refuse_items(prompt)
         if not isinstance(prompt, SpeechPrompt):

@@ -16,6 +16,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import AudioEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
+from engine.media.audio_samples import load_extractor
 from engine.models.encoder_module import (
     EncoderModule,
     build_empty,
@@ -125,7 +126,7 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
 
 
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
-    return AudioEncoderInputs.from_checkpoint(sources.checkpoint.path, sources.model)
+    return AudioEncoderInputs(sources.model, load_extractor(sources.checkpoint.path))
 
 
 FAMILY = ModelFamily(

@@ -32,8 +32,8 @@ class WhisperPromptRule(DecoderPromptRule):
         <|startoftranscript|> <|fr|> <|transcribe|> <|notimestamps|>
          always                multilingual models   unless timestamps are wanted
 
-    They are those of transformers' ``WhisperForConditionalGeneration.generate``. Of a language that
-    nobody names the model itself chooses the token: the likeliest behind the first.
+    They are those of transformers' ``WhisperForConditionalGeneration.generate``. Where no
+    language is named, the model itself chooses its token: the likeliest behind the first.
     """
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
@@ -55,7 +55,7 @@ class WhisperPromptRule(DecoderPromptRule):
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> PromptChoice | None:
-        """The language, where nobody names it, and what follows it."""
+        """The language, where none is named, and what follows it."""
         if decoder is not None:
             return None
         ids, detects = self._plan(encoder)

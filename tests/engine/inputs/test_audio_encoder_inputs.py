@@ -12,6 +12,7 @@ from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
 from engine.inputs.encoder_inputs import AudioEncoderInputs
+from engine.media.audio_samples import load_extractor
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000
@@ -123,13 +124,13 @@ def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> Non
 
 def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
     EXTRACTOR.save_pretrained(tmp_path)
-    inputs = AudioEncoderInputs.from_checkpoint(tmp_path, FixedEncoder())
+    inputs = AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
     assert inputs.longest_s == 1.0
 
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="feature extractor in .* cannot be loaded"):
-        AudioEncoderInputs.from_checkpoint(tmp_path, FixedEncoder())
+        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
     SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must be a WhisperFeatureExtractor, got SeamlessM4T"):
-        AudioEncoderInputs.from_checkpoint(tmp_path, FixedEncoder())
+        AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))

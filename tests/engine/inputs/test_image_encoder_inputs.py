@@ -12,6 +12,7 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 
 from engine import AudioPrompt, ImagePrompt
 from engine.inputs.encoder_inputs import ImageEncoderInputs
+from engine.media.image_file import load_image_processor
 from tests.support.fixed_encoder import FixedEncoder
 
 NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -23,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> ImageEncoderInputs:
     MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4).save_pretrained(
         folder
     )
-    return ImageEncoderInputs.from_checkpoint(folder, FixedEncoder(68), NAMES)
+    return ImageEncoderInputs(FixedEncoder(68), load_image_processor(folder), NAMES)
 
 
 def picture(width: int = 40, height: int = 20, seed: int = 0, mode: str = "RGB") -> Image.Image:
@@ -99,4 +100,4 @@ def test_other_prompts_are_refused(
 
 def test_a_checkpoint_without_a_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="image processor in .* cannot be loaded"):
-        ImageEncoderInputs.from_checkpoint(tmp_path, FixedEncoder(), NAMES)
+        load_image_processor(tmp_path)
