@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from omni import Omni, OmniRequest
-from omni.verification.verify import verify
+from omni import Omni, OmniRequest, verify
 
 OPENING = (
     "The library has three floors: history and maps below, music in the middle, and poetry at "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.request import OmniOutput, OmniRequest
     from omni.runtime.omni import Omni
+    from omni.verification.verify import verify
     from stages import (
         AutoregressiveStage,
         EncoderStage,
@@ -75,6 +76,7 @@ __all__ = [
     "register_stage_kind",
     "register_transform",
     "requires",
+    "verify",
 ]
 
 # In this order: the first two cost the least.
@@ -85,6 +87,7 @@ _HOMES = (
     "omni.pipelines.pipeline_config",
     "omni.pipelines.pipeline",
     "omni.runtime.omni",
+    "omni.verification.verify",
 )
 
 
