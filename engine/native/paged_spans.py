@@ -17,7 +17,7 @@ class PagedSpans:
     The kernel follows the table's entries and the spans blindly: who makes them checks them.
 
     Attributes:
-        block_table: ``(num_reqs, blocks)`` int32; blocks lie side by side.
+        block_table: ``(num_reqs, blocks)`` int32, contiguous.
         spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its request's
             row in the table, the first position that it sees, and one past the last.
         num_parts: parts into which the keys of each token are cut, to run in parallel.
@@ -29,11 +29,9 @@ class PagedSpans:
 
     def __post_init__(self) -> None:
         table, spans = self.block_table, self.spans
-        # Where no request holds a block (an encoder-decoder's lone text), strides say nothing.
-        is_packed = table.ndim == 2 and (table.stride(1) == 1 or not table.numel())
-        if table.dtype != torch.int32 or not is_packed:
+        if table.dtype != torch.int32 or table.ndim != 2 or not table.is_contiguous():
             raise ValueError(
-                f"expected an int32 block table whose blocks lie side by side, got {table.dtype} "
+                f"expected a contiguous int32 block table (num_reqs, blocks), got {table.dtype} "
                 f"{tuple(table.shape)}, strides {table.stride()}"
             )
         if spans.dtype != torch.int32 or spans.shape[0] != 3 or spans.stride(1) != 1:

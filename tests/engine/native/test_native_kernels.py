@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ import engine.native as native
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.layers import LayerOps, NativeLayerOps
 from engine.layers.packed_weight import OneDnnWeight
-from engine.native import NativeBuildError, NativeKernels, load_kernels
+from engine.native import NativeBuildError, NativeKernels, PagedSpans, load_kernels
 from engine.native.build import compile_kernels
 from tests.support.native_kernels import needs_compiler, needs_kernels
 
@@ -139,6 +140,20 @@ def test_what_the_kernels_would_misread_is_refused():
         kernels.gated_silu(normal(2, 5))
     with pytest.raises(ValueError, match="take no cos"):
         kernels.rotate(normal(2, 1, 4), normal(2, 1, 6), normal(2, 1, 6))
+
+
+def test_spans_take_tables_without_blocks_and_refuse_what_the_kernel_would_misread():
+    spans = torch.zeros(3, 2, dtype=torch.int32)
+    # As a step's inputs make it for encoders of which nothing is kept: all its strides are 0.
+    empty = torch.from_numpy(np.zeros((2, 0), dtype=np.int32))
+    assert PagedSpans(empty, spans).num_tokens == 2
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    for bad in (table.long(), table[:, ::2], table[0]):
+        with pytest.raises(ValueError, match="contiguous int32 block table"):
+            PagedSpans(bad, spans)
+    for bad in (spans.long(), spans[:2], spans.T.contiguous().T):
+        with pytest.raises(ValueError, match=r"int32 spans \(3, num_tokens\)"):
+            PagedSpans(table, bad)
 
 
 @needs_kernels
