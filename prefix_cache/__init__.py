@@ -23,18 +23,12 @@ from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrit
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
 from prefix_cache.kv_cache.mirrored_outputs import ENCODER_HIDDEN_STATES
-from prefix_cache.kv_cache.page_accounting import (
-    held_bytes,
-    needed_bytes,
-    one_size_groups,
-    request_bytes,
-)
+from prefix_cache.kv_cache.page_accounting import needed_bytes, one_size_groups, request_bytes
 from prefix_cache.kv_cache.pending_blocks import PendingBlocks
 from prefix_cache.kv_cache.swap_space import SwapSpace
+from prefix_cache.layer_types.attention_manager import CrossAttentionManager, FullAttentionManager
 from prefix_cache.layer_types.chunk_stops import ChunkStops
 from prefix_cache.layer_types.coordinator import MANAGER_TYPES, KVCacheCoordinator
-from prefix_cache.layer_types.cross_attention_manager import CrossAttentionManager
-from prefix_cache.layer_types.full_attention_manager import FullAttentionManager
 from prefix_cache.layer_types.mamba_manager import MambaManager
 from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
 from prefix_cache.layer_types.window_manager import (
@@ -106,7 +100,6 @@ __all__ = [
     "content_hash",
     "extend_block_hashes",
     "group_layers",
-    "held_bytes",
     "needed_bytes",
     "one_size_groups",
     "pad_pages",

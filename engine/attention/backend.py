@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,27 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.scoring import Scoring
 from prefix_cache import LayerKVCache
 
-__all__ = ["AttentionBackend"]
+__all__ = ["AttentionBackend", "LayerCall"]
+
+
+class LayerCall(NamedTuple):
+    """One layer's attention in one step.
+
+    Attributes:
+        query: ``(num_tokens, num_heads, head_dim)``.
+        key: ``(num_written, num_kv_heads, head_dim)``; not repeated for grouped heads.
+        value: as ``key``.
+        kv_cache: this layer's views; rows of ``metadata.row_mapping`` are overwritten.
+        metadata: the same object that ``begin_step`` got.
+        scoring: how this layer's products become scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kv_cache: LayerKVCache
+    metadata: AttentionMetadata
+    scoring: Scoring
 
 
 class AttentionBackend(ABC):
@@ -35,29 +55,13 @@ class AttentionBackend(ABC):
         """Make what every layer of this step shares. Valid until the next call."""
 
     @abstractmethod
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """Write this step's keys and values to their rows, then attend.
 
         Token i of a request whose sequence is ``s`` long after this step and that has ``q``
         query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
         them those that ``metadata.window`` and ``metadata.chunk_size`` leave; see
         :mod:`engine.attention.visibility`. Without ``metadata.causal`` it sees ``0 .. s - 1``.
-
-        Args:
-            query: ``(num_tokens, num_heads, head_dim)``.
-            key: ``(num_written, num_kv_heads, head_dim)``; not repeated for grouped heads.
-            value: as ``key``.
-            kv_cache: this layer's views; rows of ``metadata.row_mapping`` are overwritten.
-            metadata: the same object that ``begin_step`` got.
-            scoring: how this layer's products become scores.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.attention.distance_bias import check_bias
+from engine.attention.backend import LayerCall
 from engine.attention.metadata import AttentionMetadata
-from engine.attention.scoring import Scoring
+from engine.attention.scoring import Scoring, check_bias
 from engine.attention.step import AttentionStep
 from prefix_cache import AttentionSpec, LayerKVCache
 
@@ -51,19 +51,17 @@ class Attention:
         step: AttentionStep,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attend; see :meth:`AttentionBackend.forward` for the shapes.
+        """Attend; see :class:`LayerCall` for the shapes.
 
         Args:
             query: of the step's tokens.
-            key: what this step stores; None where it stores nothing, as cross-attention does
-                once its encoder has run.
+            key: what this step stores; None in cross-attention whose encoder does not run.
             value: as ``key``.
             step: this engine step.
-            bias: added to scores by distance; see :mod:`engine.attention.distance_bias`.
+            bias: added to scores by distance; see :mod:`engine.attention.scoring`.
 
         Raises:
-            ValueError: the bias does not fit the heads, or is meant for no causal attention; no
-                keys came, but the step has slots for some.
+            ValueError: the bias does not fit; no keys came, but the step has slots for some.
         """
         if self._kv_cache is None:
             raise RuntimeError(f"{self.layer_name} has no KV cache yet; call bind first")
@@ -81,4 +79,4 @@ class Attention:
                     f"{self.layer_name} got no keys and values, expected {num_written} to store"
                 )
             key = value = query.new_empty(0, self.spec.num_kv_heads, self.spec.head_dim)
-        return backend.forward(query, key, value, self._kv_cache, metadata, scoring)
+        return backend.forward(LayerCall(query, key, value, self._kv_cache, metadata, scoring))

@@ -28,8 +28,7 @@ class AttentionMetadata:
     Attributes:
         query_start_loc: ``(num_reqs + 1,)`` int32 on the CPU: where each request's tokens start.
         seq_lens: ``(num_reqs,)`` int32 on the CPU: computed tokens plus this step's. Without
-            causality: the length of the sequence that is attended to, which may be 0; whose
-            request has nothing to see gets zeros.
+            causality: the length of what is attended to; a request with 0 gets zeros.
         block_table: ``(num_reqs, max_blocks)`` int32 on the device: logical to physical block;
             entries past a request's last block are 0, the null block. Those of blocks that no
             query token of the request can see may be stale: their pages are not to be read.
@@ -39,13 +38,10 @@ class AttentionMetadata:
         row_mapping: ``(num_written,)`` int64 on the device: the row of layer 0's key; see
             :mod:`prefix_cache.stores.paged_memory`.
         num_decodes: how many of the leading requests have exactly one query token.
-        max_query_len: longest query of the step.
-        max_seq_len: longest sequence of the step.
         block_size: tokens per block.
         window: how many positions a token sees at most, itself included; None: all before it.
         chunk_size: tokens see their own chunk of so many positions only; None: no chunks.
-        causal: query tokens are the last of their sequence, and see nothing behind themselves;
-            False: they see all of it.
+        causal: query tokens end their sequence and see none behind; False: they see all of it.
     """
 
     query_start_loc: Tensor
@@ -54,8 +50,6 @@ class AttentionMetadata:
     slot_mapping: Tensor
     row_mapping: Tensor
     num_decodes: int
-    max_query_len: int
-    max_seq_len: int
     block_size: int
     window: int | None = None
     chunk_size: int | None = None
@@ -88,8 +82,7 @@ class StateMetadata:
     Attributes:
         query_start_loc: ``(num_reqs + 1,)`` int32 on the CPU: where each request's tokens start.
         num_decodes: how many of the leading requests have exactly one token.
-        read_pages: ``(num_reqs,)`` int64 on the device: the page of the state that each request
-            continues; 0 where it begins.
+        read_pages: ``(num_reqs,)`` int64 on the device: the page of the state to continue, or 0.
         write_pages: ``(num_reqs,)`` int64 on the device: the page that takes the state after the
             request's last token of this step; may be the one that is read.
         has_state: ``(num_reqs,)`` booleans on the device; False: the request begins with zeros.

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.backend import LayerCall
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import TorchBackend, new_output
@@ -96,16 +97,9 @@ class NativeBackend(TorchBackend):
         self._short_spans = PagedSpans(table, spans[:, :num_short_tokens], num_parts)
         self._lay_out_prefills(metadata, num_short)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
+        query, key, value, kv_cache, metadata, scoring = call
         num_pages = kv_cache.chunks.shape[0] // kv_cache.chunks_per_page
         if self._largest_block_id >= num_pages:
             raise ValueError(f"block id {self._largest_block_id} in a pool of {num_pages} blocks")
@@ -122,7 +116,7 @@ class NativeBackend(TorchBackend):
         if num_short:
             short = query[:num_short]
             output[:num_short] = self._attend(short, kv_cache, self._short_spans, scoring)
-        self._attend_prefills(query, key, value, kv_cache, scoring, output)
+        self._attend_prefills(call, output)
         return output
 
     def _attend(

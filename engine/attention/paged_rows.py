@@ -34,9 +34,8 @@ def visible_blocks(
 ) -> Tensor:
     """A block table of nothing but what is visible, so that no other page is ever read.
 
-    What lies before a window may belong to another request by now, and the null block holds
-    anything: weights of 0 would not do, because 0 * NaN is NaN. Short rows repeat their last
-    block, whose content is the request's own::
+    What lies before a window may be another request's by now, and the null block holds anything:
+    weights of 0 would not do, as 0 * NaN is NaN. Short rows repeat their own last block::
 
         table      | a b c d e 0 0 |  visible from block 2 on   ->   | c d e |
                    | f g h 0 0 0 0 |                from 1 on        | g h h |

@@ -8,8 +8,7 @@ position on, so that causality and the window are all that is left to mask::
     first query  |  x  x  x  x  x  x   | x . . .  |
     last query   |  .  .  .  x  x  x   | x x x x  |      a window of 7
 
-Without causality every query sees all keys: there is nothing to mask, and a tile is no more than
-a bound on how many scores there are at once.
+Without causality there is nothing to mask: a tile only bounds how many scores there are at once.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def lay_out_prefill(metadata: AttentionMetadata, request: int) -> Prefill:
     seq_len, block_size = int(metadata.seq_lens[request]), metadata.block_size
     num_cached = seq_len - (end - start)
     bounds = _tile_bounds(num_cached, seq_len, metadata.chunk_size)
-    # The last bound stands for the last query, which no window may keep from position 0 if the
-    # request is to run as one.
+    # The last bound stands for the last query: to run as one, it too must see position 0.
     queries = torch.tensor([*bounds[:-1], seq_len - 1])
     *firsts, first_of_last = first_visible(queries, metadata.window, metadata.chunk_size).tolist()
     # A first query at position 0 sees from 0 on: without cached tokens this is 0.

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import write_kv
 from engine.attention.scoring import Scoring
@@ -59,16 +59,9 @@ class ReferenceBackend(AttentionBackend):
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Nothing is shared between layers."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
+        query, key, value, kv_cache, metadata, scoring = call
         write_kv(key, value, kv_cache, metadata.row_mapping)
         output = torch.zeros_like(query)
         for request in range(metadata.num_reqs):

@@ -23,9 +23,8 @@ class AttentionStep:
         encoder_hidden_states: ``(encoder tokens, width)`` of the requests whose encoder ran in
             this step, packed in the step's order; cross-attention writes its keys and values from
             them. None when no encoder ran: all that is needed is in the pages.
-        follows_encoder: ``(num_tokens,)`` booleans, False for tokens that come before the place
-            of their encoder's input in the prompt (an image's), or have no such input. None: all
-            tokens follow it.
+        follows_encoder: ``(num_tokens,)`` booleans, False for tokens that come before the place of
+            their encoder's input in the prompt (an image's), or have none. None: all follow it.
         shows_item: ``(num_tokens,)`` booleans, True for tokens whose embedding is a row of an
             image or the like. None: no token's is.
     """

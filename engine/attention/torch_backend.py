@@ -22,13 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
-from engine.attention.distance_bias import bias_at, bias_of_tile
+from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import layer_chunks, visible_blocks, write_kv
 from engine.attention.query_tiles import Prefill, QueryTile, TileMask, lay_out_prefill
-from engine.attention.scoring import Scoring
-from engine.attention.soft_cap import soft_capped_attention
+from engine.attention.scoring import Scoring, bias_at, bias_of_tile, soft_capped_attention
 from engine.attention.visibility import first_visible
 from prefix_cache import LayerKVCache
 
@@ -66,10 +64,8 @@ class _DecodeBucket:
     """Decodes that run as one batch.
 
     Attributes:
-        members: ``(B,)`` their request (and token) indices; None when they are all decodes of
-            the step in order, which then need no gather.
-        pages: ``(B * blocks,)`` block ids, from each one's first visible block on; see
-            :func:`visible_blocks`.
+        members: ``(B,)`` their request (and token) indices; None: all decodes, in order.
+        pages: ``(B * blocks,)`` block ids that :func:`visible_blocks` gave.
         mask: ``(B, 1, 1, blocks * block_size)`` added to the scores: 0 or -inf.
         newest: ``(B,)`` on the CPU: which of its gathered keys is the query token's own.
     """
@@ -155,34 +151,20 @@ class TorchBackend(AttentionBackend):
         newest = seq_lens - 1 - positions[:, 0]
         return _DecodeBucket(index, pages.flatten(), mask[:, None, None].to(self._device), newest)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
+        query, key, value, kv_cache, metadata, scoring = call
         write_kv(key, value, kv_cache, metadata.row_mapping)
         output = new_output(query, metadata)
         if metadata.num_decodes:
             decodes = slice(0, metadata.num_decodes)
             self._attend_decodes(query[decodes], kv_cache, scoring, output[decodes])
-        self._attend_prefills(query, key, value, kv_cache, scoring, output)
+        self._attend_prefills(call, output)
         return output
 
-    def _attend_prefills(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        scoring: Scoring,
-        output: Tensor,
-    ) -> None:
+    def _attend_prefills(self, call: LayerCall, output: Tensor) -> None:
         """Write what :meth:`_lay_out_prefills` prepared to its rows of ``output``."""
+        query, key, value, kv_cache, _, scoring = call
         for prefill in self._prefills:
             tokens = prefill.tokens
             if prefill.is_causal and scoring.only_scales:
@@ -211,11 +193,7 @@ class TorchBackend(AttentionBackend):
         return mask if bias is None else mask + bias_of_tile(bias, *mask.shape).to(mask.dtype)
 
     def _attend_decodes(
-        self,
-        query: Tensor,
-        kv_cache: LayerKVCache,
-        scoring: Scoring,
-        output: Tensor,
+        self, query: Tensor, kv_cache: LayerKVCache, scoring: Scoring, output: Tensor
     ) -> None:
         """Attend with one token of each decode, ``(num_decodes, num_heads, head_dim)``."""
         for bucket in self._buckets:

@@ -1,9 +1,8 @@
 """Attention with xformers on CUDA.
 
-Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their
-keys and run torch's flash attention with a block-diagonal bias: the paged kernels take no long
-causal queries. xformers caps no scores, and adds no biases to those of pages: layers that do run as
-in torch.
+Decodes read the pages in place, through Triton split-K and a paged bias. Prefills gather their keys
+and run torch's flash attention with a block-diagonal bias: the paged kernels take no long causal
+queries. xformers caps no scores and adds no biases to pages': such layers run as in torch.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import write_kv
-from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.xformers_masks import (
     decode_bias,
@@ -26,7 +24,6 @@ from engine.attention.xformers_masks import (
     prefill_slots,
     with_a_key_for_all,
 )
-from prefix_cache import LayerKVCache
 
 __all__ = ["XformersBackend"]
 
@@ -95,21 +92,14 @@ class XformersBackend(AttentionBackend):
                 self._prefill_rows = slots + slots // block_size * rows_between_pages
         self._ready = True
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: LayerKVCache,
-        metadata: AttentionMetadata,
-        scoring: Scoring,
-    ) -> Tensor:
+    def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
+        query, key, value, kv_cache, metadata, scoring = call
         if not scoring.only_scales:
             if not self._torch_ready:
                 self._torch.begin_step(metadata)
                 self._torch_ready = True
-            return self._torch.forward(query, key, value, kv_cache, metadata, scoring)
+            return self._torch.forward(call)
         if not self._ready:
             self._prepare(metadata, kv_cache.chunks_per_page)
         write_kv(key, value, kv_cache, metadata.row_mapping)

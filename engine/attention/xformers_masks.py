@@ -61,8 +61,7 @@ def prefill_bias(
     r1 q0 | . . . .    | x x x x x |     cached: 4 of 5 tokens
 
     The keys are those of :func:`prefill_slots`. Chunks of local attention are as good as requests
-    of their own, whose keys follow each other. xformers counts a window as we do: the query's own
-    position is in it.
+    of their own, whose keys follow each other. In xformers too a window counts the query.
 
     Without causality the blocks are full; rectangles in cross-attention, squares where the
     queries are the sequence itself, as in an encoder::
@@ -72,19 +71,20 @@ def prefill_bias(
     r0 q1 | x x x x    | . . . . . |
     r1 q0 | . . . .    | x x x x x |
     """
-    if not metadata.causal:
-        return _rectangles(metadata, device)
     from xformers.ops.fmha.attn_bias import (
         BlockDiagonalCausalFromBottomRightMask,
         BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+        BlockDiagonalMask,
     )
 
+    prefills = slice(metadata.num_decodes, None)
+    query_lens = metadata.query_start_loc.diff()[prefills].tolist()
+    seq_lens = metadata.seq_lens[prefills].tolist()
+    if not metadata.causal:
+        return BlockDiagonalMask.from_seqlens(query_lens, seq_lens, device=device)
     queries: list[int] = []
     keys: list[int] = []
-    query_lens = metadata.query_start_loc.diff().tolist()
-    for query_len, seq_len in list(zip(query_lens, metadata.seq_lens.tolist(), strict=True))[
-        metadata.num_decodes :
-    ]:
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         bounds = chunk_bounds(seq_len - query_len, seq_len, metadata.chunk_size)
         firsts = first_visible(
             torch.tensor(bounds[:-1]), metadata.window, metadata.chunk_size
@@ -96,16 +96,6 @@ def prefill_bias(
         return bias
     return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
         q_seqinfo=bias.q_seqinfo, k_seqinfo=bias.k_seqinfo, _window_size=metadata.window
-    )
-
-
-def _rectangles(metadata: AttentionMetadata, device: torch.device) -> BlockDiagonalMask:
-    from xformers.ops.fmha.attn_bias import BlockDiagonalMask
-
-    prefills = slice(metadata.num_decodes, None)
-    query_lens = metadata.query_start_loc.diff()[prefills].tolist()
-    return BlockDiagonalMask.from_seqlens(
-        query_lens, metadata.seq_lens[prefills].tolist(), device=device
     )
 
 

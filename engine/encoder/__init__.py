@@ -1,6 +1,3 @@
-"""The engine of encoder stages: one forward pass for an input, outputs cached.
-
-Imports models, inputs and the rooms below them.
-"""
+"""The engine of encoder stages: an input, one pass. Imports models, inputs and the rooms below."""
 
 __all__: tuple[str, ...] = ()

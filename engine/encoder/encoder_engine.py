@@ -40,9 +40,8 @@ logger = logging.getLogger(__name__)
 class EncoderEngine(Engine[EncoderOutput]):
     """Runs one text encoder: batching by length, outputs kept in the stage-output cache.
 
-    A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. Cached
-    or not, an answer takes the same way: rows are written to blocks, gathered from them, and
-    pooled; a hit only skips the forward pass. ::
+    A bidirectional encoder's rows depend on the whole input, so a hit is all or nothing. An answer
+    takes the same way, cached or not; a hit only skips the forward pass. ::
 
         waiting ──► found? ──────────────────────────────► gather ─► pool ─► output
                       └ no ─► batch ─► forward ─► write ─────┘
@@ -97,7 +96,9 @@ class EncoderEngine(Engine[EncoderOutput]):
         self.max_model_len = _max_model_len(config, self._model)
         self.pooling = resolve_pooling(pooling, self._model.pooler)
         self._output_names = self._check_output_names(output_names)
-        stored = self._stored_names()
+        # What is wanted, and what that is made from.
+        pooled_from = {"hidden_states"} if "pooled" in self._output_names else set()
+        stored = self._output_names - {"pooled"} | pooled_from
         self.memory_plan = self._plan_memory(stored)
         self._store = EncoderOutputStore(self.memory_plan.num_blocks, config.block_size, stored)
         self._enable_prefix_caching = config.enable_prefix_caching
@@ -296,11 +297,6 @@ class EncoderEngine(Engine[EncoderOutput]):
                 f"it gives {', '.join(sorted(known))}"
             )
         return frozenset(known if wanted is None else wanted)
-
-    def _stored_names(self) -> frozenset[str]:
-        """Rows to keep: what is wanted, and what that is made from."""
-        pooled_from = {"hidden_states"} if "pooled" in self._output_names else set()
-        return (self._output_names - {"pooled"}) | pooled_from
 
     def _plan_memory(self, stored: Collection[str]) -> MemoryPlan:
         config, model = self.config, self._model

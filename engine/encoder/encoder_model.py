@@ -53,7 +53,11 @@ class EncoderModel:
         self._module, missing = _load(folder, config, dtype, trust_remote_code)
         nn.Module.to(self._module, device).eval()
         embeddings = self._module.get_input_embeddings()
-        self.vocab_size, self.hidden_size = _table_shape(embeddings, self.architecture)
+        if not isinstance(embeddings, nn.Embedding):
+            raise ValueError(
+                f"{self.architecture} embeds its input by no table: it is no text encoder"
+            )
+        self.vocab_size, self.hidden_size = embeddings.num_embeddings, embeddings.embedding_dim
         self.max_positions = _max_positions(self._module)
         self.takes_embeds = "inputs_embeds" in inspect.signature(self._module.forward).parameters
         self._pad_id = _pad_id(config, self.vocab_size)
@@ -97,7 +101,7 @@ class EncoderModel:
         batch_shape = tuple(mask.shape)
         keep = mask.to(self.device)
         return {
-            _public_name(name): value[keep].cpu()
+            "hidden_states" if name == "last_hidden_state" else name: value[keep].cpu()
             for name, value in output.items()
             # Everything else (a pooled row, say) is not per token.
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == batch_shape
@@ -172,12 +176,6 @@ def _load(
     return module, bool(missing)
 
 
-def _table_shape(embeddings: nn.Module, architecture: str) -> tuple[int, int]:
-    if not isinstance(embeddings, nn.Embedding):
-        raise ValueError(f"{architecture} embeds its input by no table: it is no text encoder")
-    return embeddings.num_embeddings, embeddings.embedding_dim
-
-
 def _max_positions(module: PreTrainedModel) -> int | None:
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
@@ -192,7 +190,3 @@ def _pad_id(config: PreTrainedConfig, vocab_size: int) -> int:
     # Padding is masked, but RoBERTa tells positions by this very id.
     pad_id = getattr(config, "pad_token_id", None)
     return pad_id if isinstance(pad_id, int) and 0 <= pad_id < vocab_size else 0
-
-
-def _public_name(name: str) -> str:
-    return "hidden_states" if name == "last_hidden_state" else name

@@ -44,7 +44,6 @@ class EncoderOutputStore:
     """
 
     def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
-        self._block_size = block_size
         self._pool = BlockPool.uniform(num_blocks)
         self._rows = StageOutputCache(num_blocks, block_size, self._pool.generations(0), names)
         self._inputs = WholeInputCache(self._pool, self._rows, block_size)
@@ -72,7 +71,11 @@ class EncoderOutputStore:
 
     def write(self, held: Sequence[HeldInput], rows: dict[str, Tensor]) -> None:
         """Write a batch: ``name -> (tokens of all inputs, ...)``, one scatter per name."""
-        self._rows.write(torch.cat([self._slots(item) for item in held]), rows)
+        slots = [
+            self._rows.slots(torch.tensor(item.block_ids))[: item.request.num_tokens]
+            for item in held
+        ]
+        self._rows.write(torch.cat(slots), rows)
 
     def gather(self, item: HeldInput) -> dict[str, Tensor]:
         """``name -> (num_tokens, ...)``, in memory of its own.
@@ -110,9 +113,3 @@ class EncoderOutputStore:
             IntegrityError: with the equation that failed.
         """
         check_pool_integrity(self._pool, tables=())
-
-    def _slots(self, item: HeldInput) -> Tensor:
-        """``(num_tokens,)`` int64: the slot of each row."""
-        first = torch.tensor(item.block_ids) * self._block_size
-        slots = first[:, None] + torch.arange(self._block_size)
-        return slots.view(-1)[: item.request.num_tokens]

@@ -45,8 +45,7 @@ class EncoderQueue:
         """Choose what runs next; it stays in the queue until it is removed.
 
         Args:
-            share: leave out inputs that are equal to one of the batch: they find its outputs in
-                the next step.
+            share: leave out equals of one of the batch: they find its outputs in the next step.
 
         Returns:
             The head of the order and its mates, all token ids or all embeddings.

@@ -25,8 +25,7 @@ def resolve_pooling(pooling: Pooling, pooler: nn.Module | None) -> Pooling:
     """Turn ``auto`` into what it stands for.
 
     Raises:
-        ValueError: for an unknown name, or ``pooler`` where the checkpoint has none that works
-            on hidden states.
+        ValueError: unknown name, or ``pooler`` without one that works on hidden states.
     """
     if pooling not in get_args(Pooling):
         known = ", ".join(get_args(Pooling))

@@ -1,6 +1,3 @@
-"""Runs a scheduled step: tables, metadata, the forward pass, sampling.
-
-Imports scheduling, models and the rooms below them.
-"""
+"""Runs a scheduled step, from tables to samples. Imports scheduling, models and what is below."""
 
 __all__: tuple[str, ...] = ()

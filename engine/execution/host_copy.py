@@ -14,9 +14,8 @@ class HostCopy:
     """Copies named tensors to the host, through pinned memory when they come from CUDA.
 
     ``start`` queues the copies on the current stream; ``finish`` waits for them. Between the two
-    the caller queues the sampler, whose own read-back waits for the same stream, so the copies
-    cost no wait of their own. One step at a time: what ``finish`` returns is valid until the
-    next ``start``.
+    the caller queues the sampler, whose own read-back waits for the same stream, so the copies cost
+    no wait of their own. What ``finish`` returns is valid until the next ``start``.
 
     Args:
         device: where the tensors come from.

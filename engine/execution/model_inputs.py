@@ -111,8 +111,7 @@ class ModelInputBuilder:
                 continue
             block_ids = self.kv_cache_manager.block_ids(request_id, group_id)
             self.batch.append_blocks(request_id, block_ids[known:], group_id)
-            # The first tokens of a new last block come now; the rest of it is read, masked,
-            # before it is written.
+            # Of a new last block the first tokens come now; the rest is read, masked, too.
             is_new = item.runs_encoder if is_cross else end // size * size >= first
             if is_new and end % size and isinstance(group.spec, AttentionSpec):
                 self.memory.clear_page(group_id, block_ids[-1])

@@ -20,12 +20,7 @@ from engine.models.base import CausalModel
 from engine.requests.request import Request
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
-from prefix_cache import (
-    ENCODER_HIDDEN_STATES,
-    EncoderCache,
-    KVCacheManager,
-    PagedMemory,
-)
+from prefix_cache import ENCODER_HIDDEN_STATES, EncoderCache, KVCacheManager, PagedMemory
 
 __all__ = ["ModelRunner", "SampledToken", "SwapError"]
 
@@ -170,8 +165,7 @@ class ModelRunner:
     def warm_up(self) -> tuple[str, ...]:
         """Run two made-up requests in the null block, so that output tensors are discovered.
 
-        Two requests of different lengths, so that a tensor with one row per request cannot be
-        taken for one with a row per token.
+        Of different lengths, so that a row per request cannot be taken for one per token.
 
         Returns:
             The names of all that the model emits.
@@ -185,20 +179,16 @@ class ModelRunner:
                 self._model.compute_logits(tensors["hidden_states"][:1])
             self._start_host_copy(tensors)
             self._write_outputs(step)
-            self._reserve_encoder_outputs(tensors["hidden_states"].dtype)
+            if self._kv.encoder_outputs is not None:
+                # The store is made now, by a row in the null block, so that it can be told.
+                row = tensors["hidden_states"].new_zeros(1, self._model.encoder_hidden_size).cpu()
+                slot = torch.zeros(1, dtype=torch.int64)
+                self._kv.encoder_outputs.write(slot, {ENCODER_HIDDEN_STATES: row})
         finally:
             self._batch.remove("warm-up 0")
             self._batch.remove("warm-up 1")
             self._memory.clear_null_page()
         return tuple(tensors)
-
-    def _reserve_encoder_outputs(self, dtype: torch.dtype) -> None:
-        """Make the store of the encoder's rows now, by a row in the null block: it is told then."""
-        mirror = self._kv.encoder_outputs
-        if mirror is None:
-            return
-        row = torch.zeros((1, self._model.encoder_hidden_size), dtype=dtype)
-        mirror.write(torch.zeros(1, dtype=torch.int64), {ENCODER_HIDDEN_STATES: row})
 
     def append_token(self, request: Request, token_id: int) -> None:
         """Tell the tables the token that was accepted for a request."""
@@ -225,20 +215,13 @@ class ModelRunner:
             inputs.embeds,
             inputs.positions,
             AttentionStep(
-                self._backends,
-                metadata,
-                inputs.encoded,
-                inputs.follows_encoder,
-                inputs.shows_item,
+                self._backends, metadata, inputs.encoded, inputs.follows_encoder, inputs.shows_item
             ),
         )
         return tensors
 
     def _sample(
-        self,
-        step: StepInputs,
-        scheduled: Sequence[ScheduledRequest],
-        hidden_states: Tensor,
+        self, step: StepInputs, scheduled: Sequence[ScheduledRequest], hidden_states: Tensor
     ) -> list[SampledToken]:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
         last_rows = (step.query_start_loc[1:] - 1).tolist()

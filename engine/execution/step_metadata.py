@@ -57,8 +57,6 @@ def _attention(
         slot_mapping=slot_mapping,
         row_mapping=memory.row_mapping(group_id, slot_mapping),
         num_decodes=int((query_lens == 1).sum()),
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
         block_size=spec.block_size,
         window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
         chunk_size=spec.chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,

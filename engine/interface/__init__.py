@@ -1,6 +1,3 @@
-"""What users of an engine touch: prompts, configs, sampling parameters, outputs, stats.
-
-Imports no torch when it is imported, and no other room.
-"""
+"""What users touch: prompts, configs, sampling, outputs, stats. Imports no torch, no other room."""
 
 __all__: tuple[str, ...] = ()

@@ -18,27 +18,22 @@ class EngineSettings(BaseModel):
         dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
             CUDA and float32 on a CPU.
         device: ``auto`` takes CUDA when there is one.
-        attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled
-            on first use; norms and activations run through them too), and torch where those
-            cannot run.
+        attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled on
+            first use, for norms and activations too), torch where those cannot run.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included, or large pages in models whose
             layers keep different things; None sizes the pool for ``max_num_seqs`` requests of
             ``max_model_len``, within ``memory_fraction``.
-        memory_fraction: share of the device's free memory that the pool may take when
-            ``num_blocks`` is None.
+        memory_fraction: share of the device's free memory for a pool whose ``num_blocks`` is None.
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step.
-        max_num_encoder_tokens: rows that the encoder of an encoder-decoder, or towers for images
-            and the like, give in one step; a longer input runs in a step of its own. None sets no
-            limit.
-        encoder_cache_bytes: what towers' outputs for images and the like may take on the device,
-            those that running requests need included.
+        max_num_encoder_tokens: rows that an encoder-decoder's encoder, or towers for images and the
+            like, give in one step; a longer input runs alone. None sets no limit.
+        encoder_cache_bytes: what towers' outputs, those in use included, may take on the device.
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
-        num_swap_blocks: blocks of host memory for ``swap``, the null block included; None takes
-            as many as the pool has.
+        num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         seed: of the engine's own generator, which seeds requests that bring no seed.
     """

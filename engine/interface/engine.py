@@ -83,8 +83,7 @@ class Engine(ABC, Generic[OutputT_co]):
         """Hand in the next chunk of a live request's prompt; ``is_last`` of it says if it ends.
 
         Raises:
-            ValueError: the model takes prompts whole, or not this chunk; the request stays live,
-                and waits.
+            ValueError: the model takes prompts whole, or not this chunk; the request waits on.
         """
         raise ValueError("the model takes prompts whole, not in chunks")
 
@@ -96,8 +95,7 @@ class Engine(ABC, Generic[OutputT_co]):
     def step(self) -> Sequence[OutputT_co]:
         """Run one batch; return the outputs that moved, finished or not.
 
-        Requests that fail end with an output that says why; the others go on. Where nothing can
-        run, nothing happens.
+        Requests that fail end with an output that says why; others go on. Idle: nothing happens.
         """
 
     @abstractmethod

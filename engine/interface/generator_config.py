@@ -23,17 +23,15 @@ class StreamWindow(BaseModel):
         window 3         │     left      │           4 x first           │ right │
         ...                                                    up to chunk_blocks
 
-    A window runs as soon as its codes, those at its right and one more are there. It costs
-    ``(left + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster
-    than they are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap
-    before each longer window. A model that keeps a state from chunk to chunk needs nothing at the
-    sides of a window.
+    A window runs as soon as its codes, those at its right and one more are there. It costs ``(left
+    + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster than they
+    are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap before each
+    longer window. A model that keeps a state from chunk to chunk needs no sides.
 
     Attributes:
         first_blocks: what the first window gives.
         chunk_blocks: what a window gives at most.
-        left_blocks: what it sees before that; by default as far as the published model was
-            trained to look back.
+        left_blocks: what it sees before that; by default what the published model was trained on.
         right_blocks: what it sees after that; likewise.
     """
 
@@ -58,14 +56,11 @@ class GenerationParams(BaseModel):
     """How sound is made; the ``generation:`` block in YAML. Defaults are transformers' own.
 
     Attributes:
-        num_steps: points in time of the flow, both ends included; each but the last costs four
-            passes of the model.
-        guidance_scale: how far to go beyond what the voice and the codes suggest; 0 makes the
-            passes half as dear.
+        num_steps: points in time of the flow, both ends included; each but the last is four passes.
+        guidance_scale: how far to go beyond what voice and codes suggest; 0 halves the passes.
         sway_coefficient: bends the points towards the start (below 0) or the end; None leaves
             them even. Beyond the bounds time would run backwards.
-        seed: of the noise that the flow starts from. Every request starts from the same, so equal
-            codes give equal sound.
+        seed: of the noise that every request's flow starts from: equal codes give equal sound.
         window: how speech that comes in chunks is cut.
     """
 

@@ -99,10 +99,8 @@ class RequestOutput:
         num_prompt_tokens: tokens (or embedding rows) of the prompt.
         num_cached_tokens: prompt tokens whose computation the prefix cache saved.
         error: the message of a request that failed alone, with ``FinishReason.ERROR``.
-        prompt_token_ids: the prompt's ids (an encoder-decoder model's decoder prompt, whole);
-            empty for an :class:`EmbedsPrompt`.
-        encoder_prompt_token_ids: what the encoder of an encoder-decoder read, if that was text;
-            else None.
+        prompt_token_ids: the prompt's ids (the whole decoder prompt's); empty for embeddings.
+        encoder_prompt_token_ids: what an encoder-decoder's encoder read, if it was text.
         encoder_prompt: the text that they came from, if it was text.
         metrics: times.
     """

@@ -56,8 +56,7 @@ class VideoFeatures:
 
     Attributes:
         pixel_values_videos: ``(patches, values of a patch)`` floating point.
-        video_grid_thw: how many grids of patches there are, and their height and width; three
-            numbers, or a tensor of them.
+        video_grid_thw: number of grids of patches, their height and width; also as a tensor.
         second_per_grid: seconds from one grid to the next.
         audio: the video's own sound, from its beginning on, in any form of ``"audio"`` in
             :data:`MultiModalData`; the model sees and hears the two in step. None for no sound.
@@ -75,8 +74,7 @@ class TextPrompt:
 
     Attributes:
         prompt: the text.
-        add_special_tokens: whether the tokenizer adds its BOS and the like; False for text that
-            a chat template has already dressed.
+        add_special_tokens: whether the tokenizer adds its BOS and the like; not to a rendered chat.
         multi_modal_data: see :data:`MultiModalData`.
     """
 
@@ -135,13 +133,11 @@ class AudioPrompt:
 
     The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
     config. Where that names no language, the model finds out which one is spoken. They cannot stand
-    beside an explicit decoder prompt, which says the same in tokens, nor in
-    :data:`MultiModalData`.
+    beside an explicit decoder prompt, nor in :data:`MultiModalData`.
 
     Attributes:
         audio: a WAV file, or mono samples ``(num_samples,)``, floating point in -1 to 1.
-        sampling_rate: samples per second; None means the file's own, or, of samples, that which
-            the checkpoint's feature extractor wants.
+        sampling_rate: samples per second; None: the file's own, or the feature extractor's.
         language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
         task: see :data:`AudioTask`.
         timestamps: whether the text is to be interspersed with tokens of time.
@@ -203,8 +199,7 @@ class SpeechPrompt:
     Attributes:
         prompt_rows: ``(num_prompt_tokens, width)`` floating point; no rows in later chunks.
         reply_rows: ``(n, width)``, the reply's next rows; may be none.
-        positions: ``(axes, num_prompt_tokens)`` int64 places of the prompt's tokens, or None where
-            places are indices.
+        positions: ``(axes, num_prompt_tokens)`` int64 places of its tokens; None: their indices.
         speaker: whose voice; None takes the checkpoint's first choice.
         is_last: whether the reply ends here.
     """

@@ -29,8 +29,7 @@ class SamplingParams(BaseModel):
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the text.
         ignore_eos: go on past the checkpoint's end-of-sequence tokens.
-        logprobs: report this many likeliest tokens' log-probabilities beside the chosen one's;
-            None reports none.
+        logprobs: report so many likeliest tokens' log-probabilities and the chosen one's; or None.
         suppress_token_ids: never choose these.
         n: independent completions of the same prompt.
     """

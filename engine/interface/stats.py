@@ -22,13 +22,11 @@ class EngineStats:
         prompt_tokens: tokens of all inputs that began to run.
         cached_tokens: of these, tokens that the cache saved.
         generated_tokens: tokens sampled.
-        encoder_runs: images, sounds and the like, and inputs of an encoder-decoder model's encoder,
-            that were encoded.
+        encoder_runs: images, sounds and the like, and encoder-decoders' inputs, that were encoded.
         encoder_hits: how often one was needed whose encoding was there. What a prefix of cached
             tokens shows is not needed, and counts for neither.
         num_preemptions: how often a request had to give its blocks back.
-        encoder_cache: outputs of towers for images and the like, at the time of the reading; None
-            for a model without towers.
+        encoder_cache: towers' outputs at the time of the reading; None for a model without towers.
         kv: the pool at the time of the reading; None for an engine without blocks.
     """
 

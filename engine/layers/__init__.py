@@ -3,17 +3,13 @@
 Imports attention, native, and the prefix cache.
 """
 
-from __future__ import annotations
-
-from engine.layers.head_norm import HeadNorm
-from engine.layers.layer_norm import LayerNorm
 from engine.layers.layer_ops import LayerOps, NativeLayerOps
 from engine.layers.linear import Linear, can_pack
 from engine.layers.mamba import MambaConfig, MambaMixer
 from engine.layers.mamba2 import Mamba2Config, Mamba2Mixer
 from engine.layers.mlp import GatedMLP, PlainMLP
 from engine.layers.moe import SparseMoE
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.rotary import (
     MultiAxisRotaryEmbedding,

@@ -5,13 +5,25 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import ACT2FN, SiLUActivation
 
 from engine.layers.packed_weight import NativeWeight, OneDnnWeight, PackedWeight
 from engine.layers.rotary import apply_rotary
 from engine.native import NativeKernels
 
-__all__ = ["LayerOps", "NativeLayerOps"]
+__all__ = ["LayerOps", "NativeLayerOps", "activation_of"]
+
+
+def activation_of(name: str) -> nn.Module:
+    """The activation of transformers' name.
+
+    Raises:
+        ValueError: transformers knows no such activation.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"unknown activation {name!r}; known are {sorted(ACT2FN)}")
+    activation: nn.Module = ACT2FN[name]
+    return activation
 
 
 class LayerOps:
@@ -29,8 +41,7 @@ class LayerOps:
             scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
             output: Tensor = (x * scale).mul_(weight)
             return output
-        # As in transformers: rounded to x's type before the weight is applied, or after it where
-        # the weight is float32 (Gemma).
+        # As in transformers: rounded to x's type before the weight, or after a float32 one (Gemma).
         normed = F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
         return normed.mul_(weight).to(x.dtype)
 

@@ -45,8 +45,7 @@ class MambaMixer(RecurrentMixer):
                  │                └─► dt | B | C ─► norms ─────────┘              │
                  └──────────────────────── gate ─► silu ──────────────────────────┘
 
-    Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes; ``ops`` is what
-    computes norms.
+    Arguments as of :class:`RecurrentMixer`, but for widths and shapes; ``ops`` computes norms.
     """
 
     def __init__(

@@ -123,8 +123,7 @@ class Mamba2Mixer(RecurrentMixer):
         convolved, conv_state = self.conv(convolved, conv_state, layout)
         u, b, c = self.activation(convolved).float().split(self.conv_splits, dim=-1)
         u = u.unflatten(-1, (self.config.num_heads, -1))
-        # Decodes too, which transformers leaves unlimited: a token must not depend on whether it
-        # was part of a prompt.
+        # Decodes too, unlimited in transformers: a token must not depend on being in a prompt.
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
         b = b.unflatten(-1, (self.config.num_groups, -1))
         c = c.unflatten(-1, (self.config.num_groups, -1))

@@ -13,16 +13,17 @@ __all__ = ["NativeWeight", "OneDnnWeight", "PackedWeight"]
 
 
 class PackedWeight(ABC):
-    """``y = x W^T + b`` in float32, the same as with the plain matrix but for rounding."""
+    """``y = x W^T + b`` in float32, the same as with the plain matrix but for rounding.
+
+    Attributes:
+        nbytes: bytes of the matrix.
+    """
+
+    nbytes: int
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Map ``(rows, in_features)`` to ``(rows, out_features)``."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
 
 
 class OneDnnWeight(PackedWeight):
@@ -35,17 +36,12 @@ class OneDnnWeight(PackedWeight):
     def __init__(self, weight: Tensor) -> None:
         # No row count is given: the layout is then good for any number of rows.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self._nbytes = weight.nbytes
+        self.nbytes = weight.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`PackedWeight`."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return output
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self._nbytes
 
 
 class NativeWeight(PackedWeight):
@@ -59,12 +55,8 @@ class NativeWeight(PackedWeight):
     def __init__(self, kernels: NativeKernels, packed: Tensor) -> None:
         self._kernels = kernels
         self._packed = packed
+        self.nbytes = packed.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`PackedWeight`."""
         return self._kernels.linear(x, self._packed, bias)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self._packed.nbytes

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = [
-    "MultiAxisRotaryEmbedding",
-    "RotaryEmbedding",
-    "apply_rotary",
-    "rope_frequencies",
-]
+__all__ = ["MultiAxisRotaryEmbedding", "RotaryEmbedding", "apply_rotary", "rope_frequencies"]
 
 
 def rope_frequencies(
@@ -169,8 +164,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads in place.
 
     Args:
-        x: ``(num_tokens, num_heads, head_dim)``; a view of a wider tensor is fine. Channels past
-            ``rotary_dim`` stay as they are.
+        x: ``(num_tokens, num_heads, head_dim)``; may be a view; channels past ``rotary_dim`` stay.
         cos: as :class:`RotaryEmbedding` gives it.
         sin: as :class:`RotaryEmbedding` gives it.
 

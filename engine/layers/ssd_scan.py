@@ -1,8 +1,7 @@
 """Mamba-2's recurrence: one token per request, or whole prompts in matrix form.
 
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
-Structured State Space Duality", 2024 (section 6). One decay per head and token is what makes
-the matrix form possible::
+Structured State Space Duality", 2024 (section 6). One decay per head and token allows it::
 
     h[t] = exp(a[t]) h[t-1] + x[t] B[t]^T          (head_dim, state_size) per head
     y[t] = h[t] C[t]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -129,10 +129,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     return EngineParts(
         tokenizer=tokenizer,
         limits=limits,
-        memory_plan=plan.with_caches(
-            manager.outputs.nbytes_by_name,
-            encoder_cache=config.encoder_cache_bytes if items is not None else 0,
-            swap=swap_memory.nbytes if swap_memory is not None else 0,
+        memory_plan=replace(
+            plan,
+            stage_output_bytes=manager.outputs.nbytes_by_name,
+            encoder_cache_bytes=config.encoder_cache_bytes if items is not None else 0,
+            swap_bytes=swap_memory.nbytes if swap_memory is not None else 0,
         ),
         input_processor=_input_processor(config, sources, manager),
         kv_cache_manager=manager,

@@ -100,10 +100,16 @@ class OutputProcessor:
                 group.error = f"the token could not be taken: {type(error).__name__}: {error}"
         self.stats = self.stats.plus(generated_tokens=num_generated)
         for item in scheduled.scheduled:
-            if item.request.params.max_tokens == 0 and _is_computed(item.request):
-                group = self._group_of[item.request.request_id]
+            request = item.request
+            is_computed = request.num_computed_tokens == request.num_tokens
+            if (
+                request.params.max_tokens == 0
+                and is_computed
+                and request.status is RequestStatus.RUNNING
+            ):
+                group = self._group_of[request.request_id]
                 moved[group.request_id] = group
-                self._finish(group, item.request, FinishReason.LENGTH)
+                self._finish(group, request, FinishReason.LENGTH)
         return [self._output(group) for group in moved.values()]
 
     def fail(self, requests: Iterable[Request], error: str) -> list[RequestOutput]:
@@ -172,10 +178,3 @@ class OutputProcessor:
         self.groups.pop(group.request_id, None)
         for completion in group.completions:
             self._group_of.pop(completion.request.request_id, None)
-
-
-def _is_computed(request: Request) -> bool:
-    return (
-        request.status is RequestStatus.RUNNING
-        and request.num_computed_tokens == request.num_tokens
-    )

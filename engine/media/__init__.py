@@ -1,6 +1,3 @@
-"""Sound and pictures as files and as arrays.
-
-Imports nothing of the project.
-"""
+"""Sound and pictures as files and as arrays. Imports interface."""
 
 __all__: tuple[str, ...] = ()

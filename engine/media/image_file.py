@@ -25,8 +25,7 @@ def open_image(image: object) -> Image:
         image: the file, the image, or ``(height, width, 3)`` uint8, a tensor or of numpy.
 
     Raises:
-        ValueError: it is none of these, cannot be read as an image, or its pixels are numbers
-            for which the file does not say what is white.
+        ValueError: it is none of these, cannot be read, or does not say what is white.
     """
     from PIL import Image as pillow
 

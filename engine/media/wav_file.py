@@ -50,7 +50,7 @@ _KIND_SUFFIX = bytes.fromhex("0000 1000 8000 00aa00389b71")
 
 
 class _NotPcmError(Exception):
-    """Why a file is refused, without its name."""
+    """Why a file is refused, without its name; all that read headers raise it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def read_wav(path: str | Path, *, longest_s: float) -> tuple[NDArray[np.float32]
         longest_s: longest duration in seconds. A longer file is refused before it is read.
 
     Returns:
-        Mono samples ``(num_samples,)`` in -1 to 1, and how many of them make a second. Floats
-        beyond -1 to 1 stay what they are.
+        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and how many make a second.
 
     Raises:
         ValueError: the file cannot be read, is no WAV file, is cut off by more than a sample, or
@@ -130,8 +129,7 @@ def _read_samples(
 ) -> bytes:
     """Read from where the file stands as many whole frames as it states, or holds if it does not.
 
-    Raises:
-        ValueError: they are too many, or fewer than stated by more than one.
+    ``ValueError`` if they are too many, or fewer than stated by more than one.
     """
     if form.rate < 1:
         raise ValueError(f"{name} says that it has {form.rate} samples per second")
@@ -156,8 +154,6 @@ def _find_samples(file: BinaryIO) -> tuple[_Format, int | None]:
         What the samples are, and how many bytes of them the header states. None stands for a file
         that was written as a stream, whose header does not know.
 
-    Raises:
-        _NotPcmError: this is no WAV file, or one of another kind.
     """
     head = file.read(12)
     if len(head) < 12:
@@ -201,11 +197,7 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _parse_format(chunk: bytes) -> _Format:
-    """Read the content of a ``fmt`` chunk.
-
-    Raises:
-        _NotPcmError: it is too short, contradicts itself, or tells of samples of another kind.
-    """
+    """Read the content of a ``fmt`` chunk, if it is whole and tells of samples that can be read."""
     if len(chunk) < _FORMAT.size:
         raise _NotPcmError("its format ends too early")
     kind, channels, rate, _, align, bits = _FORMAT.unpack_from(chunk)
@@ -229,9 +221,6 @@ def _parse_extension(extension: bytes, bits: int) -> int:
     """The kind that an extensible header tells of, for samples that take a number of bits.
 
     Fewer of the bits may be valid. They are the upper ones, so that the value needs no change.
-
-    Raises:
-        _NotPcmError: it is too short, contradicts itself, or tells of no plain kind.
     """
     if len(extension) < _EXTENSION.size:
         raise _NotPcmError("its format ends too early")

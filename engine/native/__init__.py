@@ -1,7 +1,6 @@
 """Optional C kernels for the CPU. Without a compiler everything runs with torch alone.
 
-``OMNI_NATIVE=0`` in the environment turns them off. Imports nothing of the engine, only the
-prefix cache.
+``OMNI_NATIVE=0`` in the environment turns them off. Imports the prefix cache alone.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import os
 from functools import cache
 
 from engine.native.build import NativeBuildError, compile_kernels
-from engine.native.kernels import NativeKernels
-from engine.native.paged_spans import PagedSpans
+from engine.native.kernels import NativeKernels, PagedSpans
 
 __all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
 

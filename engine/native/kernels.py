@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.native.build import NativeBuildError
-from engine.native.paged_spans import PagedSpans
 from prefix_cache import LayerKVCache
 
-__all__ = ["NativeKernels"]
+__all__ = ["NativeKernels", "PagedSpans"]
 
 _SIGNATURES: dict[str, list[Any]] = {
     "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
@@ -35,6 +35,41 @@ _SIGNATURES: dict[str, list[Any]] = {
 _PANEL = 16
 # From here on a copy of the rows, laid out for the kernel, costs less than it saves.
 _MANY_ROWS = 65
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSpans:
+    """A span of positions per query token, the same for all layers of a step.
+
+    The kernel follows the table's entries and the spans blindly: who makes them checks them.
+
+    Attributes:
+        block_table: ``(num_reqs, blocks)`` int32, contiguous.
+        spans: ``(3, num_tokens)`` int32, rows may be a stride apart: of each token, its request's
+            row in the table, the first position that it sees, and one past the last.
+        num_parts: parts into which the keys of each token are cut, to run in parallel.
+    """
+
+    block_table: Tensor
+    spans: Tensor
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        table, spans = self.block_table, self.spans
+        if table.dtype != torch.int32 or table.ndim != 2 or not table.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous int32 block table (num_reqs, blocks), got {table.dtype} "
+                f"{tuple(table.shape)}, strides {table.stride()}"
+            )
+        if spans.dtype != torch.int32 or spans.shape[0] != 3 or spans.stride(1) != 1:
+            raise ValueError(
+                f"expected int32 spans (3, num_tokens), got {spans.dtype} {tuple(spans.shape)}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens."""
+        return self.spans.shape[1]
 
 
 class NativeKernels:
@@ -97,16 +132,10 @@ class NativeKernels:
             )
         output = x.new_empty(rows, panels * _PANEL)
         copy = x.new_empty(rows, width) if rows >= _MANY_ROWS else None
+        added = None if bias is None else bias.data_ptr()
         self._linear(
-            x.data_ptr(),
-            x.stride(0),
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            output.data_ptr(),
-            rows,
-            width,
-            panels * _PANEL,
-            None if copy is None else copy.data_ptr(),
+            *(x.data_ptr(), x.stride(0), packed.data_ptr(), added, output.data_ptr()),
+            *(rows, width, panels * _PANEL, None if copy is None else copy.data_ptr()),
             torch.get_num_threads(),
         )
         return output
@@ -172,15 +201,8 @@ class NativeKernels:
                 f"heads {tuple(heads.shape)} take no cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
             )
         self._rotate(
-            heads.data_ptr(),
-            heads.stride(0),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            num_tokens,
-            num_heads,
-            head_dim,
-            rotary_dim // 2,
-            torch.get_num_threads(),
+            *(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr()),
+            *(num_tokens, num_heads, head_dim, rotary_dim // 2, torch.get_num_threads()),
         )
 
     def write_kv(
@@ -193,8 +215,7 @@ class NativeKernels:
             value: likewise.
             keys: as :attr:`prefix_cache.LayerKVCache.keys`.
             values: likewise.
-            rows: ``(num_tokens,)`` int64 row of each token; not looked at here, see
-                :meth:`paged_attention`.
+            rows: ``(num_tokens,)`` int64 row of each token; the caller checks them.
         """
         for tensor, name in ((key, "key"), (value, "value")):
             _require_rows(tensor, name)
@@ -242,29 +263,17 @@ class NativeKernels:
         output = query.new_empty(query.shape)
         first_row, to_next = spans.spans.data_ptr(), spans.spans.stride(0) * 4
         self._paged_attention(
-            query.data_ptr(),
-            query.stride(0),
-            spans.block_table.data_ptr(),
-            spans.block_table.stride(0),
-            first_row,
-            first_row + to_next,
-            first_row + 2 * to_next,
-            kv_cache.keys.data_ptr(),
-            kv_cache.values.data_ptr(),
+            *(query.data_ptr(), query.stride(0)),
+            *(spans.block_table.data_ptr(), spans.block_table.stride(0)),
+            *(first_row, first_row + to_next, first_row + 2 * to_next),
+            *(kv_cache.keys.data_ptr(), kv_cache.values.data_ptr()),
             kv_cache.chunks_per_page * block_size * num_kv_heads * head_dim,
-            num_tokens,
-            spans.num_parts,
-            block_size,
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            head_dim,
-            scale,
-            softcap or 0.0,
+            *(num_tokens, spans.num_parts, block_size),
+            *(num_kv_heads, num_heads // num_kv_heads, head_dim),
+            *(scale, softcap or 0.0),
             None if bias is None else bias.data_ptr(),
             0 if bias is None else bias.shape[1],
-            scratch.data_ptr(),
-            output.data_ptr(),
-            torch.get_num_threads(),
+            *(scratch.data_ptr(), output.data_ptr(), torch.get_num_threads()),
         )
         return output
 

@@ -1,6 +1,3 @@
-"""What a sequence carries on its way through an engine.
-
-Imports sampling, text, interface.
-"""
+"""What a sequence carries on its way through an engine. Imports sampling, text, interface."""
 
 __all__: tuple[str, ...] = ()

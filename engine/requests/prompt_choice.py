@@ -28,8 +28,6 @@ class PromptChoice:
         then: ids behind the chosen one.
 
     Attributes:
-        candidates: as given.
-        then: as given.
         sampling: makes the sampler take the likeliest, whatever the request's own parameters say.
     """
 

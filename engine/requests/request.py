@@ -79,8 +79,7 @@ class Request:
         sampling: this request's random source and token counts.
         text: the output as text, and the rule that ends it.
         spans: what block hashes cover beside the token ids.
-        encoder_input: what the encoder of an encoder-decoder model gets; ``token_ids`` are then
-            the decoder's.
+        encoder_input: an encoder-decoder's encoder gets it; ``token_ids`` are then the decoder's.
         encoder_view: which rows of the encoder's output its tokens see.
         encoder_blocks: the encoder's output as cross-attention keeps it.
         multimodal_inputs: images and the like, in the order of their places in the prompt.
@@ -88,10 +87,8 @@ class Request:
         streamed_rows: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
         is_paused: whether it rests, with what it holds, until its caller lets it go on.
-        prompt_choice: how the prompt goes on behind the tokens that are known, until the model has
-            chosen; None for a prompt that is known whole.
-        alone_until: it shares no step with others before so many tokens are computed, since a step
-            that computed them for several requests failed.
+        prompt_choice: how the prompt goes on, until the model has chosen; None: it is known whole.
+        alone_until: it shares no step before so many tokens are computed: a shared one failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
     """
 
@@ -149,12 +146,6 @@ class Request:
     def can_run_from(self, num_computed_tokens: int) -> bool:
         """Whether it has a token to run, if so many are computed."""
         return not self.is_paused and num_computed_tokens < self.num_known_tokens
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Length of the prompt when it is known whole."""
-        choice = self.prompt_choice
-        return self.num_prompt_tokens + (0 if choice is None else choice.num_tokens)
 
     @property
     def next_sampling(self) -> SamplingState:

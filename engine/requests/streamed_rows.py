@@ -100,8 +100,7 @@ class StreamedRows:
     def spans(self, start: int, stop: int) -> tuple[ContentSpan, ...]:
         """What keys the blocks in ``[start, stop)``, all of it known.
 
-        One span per position: neither the chunks that the rows came in nor what follows a block
-        may count in its hash.
+        One span per position: a block's hash must not depend on chunks, nor on what follows.
         """
         for row in self._rows[len(self._hashes) : min(stop, self._num_rows)]:
             self._hashes.append(content_hash(row))

@@ -1,6 +1,3 @@
-"""Devices and memory: what an engine reserves, and what it says of it.
-
-Imports interface.
-"""
+"""Devices and memory: what an engine reserves, and what it says of it. Imports interface."""
 
 __all__: tuple[str, ...] = ()

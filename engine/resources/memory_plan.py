@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -26,13 +26,11 @@ class MemoryPlan:
         device: where weights and pages are.
         dtype: element type of both.
         weights_bytes: the model.
-        num_blocks: blocks of the pool, the null block included; with several KV-cache groups, its
-            large pages.
+        num_blocks: blocks of the pool (with several groups, large pages), the null block included.
         block_size: tokens per block.
         page_bytes: one of these blocks (or large pages).
         max_model_len: longest sequence.
-        stage_output_bytes: per mirrored tensor, the whole ``(num_blocks, block_size, D)`` store
-            on the host.
+        stage_output_bytes: per mirrored tensor, the host's ``(num_blocks, block_size, D)`` store.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
         encoder_cache_bytes: most that towers' outputs for images may take; 0 without towers.
@@ -61,17 +59,6 @@ class MemoryPlan:
     def num_tokens(self) -> int:
         """Tokens that the pool holds if all layers keep all tokens; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
-
-    def with_caches(
-        self, stage_outputs: Mapping[str, int], *, encoder_cache: int = 0, swap: int = 0
-    ) -> MemoryPlan:
-        """The same plan, told what the other caches have reserved, or may take."""
-        return replace(
-            self,
-            stage_output_bytes=dict(stage_outputs),
-            encoder_cache_bytes=encoder_cache,
-            swap_bytes=swap,
-        )
 
     def describe(self, hidden_size: int, enable_prefix_caching: bool) -> Mapping[str, Any]:
         """The plan for people, beside what else its engine resolved."""

@@ -1,6 +1,3 @@
-"""From logits to token ids: penalties, masks, seeded draws.
-
-Imports interface.
-"""
+"""From logits to token ids: penalties, masks, seeded draws. Imports interface."""
 
 __all__: tuple[str, ...] = ()

@@ -39,8 +39,7 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
 def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
     """Apply repetition, then frequency and presence penalties, in place.
 
-    The repetition penalty looks at the prompt and the output (CTRL, Keskar et al. 2019), the
-    other two at the output only.
+    The first looks at prompt and output (CTRL, Keskar et al. 2019), the others at the output only.
 
     Args:
         logits: ``(n, vocab)`` float32, contiguous.

@@ -35,10 +35,9 @@ class SamplerOutput:
 class Sampler:
     """Chooses the next token of every request of a batch.
 
-    A row's result depends on its own logits and state only, not on its place or its neighbours.
-    In order: suppressed ids and ``min_tokens``; the model's own rule; repetition, frequency and
-    presence penalty; then for greedy requests the largest, for others temperature, min-p, top-k,
-    top-p and the draw.
+    A row's result depends on its own logits and state only, not on its place or its neighbours. In
+    order: suppressed ids and ``min_tokens``; the model's own rule; the penalties; then for greedy
+    requests the largest, for others temperature, min-p, top-k, top-p and the draw.
     """
 
     @torch.inference_mode()

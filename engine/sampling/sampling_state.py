@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeAlias
 
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.sampling_params import SamplingParams
-from engine.sampling.random_source import uniform
 from engine.sampling.token_counts import TokenCounts
 
 __all__ = ["LogitsProcessor", "SamplingState"]
+
+_UNIFORM_BITS = 53  # what a float64 holds
 
 
 class LogitsProcessor(Protocol):
@@ -37,14 +39,11 @@ class SamplingState:
             rules; ids outside the vocabulary are ignored.
 
     Raises:
-        ValueError: a suppressed or stop id is outside the vocabulary, or nothing is left to
-            choose from.
+        ValueError: an id is outside the vocabulary, or nothing is left to choose from.
 
     Attributes:
-        params: as given.
         num_generated: tokens accepted so far.
         counts: of the tokens seen, or None when no penalty asks for them.
-        logits_processor: as given.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class SamplingState:
 
     def next_uniform(self) -> float:
         """The number in ``(0, 1]`` that draws the next token; asking again gives it again."""
-        return uniform(self._seed, self.num_generated)
+        return _uniform(self._seed, self.num_generated)
 
 
 _Mask: TypeAlias = NDArray[np.int64] | None
@@ -155,3 +154,22 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             raise ValueError(
                 f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}"
             )
+
+
+def _uniform(seed: int, position: int) -> float:
+    """The number that draws one token.
+
+    There is no stream to keep: a request that was preempted and computed again, or that runs
+    beside other requests, meets the same number at the same position. Neighbouring seeds and
+    positions are as independent as BLAKE2b can make them.
+
+    Args:
+        seed: of the request, ``0 <= seed < 2**63``.
+        position: how many tokens the request has generated before.
+
+    Returns:
+        A multiple of ``2**-53`` in ``(0, 1]``. Never 0: a token of probability 0 is never drawn.
+    """
+    message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8).digest()
+    return ((int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)) + 1) * 2.0**-_UNIFORM_BITS

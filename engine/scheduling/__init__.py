@@ -1,6 +1,3 @@
-"""Which tokens run in the next step, and which requests hold which blocks for it.
-
-Imports requests and the rooms below it; no model.
-"""
+"""Which tokens run next, which requests hold which blocks. Imports requests and below; no model."""
 
 __all__: tuple[str, ...] = ()

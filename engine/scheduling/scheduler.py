@@ -6,8 +6,7 @@ from engine.requests.request import Request, RequestStatus
 from engine.scheduling.encoder_cache_manager import EncoderCacheManager, EncodingBudget, ItemShare
 from engine.scheduling.fault_isolation import FaultIsolation
 from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.scheduler_output import SchedulerOutput
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.scheduler_output import SchedulerOutput, StepPlan
 from prefix_cache import CachedPrefix, KVCacheManager, SwapSpace
 
 __all__ = ["Scheduler"]
@@ -18,11 +17,10 @@ class Scheduler:
 
     A step serves, in order of ``Request.queue_key``:
 
-    1. every running request: one token if it decodes, else the next chunk of its prompt. A
-       chunk leaves one token of budget for each running request behind it, so that a long
-       prompt never stalls the others' decoding;
-    2. requests that were swapped out, before any new one;
-    3. waiting requests, as long as budget, seats and blocks last.
+    1. every running request: one token if it decodes, else the next chunk of its prompt. A chunk
+    leaves one token of budget for each running request behind it: a prompt never stalls decoding;
+    2. requests that were swapped out, before any new one; 3. waiting requests, as long as budget,
+    seats and blocks last.
 
     When a running request finds no free block, the last running request in the order is
     preempted: its blocks go back, its tokens stay, and it waits to be recomputed (or to hit its
@@ -31,9 +29,8 @@ class Scheduler:
     recomputed instead. The first request in the order can therefore always finish, because
     admission refuses what could never fit alone.
 
-    Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which
-    the encoding budget, or the encoder cache, has no room in this step. A chunk of no token at all
-    is left out.
+    Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which the
+    encoding budget, or the encoder cache, has no room in this step. Empty ones are left out.
 
     A waiting request whose next uncached block is being computed by a running request waits for
     that block to be published rather than compute it a second time.
@@ -50,8 +47,7 @@ class Scheduler:
         max_num_encoder_tokens: rows that towers, or the encoder of an encoder-decoder, give in a
             step at most; a longer input runs alone.
         swap_space: where preempted requests go; None recomputes them.
-        encoder_cache_manager: holds the rows of images and the like; None for a model that takes
-            none.
+        encoder_cache_manager: holds rows of images and the like; None for a model without.
 
     Attributes:
         fault_isolation: what to ask after a step that failed.
@@ -128,8 +124,7 @@ class Scheduler:
     def _schedule_together(self, step: StepPlan) -> None:
         """Serve all but isolated requests."""
         self._schedule_running(step)
-        # After a preemption none is let in, lest it and the preempted one take turns; unless no
-        # request is left to run.
+        # After a preemption none is let in, lest the two take turns; unless none is left to run.
         if not step.preempted or not step.scheduled:
             self._swap_in(step)
             if not any(r.can_run_from(r.num_computed_tokens) for r in self._queues.swapped):

@@ -1,14 +1,15 @@
-"""What the scheduler decided for one step."""
+"""A step: in the making, and as the scheduler decided it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.request import Request
-from prefix_cache import PageCopy
+from engine.scheduling.encoder_cache_manager import EncodingBudget, ItemShare
+from prefix_cache import CachedPrefix, PageCopy
 
-__all__ = ["ScheduledRequest", "SchedulerOutput"]
+__all__ = ["ScheduledRequest", "SchedulerOutput", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,7 @@ class ScheduledRequest:
         request: the request; its ``num_computed_tokens`` is still that of before the step.
         num_tokens: tokens to run.
         runs_encoder: whether the request's encoder input is encoded in this step.
-        items_to_encode: of the request's images and the like, those that towers encode in this
-            step.
+        items_to_encode: its images and the like that towers encode in this step.
     """
 
     request: Request
@@ -61,3 +61,49 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens of the step over all requests."""
         return sum(item.num_tokens for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in the making.
+
+    Attributes:
+        num_tokens: what is left of the token budget.
+        encoding_budget: what towers or the encoder may still run.
+        scheduled: see :class:`SchedulerOutput`, as for the fields below.
+    """
+
+    num_tokens: int
+    encoding_budget: EncodingBudget
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    swapped_out: tuple[PageCopy, ...] = ()
+    swapped_in: tuple[PageCopy, ...] = ()
+    restored: list[Request] = field(default_factory=list)
+
+    def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether a request's encoder input, if it is not cached, may be encoded in this step."""
+        blocks = request.encoder_blocks
+        if blocks is None or prefix.encoder_cached:
+            return True
+        return self.encoding_budget.allows(blocks.num_tokens)
+
+    def add(self, request: Request, share: ItemShare, *, runs_encoder: bool = False) -> None:
+        """Take a request in."""
+        self.scheduled.append(
+            ScheduledRequest(request, share.num_tokens, runs_encoder, share.to_encode)
+        )
+        self.num_tokens -= share.num_tokens
+        self.encoding_budget = share.budget
+        if runs_encoder and request.encoder_blocks:
+            self.encoding_budget = share.budget.less(request.encoder_blocks.num_tokens)
+
+    def output(self) -> SchedulerOutput:
+        """The step, shortest shares first."""
+        return SchedulerOutput(
+            tuple(sorted(self.scheduled, key=lambda item: item.num_tokens)),
+            tuple(self.preempted),
+            self.swapped_out,
+            self.swapped_in,
+            tuple(self.restored),
+        )

@@ -1,6 +1,3 @@
-"""Text and tokens: tokenizers, chat templates, incremental decoding, stop strings.
-
-Imports interface.
-"""
+"""Tokenizers, chat templates, incremental decoding, stop strings. Imports interface."""
 
 __all__: tuple[str, ...] = ()

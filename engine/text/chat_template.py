@@ -29,9 +29,8 @@ class _Shown(ValueError):
 def processor_chat_template(folder: Path) -> Any:
     """The template of a checkpoint's processor, as a tokenizer holds one; None if it has none.
 
-    Published checkpoints that see and hear keep the one that knows images and sound there, and
-    give their tokenizer none or one for text alone. Newer ones have a ``chat_template.jinja``,
-    which the tokenizer reads by itself.
+    Published checkpoints that see and hear keep the one that knows images and sound there, and give
+    their tokenizer none or one for text alone. Tokenizers read a ``chat_template.jinja``.
 
     Raises:
         ValueError: a file that may hold it cannot be read.
@@ -134,12 +133,7 @@ def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message
 
 
 def _check_read(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-    """Refuse messages of whose words the template leaves some out.
-
-    Raises:
-        ValueError: it does.
-        Exception: whatever the template raises.
-    """
+    """``ValueError`` if the template leaves words out, or whatever the template raises."""
     marks: dict[str, Message] = {}
 
     def mark(words: str, message: Message) -> str:

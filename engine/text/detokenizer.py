@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -40,8 +39,7 @@ class IncrementalDetokenizer:
     ``tokenizers.decoders.DecodeStream`` would do the same in less, but it raises for good when
     such a run turns out invalid, which any model with a byte fallback can bring about.
 
-    The prompt's ids are not needed. Clean-up of spaces before punctuation is off, since it would
-    change text that has been handed out.
+    The prompt's ids are not needed. Clean-up of spaces is off: it would change what was handed out.
 
     Args:
         tokenizer: of the checkpoint.
@@ -58,13 +56,6 @@ class IncrementalDetokenizer:
         self._num_prefix = 0
         self._num_sent = 0
 
-    def append(self, token_ids: Iterable[int]) -> str:
-        """Take the next ids and return the text that is certain now and was not before.
-
-        Ids that the tokenizer does not know add nothing; models often have more ids than it.
-        """
-        return "".join([self._append(token_id) for token_id in token_ids])
-
     def flush(self) -> str:
         """Return what was held back; no ids may follow. An unfinished character is dropped."""
         text = self._decode(self._window)
@@ -75,7 +66,11 @@ class IncrementalDetokenizer:
         # No character was begun here, these bytes never were text.
         return text[self._num_sent :].rstrip(_REPLACEMENT)
 
-    def _append(self, token_id: int) -> str:
+    def append(self, token_id: int) -> str:
+        """Take the next id and return the text that is certain now and was not before.
+
+        Ids that the tokenizer does not know add nothing; models often have more ids than it.
+        """
         # None for an unknown id, whatever its annotation says.
         piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
         # Left out here, not only by decode: a loop of such tokens would make the window grow.

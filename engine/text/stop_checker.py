@@ -10,37 +10,7 @@ from engine.interface.outputs import FinishReason
 from engine.interface.sampling_params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
 
-__all__ = ["CompletionText", "StopChecker", "StopStrings"]
-
-
-class StopChecker:
-    """Decides from the token alone whether a completion ends.
-
-    Args:
-        params: ``stop_token_ids``, ``ignore_eos``, ``min_tokens`` and ``max_tokens`` count here.
-        eos_token_ids: the checkpoint's end-of-sequence ids.
-    """
-
-    def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-        eos = () if params.ignore_eos else eos_token_ids
-        self._stop_ids = frozenset(eos).union(params.stop_token_ids)
-        self._min_tokens = params.min_tokens
-        self._max_tokens = params.max_tokens
-
-    def may_stop(self, num_tokens: int) -> bool:
-        """Whether a stop token or stop string counts once ``num_tokens`` are generated."""
-        return num_tokens >= self._min_tokens
-
-    def check(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Judge the newest token.
-
-        Args:
-            token_id: the token.
-            num_tokens: how many are generated, this one included.
-        """
-        if token_id in self._stop_ids and self.may_stop(num_tokens):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= self._max_tokens else None
+__all__ = ["CompletionText", "StopStrings"]
 
 
 class StopStrings:
@@ -112,7 +82,10 @@ class CompletionText:
                 "tokenizer; use stop_token_ids"
             )
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
-        self._checker = StopChecker(params, eos_token_ids)
+        self._stop_ids = frozenset(() if params.ignore_eos else eos_token_ids).union(
+            params.stop_token_ids
+        )
+        self._params = params
         self._stop_strings = StopStrings(params.stop)
         self._num_tokens = 0
         self._found = ""
@@ -132,10 +105,11 @@ class CompletionText:
         if self._finished:
             raise RuntimeError(f"token {token_id} came after the end of the completion")
         self._num_tokens += 1
-        reason = self._checker.check(token_id, self._num_tokens)
-        if reason is FinishReason.STOP:
+        reason = FinishReason.LENGTH if self._num_tokens >= self._params.max_tokens else None
+        if token_id in self._stop_ids and self._may_stop():
+            reason = FinishReason.STOP
             self._settle()
-        elif self._detokenizer is not None and self._grow(self._detokenizer.append([token_id])):
+        elif self._detokenizer is not None and self._grow(self._detokenizer.append(token_id)):
             reason = FinishReason.STOP
         elif reason is FinishReason.LENGTH and self._settle():
             # What was held back held a stop string.
@@ -160,11 +134,15 @@ class CompletionText:
         """
         self._settle()
 
+    def _may_stop(self) -> bool:
+        """Whether a stop token or stop string counts by now."""
+        return self._num_tokens >= self._params.min_tokens
+
     def _grow(self, delta: str) -> bool:
         """Add text; whether a stop string ended it."""
         num_passed = len(self._found)
         self._found += delta
-        if self._checker.may_stop(self._num_tokens):
+        if self._may_stop():
             cut = self._stop_strings.find(self._found, num_passed)
             if cut is not None:
                 self._found = self._found[:cut]

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.text.chat_template import processor_chat_template
 

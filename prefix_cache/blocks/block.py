@@ -47,8 +47,7 @@ class LargePage:
         blocks: all its blocks, in order; empty while it is free.
         free: those among them that are neither held nor hold content; the last is next.
         num_held: those among them that tables hold.
-        key: highest priority of its content, and when its last block was given back; meaningful
-            while no table holds any.
+        key: highest priority of its content, and when it came to be held by no table.
     """
 
     page_id: int

@@ -32,14 +32,12 @@ HIGH_PRIORITY = 1
 class BlockPool:
     """All blocks of one engine.
 
-    Block 0 of every group is its null block: it pads block tables, belongs to no request, and
-    is never handed out.
+    Block 0 of every group is its null block: it pads block tables and is never handed out.
 
     Args:
         arenas: where the pages are; every group lives in one of them.
 
     Attributes:
-        arenas: as given.
         hash_table: (group id, hash) to the one block found by it.
         num_evictions: cached blocks whose content was given up for a new one.
 
@@ -165,8 +163,7 @@ class BlockPool:
         """Take one more reference to a block that was found by its content.
 
         Raises:
-            ValueError: for the null block, and for a block in no table that has no hash: its
-                content is gone.
+            ValueError: for the null block, and for a block whose content is gone.
         """
         if block.large_page is None:
             raise ValueError("the null block cannot be held")

@@ -24,8 +24,7 @@ T = TypeVar("T", bound=_Evictable)
 class EvictionQueue(Generic[T]):
     """Members by their key. Keys must grow within a priority from one ``append`` to the next.
 
-    Every operation is O(1), removal from the middle included: a hit takes a block from wherever
-    it waits.
+    Every operation is O(1), removal from the middle, as by a hit, included.
     """
 
     def __init__(self) -> None:

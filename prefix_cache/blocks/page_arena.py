@@ -70,8 +70,7 @@ class PageArena:
     Attributes:
         pages: every large page by its id.
         groups: what each group has here.
-        free_pages: large pages of no group; the last is next, so that memory never touched stays
-            untouched for as long as possible.
+        free_pages: large pages of no group; the last is next, so that untouched memory stays so.
         unheld: large pages with content that no table holds a block of.
 
     Attributes are for reading; only the methods change them.
@@ -279,7 +278,7 @@ class PageArena:
 
     def _take_back(self, page: LargePage) -> None:
         """Give up an unheld page's content."""
-        group = self.groups[_owner(page)]
+        group = self.groups[page.blocks[0].group_id]
         for block in page.cached:
             group.cached.remove(block)
         self.unheld.remove(page)
@@ -297,9 +296,3 @@ def _page_of(block: KVCacheBlock) -> LargePage:
     if block.large_page is None:
         raise ValueError(f"the null block of group {block.group_id} is nobody's to hold or give")
     return block.large_page
-
-
-def _owner(page: LargePage) -> int:
-    if page.group_id is None:
-        raise RuntimeError(f"large page {page.page_id} waits with content, but serves no group")
-    return page.group_id

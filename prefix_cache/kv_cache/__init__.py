@@ -1,6 +1,3 @@
-"""The manager that an engine talks to: hits, slots, publishing, swapping, integrity.
-
-Imports every other room of the prefix cache.
-"""
+"""The manager that an engine talks to, and its helpers. Imports every other room of the cache."""
 
 __all__: tuple[str, ...] = ()

@@ -36,14 +36,11 @@ class CachedPrefix:
     """What of a prompt is computed already. No reference is held: valid until the next change.
 
     Attributes:
-        blocks: per group, the blocks that hold the prefix; of cross-attention groups those of the
-            whole encoder sequence, or none.
+        blocks: per group, what holds the prefix; of cross-attention all the encoder's, or none.
         num_tokens: its length, whole blocks, at most one token less than the prompt.
-        in_flight: the next full block, or the encoder sequence, is being computed by a running
-            request; one that can wait a step will find it.
+        in_flight: a running request computes the next block, or the encoder's, now: wait a step.
         stops: where the rest of the prefill should end its chunks.
-        encoder_cached: whether all that is wanted of the encoder sequence is there; True if
-            there is no encoder sequence.
+        encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
     """
 
     blocks: tuple[tuple[KVCacheBlock, ...], ...]

@@ -53,10 +53,7 @@ class MirroredOutputs:
     """
 
     def __init__(
-        self,
-        config: KVCacheConfig,
-        coordinator: KVCacheCoordinator,
-        names: Collection[str] | None,
+        self, config: KVCacheConfig, coordinator: KVCacheCoordinator, names: Collection[str] | None
     ) -> None:
         self._config = config
         self._coordinator = coordinator
@@ -96,11 +93,7 @@ class MirroredOutputs:
         return self.encoder_outputs.num_valid_rows(block_ids) >= num_tokens
 
     def gather(
-        self,
-        request_id: str,
-        num_tokens: int,
-        start: int = 0,
-        names: Collection[str] | None = None,
+        self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
         """Rows ``[start, num_tokens)`` of a request, cached or computed.
 
@@ -137,17 +130,11 @@ class MirroredOutputs:
             self._write(request_id, self._encoder_group_id, self.encoder_outputs, saved.encoder)
 
     def _write(
-        self,
-        request_id: str,
-        group_id: int,
-        outputs: StageOutputCache,
-        tensors: Mapping[str, Tensor],
+        self, request_id: str, group_id: int, to: StageOutputCache, tensors: Mapping[str, Tensor]
     ) -> None:
-        block_size = self._coordinator.block_size
         blocks = torch.tensor(self._block_ids(request_id, group_id), dtype=torch.int64)
-        slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
         num_rows = len(next(iter(tensors.values()), ()))
-        outputs.write(slots[:num_rows], tensors)
+        to.write(to.slots(blocks)[:num_rows], tensors)
 
     def _block_ids(self, request_id: str, group_id: int) -> list[int]:
         return self._coordinator.managers[group_id].block_ids(request_id)

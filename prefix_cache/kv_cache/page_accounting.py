@@ -25,7 +25,7 @@ from prefix_cache.specs.kv_cache_spec import (
     MambaSpec,
 )
 
-__all__ = ["held_bytes", "needed_bytes", "one_size_groups", "request_bytes"]
+__all__ = ["needed_bytes", "one_size_groups", "request_bytes"]
 
 
 def needed_bytes(
@@ -65,19 +65,13 @@ def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: 
     return total
 
 
-def held_bytes(manager: KVCacheManager) -> int:
-    """Bytes of the large pages that requests hold now: what no other request can have."""
-    return manager.stats().held * manager.config.large_page_bytes
-
-
 def one_size_groups(groups: Sequence[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
     """The same layers under an allocator whose pages all have one size.
 
     Every token, and every encoder token, takes a slot in every attention layer, windows and
     cross-attention included; layers of several widths take the widest. A page holds one block of
-    all attention layers. Where there are recurrent layers too, blocks are made long enough for an
-    attention layer's share of a page to hold a state, and states are padded to it, so many layers
-    to a page as there are attention layers.
+    all attention layers. Where there are recurrent layers too, blocks are so long that an attention
+    layer's share of a page holds a state, and states are padded to it, as many layers to a page.
 
     Groups without attention layers are of one size already (and stay as they are).
     """

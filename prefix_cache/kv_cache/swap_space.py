@@ -77,8 +77,7 @@ class SwapSpace:
             num_computed_tokens: tokens whose state and rows are worth keeping.
 
         Returns:
-            What to copy from device to host, or None, and nothing has changed, if the host has
-            too few pages.
+            What to copy from device to host; None, and nothing has changed, if it does not fit.
 
         Raises:
             ValueError: if the request holds no blocks.
@@ -111,8 +110,7 @@ class SwapSpace:
             headroom: blocks that must be left over in every group of the device.
 
         Returns:
-            What to copy from host to device, or None, and nothing has changed, if the device has
-            too few free pages.
+            What to copy from host to device; None, and nothing has changed, if it does not fit.
 
         Raises:
             ValueError: if the request is not swapped out.

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.layer_types.attention_manager import CrossAttentionManager, FullAttentionManager
 from prefix_cache.layer_types.chunk_stops import ChunkStops
-from prefix_cache.layer_types.cross_attention_manager import CrossAttentionManager
-from prefix_cache.layer_types.full_attention_manager import FullAttentionManager
 from prefix_cache.layer_types.mamba_manager import MambaManager
 from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
 from prefix_cache.layer_types.window_manager import (
@@ -85,8 +84,7 @@ class KVCacheCoordinator:
         last blocks only). Changes nothing; valid as long as the managers' answers are.
 
         Returns:
-            As many blocks for every group, null blocks where it needs none; none at all for
-            groups that do not follow the tokens.
+            As many blocks for every group that follows the tokens, null ones where it needs none.
         """
         hits = _agree(self._token_managers, block_hashes, max_num_tokens, self.block_size)
         return tuple(tuple(hits.get(m.group_id, ())) for m in self.managers)
@@ -96,8 +94,7 @@ class KVCacheCoordinator:
     ) -> int:
         """Tokens of the longest prefix that all groups but the recurrent ones can serve.
 
-        An earlier request has computed so much of this sequence, so it is where others may part
-        again: a state is worth keeping there.
+        So much an earlier request had in common, others may too: a state is worth keeping there.
         """
         managers = [m for m in self._token_managers if not m.keeps_states]
         hits = _agree(managers, block_hashes, max_num_tokens, self.block_size)
@@ -145,8 +142,7 @@ class KVCacheCoordinator:
     ) -> bool:
         """Adopt the prefix and grow all tables to ``num_tokens``, or change no table's length.
 
-        Blocks that no token from ``num_computed_tokens`` on can need are given back first, in
-        either case.
+        Either way, blocks that later tokens than the computed ones cannot need go back first.
 
         Returns:
             Whether there were enough blocks.

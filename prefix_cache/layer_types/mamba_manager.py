@@ -95,7 +95,7 @@ class MambaManager(SingleTypeKVCacheManager):
     ) -> None:
         """Publish the state if the step ended with its block; others are not states of a hit."""
         end, rest = divmod(num_computed_tokens, self.block_size)
-        table = self._table(request_id)
+        table = self.table(request_id)
         is_new = self._num_published[request_id] < end <= min(len(block_hashes), len(table))
         if rest == 0 and is_new and table[end - 1] is not self.null_block:
             self.pool.publish(table[end - 1], block_hashes[end - 1])
@@ -103,7 +103,7 @@ class MambaManager(SingleTypeKVCacheManager):
 
     def free(self, request_id: str) -> None:
         """See the base class; the last state is what the next turn of a conversation continues."""
-        if any(block.block_hash is not None for block in self._table(request_id)):
+        if any(block.block_hash is not None for block in self.table(request_id)):
             self._demote_latest(request_id)  # there is a later one in the table
         super().free(request_id)
         self._kept.pop(request_id, None)

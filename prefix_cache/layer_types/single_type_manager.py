@@ -64,8 +64,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> list[KVCacheBlock]:
         """The blocks of the longest cached prefix this group can serve alone.
 
-        Changes nothing and takes no reference: the answer holds until the next call that
-        allocates, publishes or resets.
+        Changes nothing and takes no reference: valid until the next allocation, publication, reset.
 
         Args:
             block_hashes: of the sequence's full blocks, from its start.
@@ -125,7 +124,7 @@ class SingleTypeKVCacheManager(ABC):
             block_hashes: of the request's full blocks, from its start; may be longer than needed.
             num_computed_tokens: tokens whose rows are written.
         """
-        table = self._table(request_id)
+        table = self.table(request_id)
         first = self._num_published[request_id]
         end = min(num_computed_tokens // self.block_size, len(block_hashes), len(table))
         for index in range(first, end):
@@ -172,7 +171,7 @@ class SingleTypeKVCacheManager(ABC):
 
         Published blocks stay findable until they are evicted.
         """
-        table = self._table(request_id)
+        table = self.table(request_id)
         del self.block_tables[request_id]
         del self._num_published[request_id], self._num_released[request_id]
         self._num_adopted.pop(request_id, None)
@@ -180,11 +179,7 @@ class SingleTypeKVCacheManager(ABC):
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table as ids, a new list. ``ValueError`` if it is unknown."""
-        return [block.block_id for block in self._table(request_id)]
-
-    def table(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """The request's blocks, null blocks included; for reading. ``ValueError`` if unknown."""
-        return self._table(request_id)
+        return [block.block_id for block in self.table(request_id)]
 
     def restore(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Begin a request's table with blocks held for it whose content was brought back.
@@ -210,7 +205,8 @@ class SingleTypeKVCacheManager(ABC):
             self._num_published[request_id] = 0
             self._num_released[request_id] = 0
 
-    def _table(self, request_id: str) -> list[KVCacheBlock]:
+    def table(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The request's blocks, null blocks included; for reading. ``ValueError`` if unknown."""
         table = self.block_tables.get(request_id)
         if table is None:
             raise ValueError(f"request {request_id!r} holds no blocks")

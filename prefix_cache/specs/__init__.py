@@ -1,6 +1,3 @@
-"""What layers keep: specs of cached state, grouped into a config.
-
-Imports nothing of the project.
-"""
+"""What layers keep: specs of cached state, grouped into a config. Imports no other room."""
 
 __all__: tuple[str, ...] = ()

@@ -66,8 +66,7 @@ class KVCacheConfig:
     """The geometry of one engine's cache.
 
     Attributes:
-        num_large_pages: of the buffer, the null page (large page 0) included. With one group a
-            large page is a page of that group.
+        num_large_pages: of the buffer, the null page included; of one group they are its pages.
         groups: one entry per layer type; their index is the ``group_id`` everywhere.
         num_host_blocks: ids of a group without pages on the device, the null block included.
 

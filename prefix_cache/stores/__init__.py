@@ -1,6 +1,3 @@
-"""The bytes behind block ids: pages of keys and values, mirrored outputs, encoder outputs.
-
-Imports blocks, specs.
-"""
+"""The bytes behind block ids: pages, mirrored and encoder outputs. Imports blocks, specs."""
 
 __all__: tuple[str, ...] = ()

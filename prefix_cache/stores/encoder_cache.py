@@ -1,8 +1,7 @@
 """What encoders made of images and the like, found by content, shared by all that show the same.
 
 The rows of an item are wanted for as long as some of its placeholders are still to be computed.
-That may take several steps, as a prompt's chunk may end inside an item; so a request in the
-middle of one holds it::
+That may take several steps, as chunks may end inside an item; a request in its middle holds it::
 
     item      |<----- 6 rows ----->|
     step 1    |#########|               held: by every request that has begun and not ended it

@@ -126,9 +126,8 @@ class PagedMemory:
     def clear_page(self, group_id: int, page_id: int) -> None:
         """Fill a page with zeros.
 
-        For a page that a step fills in part: kernels may read it to its end, and although they
-        give no weight to what lies behind the sequence, NaN or infinity left there by an earlier
-        one would spoil the sum.
+        For a page that a step fills in part: kernels may read it to its end, and although they give
+        no weight to what lies behind the sequence, NaN left there earlier would spoil the sum.
         """
         page_bytes = self.config.groups[group_id].page_bytes
         self.buffer[page_id * page_bytes : (page_id + 1) * page_bytes].zero_()

@@ -172,6 +172,10 @@ class StageOutputCache:
             store.flat_tags.index_copy_(0, slot_mapping, tags)
         self._rows_written += num_tokens * len(matched)
 
+    def slots(self, blocks: Tensor) -> Tensor:
+        """The slots of all rows of some blocks, ``(len(blocks) * block_size,)`` int64."""
+        return (blocks[:, None] * self.block_size + self._offsets).view(-1)
+
     def gather(
         self,
         block_ids: Sequence[int],
@@ -208,7 +212,7 @@ class StageOutputCache:
             start - first_block * self.block_size, num_tokens - first_block * self.block_size
         )
         # Row by row, not block by block: torch copies wide slices (32,768 elements) on one thread.
-        slots = (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)[wanted_rows]
+        slots = self.slots(blocks)[wanted_rows]
         gathered: dict[str, Tensor] = {}
         for name, store in self._stores.items():
             if names is not None and name not in names:

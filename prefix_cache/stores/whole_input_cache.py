@@ -1,8 +1,7 @@
 """Outputs of bidirectional encoders, found by the whole input.
 
-Every row of such an encoder depends on all tokens, the later ones too, so a prefix says nothing:
-a hit is the whole input or none of it. Its blocks live in the same pool and the same store as
-prefix blocks do; only their keys differ::
+Every row of such an encoder depends on all tokens, so a prefix says nothing: a hit is the whole
+input or none of it. Its blocks live in the pool and store of prefix blocks; only keys differ::
 
     input of 10 tokens, block_size 4     [ b0: 4 rows ] [ b1: 4 rows ] [ b2: 2 rows, rest unused ]
                                      key: (whole, 0, 10) (whole, 1, 10) (whole, 2, 10)
@@ -36,11 +35,7 @@ class WholeInputCache:
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        stage_outputs: StageOutputCache,
-        block_size: int,
-        group_id: int = 0,
+        self, pool: BlockPool, stage_outputs: StageOutputCache, block_size: int, group_id: int = 0
     ) -> None:
         self.pool = pool
         self.stage_outputs = stage_outputs
@@ -79,8 +74,7 @@ class WholeInputCache:
         """New blocks for an input, one reference each.
 
         Raises:
-            ValueError: if the input is empty, could never fit, or does not fit now; the message
-                tells which. Nothing has changed then.
+            ValueError: empty, could never fit, or does not fit now; nothing has changed.
         """
         num_blocks = self.num_blocks_for(num_tokens)
         usable, free = self.pool.usable_blocks(self.group_id), self.pool.num_free(self.group_id)

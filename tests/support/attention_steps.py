@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, Scoring
+from engine.attention.backend import AttentionBackend, LayerCall
+from engine.attention.scoring import Scoring
 from prefix_cache import PagedMemory
 from tests.support.paged_batch import layer_of, metadata_for, paged_memory, random_block_table
 
@@ -137,7 +138,7 @@ def run_steps(
                 (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
             )
             layer = layer_of(memory, index)
-            outputs.append(backend.forward(query, key, value, layer, metadata, scoring))
+            outputs.append(backend.forward(LayerCall(query, key, value, layer, metadata, scoring)))
     return torch.cat(outputs), memory.buffer
 
 

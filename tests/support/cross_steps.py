@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, Scoring
+from engine.attention.backend import AttentionBackend, LayerCall
+from engine.attention.scoring import Scoring
 from prefix_cache import LayerKVCache
 from tests.support.paged_batch import (
     cross_metadata_for,
@@ -93,7 +94,9 @@ def assert_steps_equal_brute_force(
             key, value = (
                 torch.cat([nothing, *(pair[part] for pair in written)]) for part in (0, 1)
             )
-            output = backend.forward(query, key, value, layer, metadata, Scoring(0.3, softcap))
+            output = backend.forward(
+                LayerCall(query, key, value, layer, metadata, Scoring(0.3, softcap))
+            )
             expected = _brute_force(query, encoded[index], shape.query_lens, 0.3, softcap)
             torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=2e-5)
     after = memory.buffer.clone()

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata, AttentionStep, get_backend
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.registry import get_backend
+from engine.attention.step import AttentionStep
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from prefix_cache import AttentionSpec, CrossAttentionSpec, PagedMemory, group_layers
@@ -145,8 +147,6 @@ class EncoderDecoderRun:
             slot_mapping=slot_mapping,
             row_mapping=self.memory.row_mapping(group_id, slot_mapping),
             num_decodes=num_decodes,
-            max_query_len=max(counts),
-            max_seq_len=max(seq_lens),
             block_size=block_size,
             causal=False,
         )

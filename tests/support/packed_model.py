@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention import Attention, AttentionMetadata, AttentionStep, get_backend
-from engine.attention.metadata import StateMetadata
+from engine.attention.layer import Attention
+from engine.attention.metadata import AttentionMetadata, StateMetadata
+from engine.attention.registry import get_backend
 from engine.attention.state_layer import StateLayer
+from engine.attention.step import AttentionStep
 from engine.models.base import CausalModel
 from prefix_cache import (
     KVCacheConfig,

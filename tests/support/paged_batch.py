@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata
 from prefix_cache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -89,8 +89,6 @@ def metadata_for(
         slot_mapping=slot_mapping,
         row_mapping=memory.row_mapping(group_id, slot_mapping),
         num_decodes=num_decodes,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         block_size=block_size,
         window=window,
         chunk_size=chunk_size,
@@ -119,8 +117,6 @@ def cross_metadata_for(
         slot_mapping=slot_mapping,
         row_mapping=memory.row_mapping(0, slot_mapping),
         num_decodes=sum(length == 1 for length in query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(encoder_lens),
         block_size=block_size,
         causal=False,
     )

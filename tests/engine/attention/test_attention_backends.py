@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from engine.attention import ReferenceBackend, Scoring, get_backend
-from engine.attention.reference import visibility_mask
+from engine.attention.backend import LayerCall
+from engine.attention.reference import ReferenceBackend, visibility_mask
+from engine.attention.registry import get_backend
+from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import bucket_by_length
 from tests.support.attention_steps import BOUNDS, NUM_LAYERS, SHAPES, Bounds, run_steps
 from tests.support.materialised_xformers import MaterialisedXformers
@@ -61,7 +63,9 @@ def test_reference_equals_transformers_attention_of_one_whole_sequence():
     metadata = metadata_for(memory, [11], [11], table)
     query, key, value = (torch.randn(11, heads, 8, generator=generator) for heads in (6, 2, 2))
     layer = layer_of(memory, 1)
-    output = ReferenceBackend().forward(query, key, value, layer, metadata, Scoring(0.35))
+    output = ReferenceBackend().forward(
+        LayerCall(query, key, value, layer, metadata, Scoring(0.35))
+    )
 
     module = torch.nn.Module()
     module.num_key_value_groups = 3  # type: ignore[assignment]
@@ -107,7 +111,7 @@ def test_native_backend_follows_no_table_out_of_its_memory(
     rows = torch.zeros(1, 1, 8)
     with pytest.raises(ValueError, match=message):
         backend.begin_step(metadata)
-        backend.forward(rows, rows, rows, layer_of(memory, 0), metadata, Scoring(1.0))
+        backend.forward(LayerCall(rows, rows, rows, layer_of(memory, 0), metadata, Scoring(1.0)))
 
 
 def test_causal_mask_is_aligned_to_the_last_token():
@@ -128,7 +132,7 @@ def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
     qkv = torch.randn(3, metadata.num_tokens, 2, 16, generator=generator)
     backend = get_backend(name, CPU, torch.float32, 16)
     backend.begin_step(metadata)
-    backend.forward(qkv[0], qkv[1], qkv[2], layer_of(memory, 1), metadata, Scoring(1.0))
+    backend.forward(LayerCall(qkv[0], qkv[1], qkv[2], layer_of(memory, 1), metadata, Scoring(1.0)))
     after = memory.buffer.view(torch.float32).view(-1, 2, 16)
     changed = (before != after).flatten(1).any(1).nonzero().flatten()
     first_key_row = 2 * 16  # of layer 1, in a page of 2 layers
@@ -223,5 +227,7 @@ def test_xformers_kernels_equal_the_reference_on_cuda(
         query, key, value = qkv.split((4, 2, 2), dim=1)
         backend.begin_step(metadata)
         layer = layer_of(memory, 1)
-        outputs.append(backend.forward(query, key, value, layer, metadata, Scoring(0.125, softcap)))
+        outputs.append(
+            backend.forward(LayerCall(query, key, value, layer, metadata, Scoring(0.125, softcap)))
+        )
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

@@ -12,8 +12,12 @@ from torch import Tensor
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.attention import Attention, AttentionStep, ReferenceBackend, Scoring, get_backend
-from engine.attention.distance_bias import bias_at, bias_of_tile
+from engine.attention.backend import LayerCall
+from engine.attention.layer import Attention
+from engine.attention.reference import ReferenceBackend
+from engine.attention.registry import get_backend
+from engine.attention.scoring import Scoring, bias_at, bias_of_tile
+from engine.attention.step import AttentionStep
 from prefix_cache import FullAttentionSpec
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
 from tests.support.materialised_xformers import MaterialisedXformers
@@ -127,7 +131,7 @@ def test_biases_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype
     for backend in (get_backend("torch", CPU, dtype, 4), ReferenceBackend()):
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
-        outputs.append(backend.forward(query, key, value, layer, metadata, scoring))
+        outputs.append(backend.forward(LayerCall(query, key, value, layer, metadata, scoring)))
     # The bias is rounded as scores are, and the output once more.
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
@@ -173,7 +177,7 @@ def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
         metadata = metadata_for(memory, [length], [end], table)
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
-        outputs.append(backend.forward(q[new], k[new], v[new], layer, metadata, scoring))
+        outputs.append(backend.forward(LayerCall(q[new], k[new], v[new], layer, metadata, scoring)))
     with torch.no_grad():
         output = attention.o(torch.cat(outputs).flatten(1))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

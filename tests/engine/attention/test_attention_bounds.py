@@ -18,9 +18,11 @@ from transformers.masking_utils import (
 )
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from engine.attention import ReferenceBackend, Scoring, get_backend
+from engine.attention.backend import LayerCall
 from engine.attention.query_tiles import QueryTile, TileMask, lay_out_prefill
-from engine.attention.reference import visibility_mask
+from engine.attention.reference import ReferenceBackend, visibility_mask
+from engine.attention.registry import get_backend
+from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.visibility import chunk_bounds, first_visible
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
@@ -108,7 +110,9 @@ def test_reference_equals_attention_of_gemma2(bounds: Bounds, softcap: float | N
         torch.randn(61, heads, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2)
     )
     layer = layer_of(memory, 1)
-    output = ReferenceBackend().forward(query, key, value, layer, metadata, Scoring(0.9, softcap))
+    output = ReferenceBackend().forward(
+        LayerCall(query, key, value, layer, metadata, Scoring(0.9, softcap))
+    )
 
     module: Any = torch.nn.Module()
     module.num_key_value_groups = 3
@@ -196,7 +200,9 @@ def test_soft_caps_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dt
         backend.begin_step(metadata)
         query, key, value = qkv.split((4, 2, 2), dim=1)
         scoring = Scoring(0.5, 20.0)
-        outputs.append(backend.forward(query, key, value, layer_of(memory, 0), metadata, scoring))
+        outputs.append(
+            backend.forward(LayerCall(query, key, value, layer_of(memory, 0), metadata, scoring))
+        )
     # One rounding of the output, nothing of the scores.
     one_rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(outputs[0], outputs[1], atol=one_rounding, rtol=one_rounding)

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import Attention, AttentionStep, ReferenceBackend, Scoring, get_backend
+from engine.attention.backend import LayerCall
+from engine.attention.layer import Attention
+from engine.attention.reference import ReferenceBackend
+from engine.attention.registry import get_backend
+from engine.attention.scoring import Scoring
+from engine.attention.step import AttentionStep
 from prefix_cache import CrossAttentionSpec
 from tests.support.cross_steps import CrossShape, assert_steps_equal_brute_force
 from tests.support.materialised_xformers import MaterialisedXformers
@@ -178,5 +183,7 @@ def test_xformers_kernels_equal_the_reference_on_cuda(
         key, value = torch.randn(2, sum(lens), 2, 64, generator=generator).to("cuda", dtype) / 4
         backend.begin_step(metadata)
         layer = layer_of(memory, 0)
-        outputs.append(backend.forward(query, key, value, layer, metadata, Scoring(0.125)))
+        outputs.append(
+            backend.forward(LayerCall(query, key, value, layer, metadata, Scoring(0.125)))
+        )
     torch.testing.assert_close(outputs[0], outputs[1], atol=2e-3, rtol=2e-3)

@@ -15,9 +15,9 @@ from transformers import BambaConfig, JambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
 
-from engine.attention import AttentionStep
 from engine.attention.metadata import StateMetadata
 from engine.attention.state_layer import StateLayer
+from engine.attention.step import AttentionStep
 from engine.layers import (
     Mamba2Config,
     Mamba2Mixer,

@@ -62,7 +62,7 @@ def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     told = ""
     for count, token_id in enumerate(ids, start=1):
-        told += detokenizer.append([token_id])
+        told += detokenizer.append(token_id)
         so_far = whole_text(tokenizer, ids[:count], skip_special_tokens=skip_special_tokens)
         assert so_far.startswith(told)
     whole = whole_text(tokenizer, ids, skip_special_tokens=skip_special_tokens)
@@ -79,7 +79,7 @@ def test_text_survives_and_no_piece_holds_half_a_character(kind: str, text: str)
     text = text.replace(REPLACEMENT, "")
     ids = tokenizer.encode(text, add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.append([token_id]) for token_id in ids] + [detokenizer.flush()]
+    pieces = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.flush()]
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert "".join(pieces) == whole_text(tokenizer, ids)
 
@@ -87,7 +87,7 @@ def test_text_survives_and_no_piece_holds_half_a_character(kind: str, text: str)
 def test_character_of_several_tokens_comes_at_once():
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.append([i]) for i in byte_tokens(tokenizer, "🦊".encode())]
+    pieces = [detokenizer.append(i) for i in byte_tokens(tokenizer, "🦊".encode())]
     assert pieces == ["", "", "", "🦊"]
 
 
@@ -98,14 +98,15 @@ def test_unfinished_character_is_dropped_at_the_end(cut: int):
     llama_ids = byte_pieces(llama_style(), b"a" + fox + fox[:cut])
     for tokenizer, ids in ((byte_level(), byte_level_ids), (llama_style(), llama_ids)):
         detokenizer = IncrementalDetokenizer(tokenizer)
-        assert detokenizer.append(ids) + detokenizer.flush() == "a🦊"
+        assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == "a🦊"
 
 
 def test_bytes_that_never_were_text_are_dropped_at_the_end():
     tokenizer = llama_style()
     detokenizer = IncrementalDetokenizer(tokenizer)
     dog = tokenizer.convert_tokens_to_ids("▁dog")
-    assert detokenizer.append([dog, *byte_pieces(tokenizer, b"\xff" * 6)]) == "dog"
+    ids = [dog, *byte_pieces(tokenizer, b"\xff" * 6)]
+    assert "".join(map(detokenizer.append, ids)) == "dog"
     assert detokenizer.flush() == ""
 
 
@@ -115,7 +116,7 @@ def test_first_space_is_lost_once_and_not_again_after_special_tokens():
     bos = tokenizer.bos_token_id
     assert isinstance(bos, int)
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.append([i]) for i in (bos, the, bos, dog, bos, bos, the)]
+    pieces = [detokenizer.append(i) for i in (bos, the, bos, dog, bos, bos, the)]
     assert pieces == ["", "the", "", " dog", "", "", " the"]
 
 
@@ -125,7 +126,7 @@ def test_continuation_pieces_join_their_word():
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert any(p.startswith("##") for p in tokenizer.convert_ids_to_tokens(ids))
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert "".join(detokenizer.append([i]) for i in ids) + detokenizer.flush() == text
+    assert "".join(detokenizer.append(i) for i in ids) + detokenizer.flush() == text
 
 
 def test_what_is_decoded_again_does_not_grow_with_the_text(
@@ -141,5 +142,7 @@ def test_what_is_decoded_again_does_not_grow_with_the_text(
     monkeypatch.setattr(tokenizer, "decode", counted)
     ids = tokenizer.encode("the dog, a fox. ", add_special_tokens=False) * 40
     specials = [i for i in tokenizer.all_special_ids if i not in (None, *ids)]
-    IncrementalDetokenizer(tokenizer).append(ids + specials * 200 + ids)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    for token_id in ids + specials * 200 + ids:
+        detokenizer.append(token_id)
     assert max(lengths) <= 32 < len(ids)

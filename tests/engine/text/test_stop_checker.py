@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import StopStringCriteria
 
 from engine import FinishReason, SamplingParams
-from engine.text.stop_checker import CompletionText, StopChecker
+from engine.text.stop_checker import CompletionText
 from tests.support.tokenizers import byte_level, llama_style
 
 EOS = 0
@@ -200,11 +200,15 @@ def test_a_token_after_the_end_is_refused():
         text.append(EOS)
 
 
-def test_checker_prefers_stop_to_length():
-    checker = StopChecker(SamplingParams(max_tokens=3, min_tokens=2), {EOS})
-    assert [checker.check(EOS, n) for n in (1, 2, 3)] == [
-        None,
-        FinishReason.STOP,
-        FinishReason.STOP,
-    ]
-    assert [checker.check(9, n) for n in (2, 3)] == [None, FinishReason.LENGTH]
+@pytest.mark.parametrize(
+    ("token_ids", "end"),
+    [
+        ([EOS, EOS], FinishReason.STOP),
+        ([9, 9, EOS], FinishReason.STOP),
+        ([9, 9, 9], FinishReason.LENGTH),
+    ],
+)
+def test_stop_is_preferred_to_length(token_ids: list[int], end: FinishReason):
+    text = CompletionText(None, SamplingParams(max_tokens=3, min_tokens=2), {EOS})
+    *before, last = [text.append(token_id) for token_id in token_ids]
+    assert last is end and not any(before)

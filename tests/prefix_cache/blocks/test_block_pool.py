@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefix_cache import BlockHash, BlockPool, KVCacheBlock, PageArena, check_pool_integrity
+from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
 from prefix_cache.blocks.eviction_queue import EvictionQueue
+from prefix_cache.blocks.page_arena import PageArena
 from tests.support.tiny_kv_cache import cached_ids
 
 

@@ -20,8 +20,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from prefix_cache import BlockHash, BlockPool, KVCacheBlock, PageArena, check_pool_integrity
+from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
 from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
+from prefix_cache.blocks.page_arena import PageArena
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 
 NUM_LARGE_PAGES = 6

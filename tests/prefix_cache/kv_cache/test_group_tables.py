@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_cache import (
-    BlockPool,
-    EncoderBlocks,
-    KVCacheCoordinator,
-    KVCacheManager,
-    check_integrity,
-)
+from prefix_cache import BlockPool, EncoderBlocks, KVCacheManager, check_integrity
+from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
 BLOCK_SIZE = 4

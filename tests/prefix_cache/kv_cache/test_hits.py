@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache import BlockHash, BlockPool, KVCacheCoordinator
+from prefix_cache import BlockHash, BlockPool
+from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
 BLOCK_SIZE, NUM_BLOCKS = 2, 10

@@ -12,11 +12,11 @@ from prefix_cache import (
     CachedPrefix,
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheCoordinator,
     KVCacheGroup,
     KVCacheManager,
     check_integrity,
 )
+from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from tests.support.tiny_kv_cache import hashes_of, held_block, mixed_config, tiny_config
 
 BLOCK_SIZE = 4

@@ -24,7 +24,6 @@ from prefix_cache import (
     StateTensor,
     check_integrity,
     group_layers,
-    held_bytes,
     needed_bytes,
     one_size_groups,
     request_bytes,
@@ -92,6 +91,11 @@ def run(manager: KVCacheManager, name: str, num_tokens: int, num_encoder_tokens:
     for end in ends:
         assert manager.allocate_slots(name, end, num_computed_tokens=computed, encoder=encoder)
         computed = end
+
+
+def held_bytes(manager: KVCacheManager) -> int:
+    """Bytes of the large pages that requests hold now: what no other request can have."""
+    return manager.stats().held * manager.config.large_page_bytes
 
 
 def held_by_requests(case: Case, groups: tuple[KVCacheGroup, ...], count: int) -> int:

@@ -17,8 +17,8 @@ from prefix_cache import (
     MambaSpec,
     StateTensor,
     group_layers,
-    pad_pages,
 )
+from prefix_cache.specs.kv_cache_config import pad_pages
 from tests.support.tiny_kv_cache import mixed_config
 
 
