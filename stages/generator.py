@@ -39,10 +39,7 @@ class GeneratorStageConfig(StageConfig):
     def generator_config(self) -> GeneratorConfig:
         """Join model and settings."""
         return GeneratorConfig(
-            model=self.model,
-            part=self.part,
-            generation=self.generation,
-            **self.engine.model_dump(),
+            model=self.model, part=self.part, generation=self.generation, **self.engine.model_dump()
         )
 
     def build_stage(self, name: str) -> GeneratorStage:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import core_schema
 
-from engine import (
-    EngineStats,
-    FinishReason,
-    Prompt,
-    RequestMetrics,
-    SamplingParams,
-    TokenLogprobs,
-)
+from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     import torch

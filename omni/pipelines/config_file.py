@@ -60,9 +60,7 @@ def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(
-            json.dumps(data, default=str),
-            strict=True,
-            context={"base_dir": source.base_dir},
+            json.dumps(data, default=str), strict=True, context={"base_dir": source.base_dir}
         )
     except ValidationError as error:
         message = explain_validation_error(

@@ -73,10 +73,7 @@ class Omni:
         self._finalizer = weakref.finalize(self, _close, self._driver, self.pipeline)
 
     def generate(
-        self,
-        requests: _Requests,
-        *,
-        on_progress: Callable[[OmniOutput], None] | None = None,
+        self, requests: _Requests, *, on_progress: Callable[[OmniOutput], None] | None = None
     ) -> list[OmniOutput]:
         """Run requests to their end.
 

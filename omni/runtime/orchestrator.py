@@ -40,10 +40,7 @@ class Orchestrator:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        *,
-        on_stage_output: Callable[[StageOutput], None] | None = None,
+        self, pipeline: Pipeline, *, on_stage_output: Callable[[StageOutput], None] | None = None
     ) -> None:
         self._pipeline = pipeline
         self._on_stage_output = on_stage_output

@@ -66,10 +66,7 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
     """
     size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
     tokenizer = _text_tokenizer(
-        size.vocab_size,
-        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-        "<s> $A </s>",
-        bos_token="<s>",
+        size.vocab_size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "<s> $A </s>", bos_token="<s>"
     )
     fields = _two_stacks(size) | {
         "vocab_size": size.vocab_size,

@@ -13,13 +13,7 @@ from omni.seeded.folder import save_checkpoint
 from omni.seeded.hybrids import HYBRID_SETTINGS, initialise_recurrence
 from omni.seeded.settings import SEEDED_WINDOW, DecoderSettings, SeededSettings
 from omni.seeded.tokenizers import chat_tokenizer, wordpiece_tokenizer
-from omni.seeded.weights import (
-    ATTENTION_GAIN,
-    NOISE_STD,
-    TIED_EMBEDDING_STD,
-    quieten,
-    seeded_model,
-)
+from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
 
 __all__ = ["build_causal_lm", "build_text_encoder"]
 

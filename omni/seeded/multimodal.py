@@ -22,13 +22,7 @@ from transformers import (
 
 from omni.seeded.folder import save_checkpoint
 from omni.seeded.tokenizers import chat_tokenizer
-from omni.seeded.weights import (
-    ATTENTION_GAIN,
-    NOISE_STD,
-    TIED_EMBEDDING_STD,
-    quieten,
-    seeded_model,
-)
+from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
 
 __all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
 
@@ -130,7 +124,7 @@ def build_qwen2_5_vl(
             "rope_type": "default",
             "rope_theta": 10_000.0,
             "mrope_section": [2, 3, 3],
-        },
+        }
     }
     vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
     config = Qwen2_5_VLConfig(

@@ -305,10 +305,7 @@ def _token2wav(sizes: OmniSizes) -> dict[str, Any]:
         "upsample_rates": [5, 3, 2, 2, 2, 2],
         "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
     }
-    return {
-        "dit_config": dit | dict(sizes.dit),
-        "bigvgan_config": bigvgan | dict(sizes.bigvgan),
-    }
+    return {"dit_config": dit | dict(sizes.dit), "bigvgan_config": bigvgan | dict(sizes.bigvgan)}
 
 
 def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:

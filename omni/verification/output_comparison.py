@@ -104,8 +104,7 @@ class _Comparer:
             self._differ("tokens", "further completions (n > 1) are not the same")
         elif self.uncached.text != self.other.text:
             self._differ(
-                "tokens",
-                f"text is {self.other.text!r}, {self.reference} {self.uncached.text!r}",
+                "tokens", f"text is {self.other.text!r}, {self.reference} {self.uncached.text!r}"
             )
 
     def finish(self) -> None:
