@@ -1,6 +1,3 @@
-"""The command line.
-
-Imports every other room.
-"""
+"""The command line. Imports every other room."""
 
 __all__: tuple[str, ...] = ()

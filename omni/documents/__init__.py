@@ -1,6 +1,3 @@
-"""YAML and JSON as people write them, and errors that name the place.
-
-Imports nothing of the project.
-"""
+"""YAML and JSON as people write them, and errors that name the place. Imports no room."""
 
 __all__: tuple[str, ...] = ()

@@ -1,6 +1,3 @@
-"""Runs requests through a pipeline: Omni, the driver thread, the orchestrator.
-
-Imports pipelines, requests, documents, stages, engine.
-"""
+"""Runs requests through a pipeline. Imports pipelines, requests, documents, stages, engine."""
 
 __all__: tuple[str, ...] = ()

@@ -1,6 +1,3 @@
-"""Tiny checkpoints with seeded random weights, written when they are first asked for.
-
-Imports engine.
-"""
+"""Tiny checkpoints with seeded random weights, written when first asked for. Imports engine."""
 
 __all__: tuple[str, ...] = ()

@@ -142,7 +142,8 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     if build is None:
         known = ", ".join(_PREFIX + known_name for known_name in SEEDED_MODELS)
         raise ValueError(f"unknown seeded model {reference!r}; known are {known}")
-    parent = _cache_root(cache_dir) / "seeded"
+    root = cache_dir or os.environ.get("OMNI_CACHE_DIR") or Path.home() / ".cache/omni-pipeline"
+    parent = Path(root) / "seeded"
     target = parent / f"{name}-{_version()}"
     if not target.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
@@ -155,13 +156,6 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
                 if not target.is_dir():
                     raise
     return str(target)
-
-
-def _cache_root(cache_dir: str | Path | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir)
-    from_environment = os.environ.get("OMNI_CACHE_DIR")
-    return Path(from_environment) if from_environment else Path.home() / ".cache/omni-pipeline"
 
 
 def _version() -> str:

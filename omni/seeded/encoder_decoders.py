@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AddedToken,
     BartConfig,
@@ -22,7 +21,6 @@ from transformers import (
     MllamaImageProcessorPil,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -31,20 +29,16 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from omni.seeded.folder import save_checkpoint
-from omni.seeded.settings import SeededSettings
-from omni.seeded.tokenizers import enclose, train_byte_level
-from omni.seeded.weights import NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
+from omni.seeded.settings import DecoderSettings, SeededSettings
+from omni.seeded.tokenizers import byte_level_tokenizer, train_byte_level
+from omni.seeded.weights import NOISE_STD, fan_in_model, quieten, save_checkpoint
 
 __all__ = ["build_bart", "build_mllama", "build_t5", "build_whisper"]
 
-# What is learned per position has to outweigh such small embeddings, or order hardly matters.
-_POSITION_STD = 1.0
 # Flat attention averages its input away: sharper than fan-in alone where families need it.
 _ATTENTION_GAIN = {"t5": 1.5, "whisper": 2.0}
+_NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _PROJECTIONS = ("q", "k", "v", "o", "q_proj", "k_proj", "v_proj", "out_proj")
-# Mllama's gates start shut, and its image layers would do nothing.
-_OPEN_GATE = 0.7
 
 _SAMPLING_RATE = 16_000
 _FRAMES_PER_SECOND = 100
@@ -65,8 +59,9 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
         settings: those of ``SeededSettings``, and further fields of the config.
     """
     size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
-    tokenizer = _text_tokenizer(
-        size.vocab_size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "<s> $A </s>", bos_token="<s>"
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer = byte_level_tokenizer(
+        min(size.vocab_size, 768), specials, "<s> $A </s>", bos_token="<s>", **_NAMED
     )
     fields = _two_stacks(size) | {
         "vocab_size": size.vocab_size,
@@ -96,7 +91,7 @@ def build_t5(
         gated: whether the MLPs have gates, as in version 1.1; the head's input is then not scaled.
         config_overrides: further fields of the config.
     """
-    tokenizer = _text_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>")
+    tokenizer = byte_level_tokenizer(768, ["<pad>", "</s>", "<unk>"], "$A </s>", **_NAMED)
     settings: dict[str, Any] = {
         "vocab_size": 768,
         "d_model": 64,
@@ -162,20 +157,11 @@ def build_mllama(directory: str | Path, *, seed: int = 0, **text_overrides: Any)
         text_overrides: further fields of the text's config.
     """
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-    tokenizer = _text_tokenizer(760, ["<|bos|>", "<|eos|>", "<|pad|>"], "<|bos|> $A", **named)
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+    tokenizer = byte_level_tokenizer(760, [*named.values()], "<|bos|> $A", **named)
+    size = DecoderSettings(vocab_size=len(tokenizer), num_layers=4, max_position_embeddings=512)
+    text = size.text_config(tokenizer) | {
         "cross_attention_layers": [1, 3],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     # As in published models, the image's token has an embedding and no logit.
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
@@ -209,20 +195,6 @@ def _two_stacks(size: SeededSettings) -> dict[str, Any]:
     stacks["ffn_dim"] = size.intermediate_size
     both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in stacks.items()}
     return {"d_model": size.hidden_size} | both
-
-
-def _text_tokenizer(
-    vocab_size: int, specials: list[str], template: str, **named: str
-) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that has the special ids of a family."""
-    tokenizer = train_byte_level(min(vocab_size, 768), specials)
-    enclose(tokenizer, template)
-    usual = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        clean_up_tokenization_spaces=False,
-        **({name: token for name, token in usual.items() if token in specials} | named),
-    )
 
 
 def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
@@ -269,28 +241,5 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int) -> Any:
     tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
-
-    def initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-        _initialise(name, parameter, tied, generator)
-        if parameter.ndim == 2 and name.split(".")[-2] in _PROJECTIONS:
-            parameter.mul_(_ATTENTION_GAIN.get(config.model_type, 1.0))
-
-    return seeded_model(
-        lambda: model_class(config), torch.Generator().manual_seed(seed), initialise
-    )
-
-
-def _initialise(name: str, parameter: nn.Parameter, tied: bool, generator: torch.Generator) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
-    if "gate" in name and parameter.numel() == 1:
-        parameter.fill_(_OPEN_GATE)
-    elif parameter.ndim == 1:
-        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        parameter.normal_(centre, NOISE_STD, generator=generator)
-    elif "position" in name or "relative_attention_bias" in name:
-        parameter.normal_(0.0, _POSITION_STD, generator=generator)
-    elif "embed_tokens" in name or "shared" in name:
-        parameter.normal_(0.0, TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
-    else:
-        fan_in = parameter[0].numel()
-        parameter.normal_(0.0, fan_in**-0.5, generator=generator)
+    gains = dict.fromkeys(_PROJECTIONS, _ATTENTION_GAIN.get(config.model_type, 1.0))
+    return fan_in_model(model_class, config, seed, tied=tied, gains=gains)

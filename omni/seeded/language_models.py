@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,48 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from omni.seeded.folder import save_checkpoint
-from omni.seeded.hybrids import HYBRID_SETTINGS, initialise_recurrence
 from omni.seeded.settings import SEEDED_WINDOW, DecoderSettings, SeededSettings
 from omni.seeded.tokenizers import chat_tokenizer, wordpiece_tokenizer
-from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
+from omni.seeded.weights import (
+    ATTENTION_GAIN,
+    NOISE_STD,
+    TIED_EMBEDDING_STD,
+    quieten,
+    save_checkpoint,
+    seeded_model,
+)
 
 __all__ = ["build_causal_lm", "build_text_encoder"]
+
+_HYBRIDS: Mapping[str, Mapping[str, Any]] = {
+    # With four layers: Mamba, Mamba with experts, attention, Mamba with experts.
+    "jamba": {
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 4,
+    },
+    # With four layers: Mamba-2, attention, Mamba-2, Mamba-2.
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+    },
+}
+"""Config fields by transformers' model type, for a stream of any width that 8 divides."""
+
+# With steps of about 0.13, as trained models have them, and rates of exp of these, a state loses
+# between a fortieth and two fifths of itself at a token.
+_STEP = -2.0
+_SLOWEST, _FASTEST = -1.5, 1.5
 
 _LAYER_PATTERNS = {
     "ministral": ["sliding_attention", "full_attention"],
@@ -41,14 +78,8 @@ def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settin
     size, overrides = DecoderSettings.split(settings)
     tokenizer = chat_tokenizer(min(size.vocab_size, 768), adds_bos=architecture != "qwen2")
     head_dim = size.hidden_size // size.num_heads
-    fields = _common(size) | {
-        "num_key_value_heads": size.num_kv_heads,
-        "head_dim": head_dim,
-        "tie_word_embeddings": size.tied,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    fields = size.text_config(tokenizer)
+    fields |= {"head_dim": head_dim, "tie_word_embeddings": size.tied}
     fields |= _family_settings(architecture, size.num_layers, head_dim)
     config = AutoConfig.for_model(architecture, **(fields | overrides))
     auto_class = AutoModelForCausalLM if size.with_head else AutoModel
@@ -76,29 +107,18 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
     """
     size, overrides = SeededSettings.split(settings, max_position_embeddings=512)
     tokenizer = wordpiece_tokenizer(size.vocab_size, size.max_position_embeddings)
-    fields = _common(size) | {"pad_token_id": tokenizer.pad_token_id}
+    fields = size.sizes() | {"pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(architecture, **(fields | overrides))
     model = _seeded(AutoModel, config, size.seed)
     return save_checkpoint(directory, model, tokenizer, size.max_shard_size)
-
-
-def _common(size: SeededSettings) -> dict[str, Any]:
-    return {
-        "vocab_size": size.vocab_size,
-        "hidden_size": size.hidden_size,
-        "intermediate_size": size.intermediate_size,
-        "num_hidden_layers": size.num_layers,
-        "num_attention_heads": size.num_heads,
-        "max_position_embeddings": size.max_position_embeddings,
-    }
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
     """What a family needs to be small and still itself: several windows fit in a short prompt."""
     if model_type == "mistral":
         return {"sliding_window": None}
-    if model_type in HYBRID_SETTINGS:
-        return dict(HYBRID_SETTINGS[model_type])
+    if model_type in _HYBRIDS:
+        return dict(_HYBRIDS[model_type])
     pattern = _LAYER_PATTERNS.get(model_type)
     if pattern is None:
         return {}
@@ -109,30 +129,41 @@ def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[st
 
 def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
     # Recurrences mix the context in by themselves; sharper scores would only magnify rounding.
-    gain = 1.0 if config.model_type in HYBRID_SETTINGS else ATTENTION_GAIN
+    gain = 1.0 if config.model_type in _HYBRIDS else ATTENTION_GAIN
+    embedding_std = TIED_EMBEDDING_STD if config.tie_word_embeddings else 1.0
 
     def initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-        if not initialise_recurrence(name, parameter, generator):
-            sharpness = gain if "attn" in name else 1.0
-            _initialise(name, parameter, sharpness, bool(config.tie_word_embeddings), generator)
+        """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
+        sharpness = gain if "attn" in name else 1.0
+        if _initialise_recurrence(name, parameter, generator):
+            return
+        if parameter.ndim == 1:
+            # The mean is 1 in norms that scale by their weight, 0 in those that scale by 1 + it.
+            plain = float(parameter.mean())
+            centre = plain + sharpness - 1.0 if name.endswith("weight") else 0.0
+            parameter.normal_(centre, NOISE_STD, generator=generator)
+        elif "embed" in name:
+            parameter.normal_(0.0, embedding_std, generator=generator)
+        else:
+            parameter.normal_(0.0, sharpness * parameter.shape[-1] ** -0.5, generator=generator)
 
-    return seeded_model(
-        lambda: auto_class.from_config(config, dtype=torch.float32),
-        torch.Generator().manual_seed(seed),
-        initialise,
-    )
+    make = partial(auto_class.from_config, config, dtype=torch.float32)
+    return seeded_model(make, torch.Generator().manual_seed(seed), initialise)
 
 
-def _initialise(
-    name: str, parameter: nn.Parameter, sharpness: float, tied: bool, generator: torch.Generator
-) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
-    if parameter.ndim == 1:
-        # The mean is 1 in norms that scale by their weight, 0 in those that scale by 1 + weight.
-        plain = float(parameter.mean())
-        centre = plain + sharpness - 1.0 if name.endswith("weight") else 0.0
-        parameter.normal_(centre, NOISE_STD, generator=generator)
-    elif "embed" in name:
-        parameter.normal_(0.0, TIED_EMBEDDING_STD if tied else 1.0, generator=generator)
+def _initialise_recurrence(name: str, parameter: nn.Parameter, generator: torch.Generator) -> bool:
+    """Fill a parameter of a recurrence; False if it is none, and left alone.
+
+    Decays are spread, so that some of the state still depends on the start of a long prompt: a
+    test of caching has to notice a state that was lost.
+    """
+    if name.endswith("A_log"):
+        centre = torch.linspace(_SLOWEST, _FASTEST, parameter.shape[-1]).expand_as(parameter)
+    elif name.endswith(("dt_bias", "dt_proj.bias")):
+        centre = torch.full_like(parameter, _STEP)
+    elif name.endswith(".D"):
+        centre = torch.ones_like(parameter)
     else:
-        parameter.normal_(0.0, sharpness * parameter.shape[-1] ** -0.5, generator=generator)
+        return False
+    parameter.normal_(0.0, NOISE_STD, generator=generator).add_(centre)
+    return True

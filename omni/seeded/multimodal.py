@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import nn
 from transformers import (
     CLIPImageProcessorPil,
     LlavaConfig,
@@ -20,9 +17,9 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from omni.seeded.folder import save_checkpoint
+from omni.seeded.settings import DecoderSettings
 from omni.seeded.tokenizers import chat_tokenizer
-from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, TIED_EMBEDDING_STD, quieten, seeded_model
+from omni.seeded.weights import ATTENTION_GAIN, fan_in_model, quieten, save_checkpoint
 
 __all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
 
@@ -40,7 +37,7 @@ QWEN_VISION: dict[str, Any] = {
 }
 """The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
 
-_QUERY_OR_KEY = ("q_proj", "k_proj", "qkv")
+_GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN)
 
 # Messages whose content is text, or a list of texts and images.
 _TEMPLATE = (
@@ -119,13 +116,8 @@ def build_qwen2_5_vl(
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
     tokenizer = _tokenizer(names, f"{start}{image}{end}", adds_bos=False)
-    text = _text_settings(tokenizer) | {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [2, 3, 3],
-        }
-    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    text = _text_settings(tokenizer) | {"rope_parameters": rope}
     vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
     config = Qwen2_5_VLConfig(
         vision_config=vision,
@@ -150,18 +142,7 @@ def _tokenizer(added: list[str], image_in_chat: str, *, adds_bos: bool) -> PreTr
 
 
 def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {
-        "vocab_size": 768,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    return DecoderSettings(num_layers=3).text_config(tokenizer)
 
 
 def _save(
@@ -171,24 +152,7 @@ def _save(
     seed: int,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
-    model = seeded_model(
-        lambda: model_class(config),
-        torch.Generator().manual_seed(seed),
-        partial(_initialise, bool(config.tie_word_embeddings)),
-    )
+    tied = bool(config.tie_word_embeddings)
+    model = fan_in_model(model_class, config, seed, tied=tied, gains=_GAINS)
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)
-
-
-def _initialise(tied: bool, name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
-    owner = name.split(".")[-2]
-    if parameter.ndim == 1:
-        is_scale = name.endswith("weight") and ("norm" in owner or "ln_q" in owner)
-        parameter.normal_(1.0 if is_scale else 0.0, NOISE_STD, generator=generator)
-    elif owner in ("embed_tokens", "position_embedding"):
-        is_small = tied and owner == "embed_tokens"
-        parameter.normal_(0.0, TIED_EMBEDDING_STD if is_small else 1.0, generator=generator)
-    else:
-        gain = ATTENTION_GAIN if owner in _QUERY_OR_KEY else 1.0
-        parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)

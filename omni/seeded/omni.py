@@ -21,32 +21,27 @@ from transformers import (
 )
 
 from engine.checkpoints.quiet_transformers import quiet_config_log
-from omni.seeded.folder import save_checkpoint
 from omni.seeded.multimodal import QWEN_VISION
-from omni.seeded.tokenizers import train_byte_level
-from omni.seeded.weights import ATTENTION_GAIN, NOISE_STD, quieten, seeded_model
+from omni.seeded.settings import DecoderSettings
+from omni.seeded.tokenizers import byte_level_tokenizer
+from omni.seeded.weights import (
+    ATTENTION_GAIN,
+    initialise,
+    quieten,
+    save_checkpoint,
+    seeded_model,
+)
 
 __all__ = ["OMNI_SPEAKERS", "OmniSizes", "build_omni_benchmark", "build_qwen2_5_omni"]
 
 OMNI_SPEAKERS = ("Chelsie", "Ethan")
 """Voices of the seeded checkpoint, as published ones name them."""
 
-_SPECIALS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|AUDIO|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
-    "<|IMAGE|>",
-    "<|VIDEO|>",
-    "<tts_pad>",
-    "<tts_bos>",
-    "<tts_bos_2>",
-    "<tts_eos>",
-)
+_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+_VISION = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
+_SPEECH = ("<tts_pad>", "<tts_bos>", "<tts_bos_2>", "<tts_eos>")
+_SPECIALS = (*_TURNS, *_AUDIO, *_VISION, *_SPEECH)
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}"
@@ -71,7 +66,7 @@ _CODEC = {
     "tts_codec_mask_token_id": _NUM_CODES + 4,
 }
 _CODEC_VOCAB = _NUM_CODES + 8
-_QUERY_OR_KEY = ("q_proj", "k_proj", "qkv", "q", "k")
+_GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv", "q", "k"), ATTENTION_GAIN)
 # The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
 _VOCODER_GAIN = 0.5
 
@@ -179,11 +174,11 @@ def build_omni_benchmark(directory: str | Path) -> Path:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_byte_level(768, _SPECIALS),
+    tokenizer = byte_level_tokenizer(
+        768,
+        _SPECIALS,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
         # By these names transformers' processor finds the placeholders.
         extra_special_tokens={
             "image_token": "<|IMAGE|>",
@@ -221,19 +216,14 @@ def _config(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> Qwen2_5Omni
 
 
 def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
-    text: dict[str, Any] = {
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.width,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": _rope([2, 3, 3]),
-        "tie_word_embeddings": False,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    usual = DecoderSettings(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.width,
+        num_layers=3,
+        max_position_embeddings=4096,
+    )
+    text = usual.text_config(tokenizer)
+    text |= {"rope_parameters": _rope([2, 3, 3]), "tie_word_embeddings": False}
     vision = QWEN_VISION | {"out_hidden_size": sizes.width}
     audio: dict[str, Any] = {
         "num_mel_bins": 32,
@@ -309,21 +299,13 @@ def _token2wav(sizes: OmniSizes) -> dict[str, Any]:
 
 
 def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
-    owner = name.split(".")[-2]
-    if parameter.ndim < 2:
-        if "bigvgan" not in name:
-            is_scale = name.endswith("weight") and ("norm" in owner or owner.startswith("ln"))
-            parameter.normal_(1.0 if is_scale else 0.0, NOISE_STD, generator=generator)
-    elif "bigvgan" in name:
+    if "bigvgan" not in name:
+        gains = {} if "token2wav" in name else _GAINS
+        initialise(name, parameter, generator, tied=False, gains=gains)
+    elif parameter.ndim >= 2:
         # A transposed convolution has its inputs in the first dimension.
         fan_in = parameter.shape[0] if ".ups." in name else parameter[0].numel()
         parameter.normal_(0.0, _VOCODER_GAIN * fan_in**-0.5, generator=generator)
-    elif owner in ("embed_tokens", "codec_embed", "audio_bos_eos_token"):
-        parameter.normal_(0.0, 1.0, generator=generator)
-    else:
-        gain = ATTENTION_GAIN if owner in _QUERY_OR_KEY and "token2wav" not in name else 1.0
-        parameter.normal_(0.0, gain * parameter[0].numel() ** -0.5, generator=generator)
 
 
 def _save_processors(path: Path, num_mel_bins: int) -> None:

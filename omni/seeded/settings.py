@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SEEDED_WINDOW", "DecoderSettings", "SeededSettings"]
 
@@ -50,6 +53,17 @@ class SeededSettings:
         settings = cls(**defaults | {name: value for name, value in given.items() if name in own})
         return settings, {name: value for name, value in given.items() if name not in own}
 
+    def sizes(self) -> dict[str, Any]:
+        """The sizes, by the names that most configs of one stack have for them."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings(SeededSettings):
@@ -64,3 +78,12 @@ class DecoderSettings(SeededSettings):
     tied: bool = True
     num_kv_heads: int = 2
     with_head: bool = True
+
+    def text_config(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The sizes and the special ids, by the names that decoders' configs have for them."""
+        return self.sizes() | {
+            "num_key_value_heads": self.num_kv_heads,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["chat_tokenizer", "enclose", "train_byte_level", "wordpiece_tokenizer"]
+__all__ = ["byte_level_tokenizer", "chat_tokenizer", "train_byte_level", "wordpiece_tokenizer"]
 
 _CORPUS = """\
 The harbour wakes before the town does. Fishing boats come in with the tide, and the people who
@@ -54,7 +48,7 @@ def train_byte_level(vocab_size: int, specials: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(specials),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -64,36 +58,39 @@ def train_byte_level(vocab_size: int, specials: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def enclose(tokenizer: Tokenizer, template: str) -> None:
-    """Let special tokens enclose every text.
+def byte_level_tokenizer(
+    vocab_size: int, specials: Sequence[str], template: str | None = None, **named: Any
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level tokenizer as transformers has it.
 
     Args:
-        tokenizer: gets the post-processor.
-        template: the special tokens and ``$A``, the text, with spaces between them.
+        vocab_size: most tokens that it has.
+        specials: its first ids, in this order.
+        template: what encloses every text: special tokens and ``$A``, the text, with spaces
+            between them; None adds nothing.
+        named: further arguments of ``PreTrainedTokenizerFast``, such as ``eos_token``.
     """
-    names = [name for name in template.split() if name != "$A"]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=template,
-        pair=template.replace("$A", "$A $B"),
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in names],
+    tokenizer = train_byte_level(vocab_size, specials)
+    if template is not None:
+        names = [name for name in template.split() if name != "$A"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template,
+            pair=template.replace("$A", "$A $B"),
+            special_tokens=[(name, tokenizer.token_to_id(name)) for name in names],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named
     )
 
 
 def chat_tokenizer(vocab_size: int, *, adds_bos: bool) -> PreTrainedTokenizerFast:
     """A decoder's tokenizer, with a chat template."""
     specials = ["<|endoftext|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = train_byte_level(vocab_size, specials)
-    if adds_bos:
-        enclose(tokenizer, "<|bos|> $A")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = _CHAT_TEMPLATE
-    return fast
+    named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|endoftext|>"}
+    template = "<|bos|> $A" if adds_bos else None
+    tokenizer = byte_level_tokenizer(vocab_size, specials, template, **named)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
 
 
 def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
@@ -103,9 +100,7 @@ def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizer
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=specials, show_progress=False
-    )
+    trainer = WordPieceTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
     tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",

@@ -1,6 +1,3 @@
-"""Runs a pipeline cached and uncached, and compares.
-
-Imports runtime and the rooms below it.
-"""
+"""Runs a pipeline cached and uncached, and compares. Imports runtime and what is below it."""
 
 __all__: tuple[str, ...] = ()
