@@ -25,7 +25,6 @@ class AutoregressiveStageConfig(TokenStageConfig):
     """A stage that generates tokens.
 
     Attributes:
-        kind: ``autoregressive``.
         sampling: how tokens are chosen, unless a request says otherwise.
         final_output: what the user gets of this stage: ``text``, ``tensors`` or both.
     """
@@ -58,14 +57,12 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
-        name: unique in the pipeline.
+        name, inputs, final_output: see :class:`~stages.stage.Stage`.
         engine: what to build the engine from; or an engine that exists, which only this stage may
             use from then on, and which stays its maker's to close.
         sampling: of requests that bring none.
         outputs: names of the tensors to hand on, one row for every token whose forward pass has
             run; None hands on all that the model makes, ``()`` none.
-        inputs: the stages that feed this one; None makes it a root.
-        final_output: what the user gets.
 
     Raises:
         ValueError: the engine cannot be built as asked.
@@ -142,7 +139,9 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
 
     def _stage_output(self, output: RequestOutput) -> StageOutput:
         first = output.outputs[0]
-        several = len(output.outputs) > 1
+        completions = tuple(
+            (each.text, each.token_ids, each.finish_reason) for each in output.outputs
+        )
         return StageOutput(
             request_id=output.request_id,
             stage=self.name,
@@ -157,11 +156,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
             encoder_prompt_token_ids=output.encoder_prompt_token_ids,
             tensors=first.tensors,
             logprobs=first.logprobs,
-            completions=tuple(
-                (each.text, each.token_ids, each.finish_reason) for each in output.outputs
-            )
-            if several
-            else (),
+            completions=completions if len(completions) > 1 else (),
             metrics=output.metrics,
         )
 

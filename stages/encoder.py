@@ -26,7 +26,6 @@ class EncoderStageConfig(TokenStageConfig):
     """A stage that runs one forward pass over its whole input.
 
     Attributes:
-        kind: ``encoder``.
         pooling: how the rows become the one row ``pooled``; ``auto`` takes what the checkpoint
             was made for.
         final_output: ``tensors`` if the user gets this stage's tensors.
@@ -56,14 +55,12 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     causal decoder runs in an ``LLMEngine`` that generates nothing, where inputs share prefixes.
 
     Args:
-        name: unique in the pipeline.
+        name, inputs, final_output: see :class:`~stages.stage.Stage`.
         engine: what to build the engine from; the checkpoint decides which engine.
         pooling: how the rows become one: ``auto`` is the checkpoint's own pooler or the mean for
             a bidirectional encoder, and the last token's row for a causal one.
         outputs: of ``hidden_states``, ``pooled`` and what else the model makes, the tensors to
             hand on; None hands on all.
-        inputs: the stages that feed this one; None makes it a root.
-        final_output: what the user gets.
 
     Raises:
         ValueError: the engine cannot be built as asked, or the pooling does not fit the model.

@@ -22,7 +22,6 @@ class GeneratorStageConfig(StageConfig):
     """A stage that makes sound of codec tokens.
 
     Attributes:
-        kind: ``generator``.
         engine: how the engine runs the model.
         generation: how sound is made.
         final_output: ``audio`` if the user gets the sound.
@@ -61,10 +60,8 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
     nothing. The switch for caching is kept, and changes nothing.
 
     Args:
-        name: unique in the pipeline.
+        name, inputs, final_output: see :class:`~stages.stage.Stage`.
         config: what to build the engine from.
-        inputs: the stages that feed this one; None makes it a root.
-        final_output: what the user gets.
 
     Raises:
         ValueError: the engine cannot be built as asked, or the stage is to hand out what it does

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
 from engine.interface.sampling_params import SamplingParams
@@ -17,9 +19,8 @@ __all__ = [
     "ModelReference",
     "StageConfig",
     "TokenStageConfig",
+    "parse_stage_config",
     "register_stage_kind",
-    "stage_kind",
-    "stage_kinds",
 ]
 
 ENTRY_POINTS = "omni_pipeline.stage_kinds"
@@ -134,12 +135,39 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
     return config
 
 
-def stage_kinds() -> tuple[str, ...]:
-    """All names that :func:`stage_kind` knows."""
-    return tuple(dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names)))
+def parse_stage_config(
+    data: Any, *, from_file: bool = False, context: Mapping[str, Any] | None = None
+) -> StageConfig:
+    """Check the settings of one stage against its kind.
+
+    Args:
+        data: a mapping with ``kind``; a configuration is returned as it is.
+        from_file: whether types are JSON's, and must be right: a number in quotes is no number.
+        context: of the validation; see ``ModelReference``.
+
+    Raises:
+        ValueError: whatever is wrong, as pydantic tells it.
+    """
+    if isinstance(data, StageConfig):
+        return data
+    if not isinstance(data, dict):
+        raise PydanticKnownError("dict_type")
+    if "kind" not in data:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
+    kind = str(data["kind"])
+    config = _stage_kind(kind)
+    if config is None:
+        names = dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names))
+        known = ", ".join(map(repr, names))
+        tags = {"discriminator": "'kind'", "tag": kind, "expected_tags": known}
+        raise PydanticKnownError("union_tag_invalid", tags)
+    if from_file:
+        # From JSON, strict validation still takes a list for a tuple.
+        return config.model_validate_json(json.dumps(data), strict=True, context=context)
+    return config.model_validate(data, context=context)
 
 
-def stage_kind(name: str) -> type[StageConfig] | None:
+def _stage_kind(name: str) -> type[StageConfig] | None:
     """Find the configuration of a kind; None if there is no such kind.
 
     Raises:

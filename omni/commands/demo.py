@@ -53,23 +53,22 @@ def run_demo() -> bool:
     """
     typer.echo("Building small models with random weights (once), and the pipeline two_step.")
     typer.echo("What they write makes no sense, but depends on every token of the input.\n")
-    waves = [
-        [
-            OmniRequest(TextPrompt(_SYSTEM + question), request_id=f"{wave}.{number}")
-            for number, question in enumerate(questions, start=1)
-        ]
-        for wave, questions in enumerate(_WAVES, start=1)
-    ]
+    requests: list[OmniRequest] = []
+    outputs: list[OmniOutput] = []
     with Omni("two_step", overrides=_MODELS) as omni:
-        outputs: list[OmniOutput] = []
-        for wave, (requests, questions) in enumerate(zip(waves, _WAVES, strict=True), start=1):
-            typer.echo(f"Wave {wave}: {len(requests)} requests that begin with the same text")
-            done = omni.generate(requests)
+        for wave, questions in enumerate(_WAVES, start=1):
+            typer.echo(f"Wave {wave}: {len(questions)} requests that begin with the same text")
+            together = [
+                OmniRequest(TextPrompt(_SYSTEM + question), request_id=f"{wave}.{number}")
+                for number, question in enumerate(questions, start=1)
+            ]
+            done = omni.generate(together)
+            requests += together
             outputs += done
             for question, output in zip(questions, done, strict=True):
                 typer.echo(_describe(question, output))
         typer.echo("All requests again: caches off, caches empty, caches warm.")
-        report = verify(omni, [request for wave in waves for request in wave])
+        report = verify(omni, requests)
     typer.echo("\n".join(report.lines()))
     typer.echo(_sum_up(report))
     return report.equal and not any(output.error for output in outputs)

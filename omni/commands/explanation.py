@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import yaml
 
@@ -70,9 +71,8 @@ def describe_memory(config: PipelineConfig) -> str:
     """
     from omni.pipelines.pipeline import Pipeline
 
-    pipeline = Pipeline.from_config(config)
-    try:
-        lines = ["Resolved and reserved:"]
+    lines = ["Resolved and reserved:"]
+    with closing(Pipeline.from_config(config)) as pipeline:
         for name, stage in pipeline.stages.items():
             lines += ["", f"  {name}"]
             for key, value in stage.describe().items():
@@ -80,8 +80,6 @@ def describe_memory(config: PipelineConfig) -> str:
                     lines += [f"    {key}:", *(f"      {line}" for line in value)]
                 else:
                     lines.append(f"    {key}: {value}")
-    finally:
-        pipeline.close()
     return "\n".join(lines)
 
 

@@ -20,18 +20,8 @@ __all__ = ["PromptFlags"]
 class PromptFlags:
     """The flags that make up requests: one for each prompt, chat and encoder prompt.
 
-    Options of a command inherit them; see :func:`~omni.commands.command.command`.
-
-    Attributes:
-        prompts: texts, taken as they stand.
-        chats: what a user says, each the one message of a conversation of its own.
-        audio: WAV files. Each of the texts shows all of them in the places of its placeholders,
-            each of the chats as parts of its message, before the words. Without either each file
-            is a request, for the encoder of a speech model.
-        language: spoken in each of these; None leaves it to the checkpoint.
-        encoder_prompts: texts for encoders.
-        decoder_prompt: stands beside each of the audio files and encoder prompts.
-        images: files that each of the texts and chats shows likewise; before the sound in chats.
+    Options of a command inherit them; see :func:`~omni.commands.command.command`. What each
+    is for stands in its help.
     """
 
     prompts: Annotated[

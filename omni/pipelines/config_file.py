@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,15 +20,6 @@ __all__ = ["load_config", "parse_overrides", "shipped_configs"]
 _Config = TypeVar("_Config", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A configuration's text, what to call it in errors, and where relative paths start."""
-
-    text: str
-    label: str
-    base_dir: Path | None
-
-
 def shipped_configs() -> list[str]:
     """Name the pipelines that come with the package."""
     files = resources.files("stage_configs").iterdir()
@@ -43,16 +33,18 @@ def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str
 
     Args:
         model: the schema.
-        config: path, or the name of a shipped file.
-        overrides: values by dotted place, which replace the file's.
+        config: path of a YAML file, or the name of one that is shipped, such as ``two_step``.
+        overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
+            the file's.
 
     Raises:
-        ConfigError: there is no such file, or something in it or in ``overrides`` is wrong.
+        ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
+            message names every wrong place.
     """
-    source = _find(config)
-    document = YamlDocument.parse(source.text, source.label)
+    text, label, base_dir = _find(config)
+    document = YamlDocument.parse(text, label)
     if not isinstance(document.data, dict):
-        raise ConfigError(f"{source.label}: expected a mapping with 'name' and 'stages'")
+        raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
     data = json.loads(json.dumps(document.data, default=str))
     for place, value in overrides.items():
@@ -60,12 +52,10 @@ def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(
-            json.dumps(data, default=str), strict=True, context={"base_dir": source.base_dir}
+            json.dumps(data, default=str), strict=True, context={"base_dir": base_dir}
         )
     except ValidationError as error:
-        message = explain_validation_error(
-            error, model, data, source=source.label, lines=document.lines
-        )
+        message = explain_validation_error(error, model, data, source=label, lines=document.lines)
     raise ConfigError(message)
 
 
@@ -90,21 +80,22 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _find(config: str | Path) -> _Source:
+def _find(config: str | Path) -> tuple[str, str, Path | None]:
+    """A configuration's text, what to call it in errors, and where relative paths start."""
     name = str(config)
     path = Path(config).expanduser()
     is_short_name = isinstance(config, str) and path.suffix == "" and "/" not in name
     shipped = shipped_configs()
     if is_short_name and name in shipped:
         file = resources.files("stage_configs") / f"{name}.yaml"
-        return _Source(file.read_text(encoding="utf-8"), f"{name}.yaml", None)
+        return file.read_text(encoding="utf-8"), f"{name}.yaml", None
     if is_short_name and not path.is_file():
         raise ConfigError(
             f"{name}: no pipeline of that name is shipped{suggest(name, shipped)} "
             "(a file of your own is given by its path, with .yaml)"
         )
     try:
-        return _Source(path.read_text(encoding="utf-8"), name, path.parent)
+        return path.read_text(encoding="utf-8"), name, path.parent
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeAlias
 
 from omni.documents.suggestion import suggest
-from omni.pipelines.stage_graph import topological_order
-from stages import Stage, StageInputs, Transform, resolve_transform
+from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import requirements_of
 
-__all__ = ["GraphError", "GraphStage", "check_graph", "check_tensors", "sources_of"]
+__all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
 
 
-class GraphStage(Protocol):
-    """What the rules read: a stage has it, and so have its settings."""
-
-    @property
-    def inputs(self) -> StageInputs | None:
-        """The stages that feed it."""
-
-    @property
-    def final_output(self) -> tuple[str, ...]:
-        """What the user gets of it."""
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether it can begin while its source goes on, as far as is known."""
-
-    @property
-    def gives_chunks(self) -> bool:
-        """Whether its outputs can be handed on while it goes on, as far as is known."""
-
-
-_StageT = TypeVar("_StageT", bound=GraphStage)
+GraphStage: TypeAlias = Stage | StageConfig
+"""Settings tell of chunks what is known before the model is; the built stage tells all."""
 
 
 class GraphError(ValueError):
@@ -57,6 +38,34 @@ def sources_of(stages: Mapping[str, GraphStage]) -> dict[str, tuple[str, ...]]:
         name: stage.inputs.sources if stage.inputs is not None else ()
         for name, stage in stages.items()
     }
+
+
+def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
+    """Order stages so that each comes after all that feed it; otherwise as they were given.
+
+    Args:
+        sources: for every stage the stages that feed it; none for a root.
+
+    Raises:
+        ValueError: stages feed each other in a circle; the message names it.
+    """
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for stage, feeding in sources.items():
+        sorter.add(stage, *feeding)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(error.args[1])
+        raise ValueError(f"stages feed each other in a circle: {circle}") from error
+    # graphlib's own order within one rank is that of a set; the user's is the one to keep.
+    depth: dict[str, int] = {}
+
+    def depth_of(stage: str) -> int:
+        if stage not in depth:
+            depth[stage] = 1 + max((depth_of(source) for source in sources[stage]), default=-1)
+        return depth[stage]
+
+    return sorted(sources, key=depth_of)
 
 
 def check_graph(stages: Mapping[str, GraphStage]) -> dict[str, Transform]:
@@ -223,5 +232,4 @@ def _check_streamed_edge(
 
 
 def _kind_of(stage: GraphStage) -> str:
-    kind: str = getattr(stage, "kind", type(stage).__name__)
-    return kind
+    return stage.kind if isinstance(stage, StageConfig) else type(stage).__name__

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from engine import SamplingParams
+from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
-from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of
-from omni.pipelines.stage_graph import topological_order
+from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
 from stages import Stage, Transform
-from stages.stage_builder import build_stage
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -37,10 +39,9 @@ class Pipeline:
         speaker: as given.
 
     Raises:
-        ValueError: no stage, two of the same name, an unknown source, a cycle, a stage that
-            leads nowhere, no final output, a transform that cannot be resolved, tensors that are
-            not handed on or do not fit the next stage, several completions in a stage that feeds
-            another, an edge with a chunk size that cannot be streamed, or an unknown speaker.
+        ValueError: no stage, two of the same name, what :func:`check_graph` and
+            :func:`check_tensors` refuse, several completions in a stage that feeds another, or an
+            unknown speaker.
     """
 
     def __init__(self, stages: Sequence[Stage], *, speaker: str | None = None) -> None:
@@ -68,7 +69,11 @@ class Pipeline:
         with ExitStack() as built:
             stages = []
             for name in config.topological_order():
-                stage = build_stage(name, config.resolved(name))
+                settings = config.resolved(name)
+                try:
+                    stage = settings.build_stage(name)
+                except ValueError as error:
+                    raise ValueError(f"stage {name!r}: {error}") from error
                 built.callback(stage.close)
                 stages.append(stage)
             pipeline = cls(stages, speaker=config.speaker)
@@ -106,6 +111,52 @@ class Pipeline:
                     f"speaker {speaker!r}: stage {name!r} has no such voice"
                     f"{suggest(speaker, speakers)}"
                 )
+
+    def merge_sampling(
+        self, overrides: Mapping[str, SamplingParams | Mapping[str, Any]]
+    ) -> dict[str, SamplingParams]:
+        """Lay a request's parameters over the stages' own.
+
+        What a stage could not do is found here, before the stages ahead of it have done any work.
+
+        Args:
+            overrides: by stage; an object replaces the stage's own, a mapping changes fields.
+
+        Returns:
+            ``stage -> parameters`` for the stages that the request names.
+
+        Raises:
+            ValueError: there is no such stage, it samples nothing, its model cannot do what is
+                asked for, or it is to make several completions and feeds another stage.
+                Parameters that a stage has of its own are checked alike.
+        """
+        merged = {name: self._merge(name, override) for name, override in overrides.items()}
+        for name, stage in self.stages.items():
+            params = merged.get(name, stage.sampling)
+            if params is not None:
+                try:
+                    stage.check_sampling(params)
+                except ValueError as error:
+                    raise ValueError(f"sampling for stage {name!r}: {error}") from error
+        return merged
+
+    def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+        where = f"sampling for stage {name!r}"
+        if name not in self.stages:
+            raise ValueError(f"{where}, which does not exist{suggest(name, self.stages)}")
+        try:
+            params = self.stages[name].merge_sampling(override)
+        except ValidationError as error:
+            mistakes = explain_validation_error(error, SamplingParams, override)
+            raise ValueError(f"{where}: {mistakes}") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if params.n > 1 and self.consumers[name]:
+            raise ValueError(
+                f"{where}: n={params.n} completions, but it feeds "
+                f"{', '.join(self.consumers[name])}, which takes one"
+            )
+        return params
 
     def close(self) -> None:
         """Close every stage, even if one of them fails to."""

@@ -20,15 +20,17 @@ from pydantic import (
 )
 
 from omni.documents.document_error import PlacedError
+from omni.documents.suggestion import suggest
 from omni.pipelines.config_file import load_config
-from omni.pipelines.graph_rules import GraphError, check_graph, sources_of
-from omni.pipelines.model_reference import locate_model
-from omni.pipelines.stage_graph import topological_order
-from omni.seeded.checkpoints import resolve_model
+from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
+from omni.seeded.checkpoints import SEEDED_MODELS, resolve_model
 from stages import StageConfig
-from stages.stage_builder import parse_stage_config
+from stages.stage_config import parse_stage_config
 
 __all__ = ["PipelineConfig"]
+
+_SEEDED = "seeded:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def _check_name(value: str) -> str:
@@ -46,7 +48,7 @@ def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
     return parse_stage_config(
         value,
         from_file=info.mode == "json",
-        context={"locate_model": partial(locate_model, base_dir=base_dir)},
+        context={"locate_model": partial(_locate_model, base_dir=base_dir)},
     )
 
 
@@ -71,17 +73,7 @@ class PipelineConfig(BaseModel):
 
     @classmethod
     def load(cls, config: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
-        """Read a pipeline from a YAML file.
-
-        Args:
-            config: path of a YAML file, or the name of one that is shipped, such as ``two_step``.
-            overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which
-                replace the file's.
-
-        Raises:
-            ConfigError: there is no such file, or something in it is wrong; the message names
-                every wrong place.
-        """
+        """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
         return load_config(cls, config, overrides or {})
 
     @model_validator(mode="after")
@@ -102,3 +94,37 @@ class PipelineConfig(BaseModel):
         return parse_stage_config(
             stage.model_dump(by_alias=True), context={"locate_model": resolve_model}
         )
+
+
+def _locate_model(reference: str, base_dir: Path | None) -> str:
+    """Find the folder that a reference names, or leave a hub id and ``seeded:<name>`` as they are.
+
+    A relative folder is looked for beside the file that names it first, then in the working
+    directory; a reference that is no folder and cannot be a path is a hub id.
+
+    Args:
+        reference: as given by the user.
+        base_dir: folder of the file that gives it.
+
+    Raises:
+        ValueError: an unknown seeded model, a folder that is not there or holds no checkpoint, or
+            what is neither a path nor a hub id.
+    """
+    if reference.startswith(_SEEDED):
+        name = reference.removeprefix(_SEEDED)
+        if name not in SEEDED_MODELS:
+            raise ValueError(f"unknown seeded model {name!r}{suggest(name, SEEDED_MODELS)}")
+        return reference
+    path = Path(reference).expanduser()
+    candidates = [path] if base_dir is None or path.is_absolute() else [base_dir / path, path]
+    folder = next((candidate for candidate in candidates if candidate.exists()), None)
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{str(folder)!r} is no checkpoint: a folder with a config.json is needed"
+            )
+        return str(folder)
+    if reference.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(reference):
+        looked_in = " or ".join(dict.fromkeys(repr(str(place.absolute())) for place in candidates))
+        raise ValueError(f"no such folder: {looked_in}")
+    return reference

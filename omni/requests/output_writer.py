@@ -7,17 +7,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine import TokenLogprobs, Waveform
+from engine import TokenLogprobs
 from engine.media.wav_file import write_wav
 from omni.requests.request import OmniOutput
 from stages import StageOutput
@@ -86,12 +85,7 @@ class OutputWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _line(self, output: OmniOutput) -> dict[str, Any]:
@@ -129,8 +123,9 @@ class OutputWriter:
             line["tensors"] = {
                 name: self._save(output, name, tensor) for name, tensor in output.tensors.items()
             }
-        if "audio" in wanted and output.audio is not None:
-            line["audio"] = self._save_audio(output, output.audio)
+        if "audio" in wanted and (sound := output.audio) is not None:
+            write = partial(write_wav, waveform=sound)
+            line["audio"] = self._write("audio", output, ".wav", write)
         line["metrics"] = {
             name: round(value, 6)
             for name, value in asdict(output.metrics).items()
@@ -139,29 +134,22 @@ class OutputWriter:
         return line
 
     def _save(self, output: StageOutput, name: str, tensor: Tensor) -> str:
-        """Write one tensor; return its path from the output directory."""
-        folder = Path("tensors") / file_name(output.request_id)
-        relative = folder / f"{file_name(output.stage)}.{file_name(name)}.safetensors"
-        with self._whole_file(relative) as aside:
-            save_file({name: tensor.contiguous()}, aside)
-        return relative.as_posix()
+        rows = {name: tensor.contiguous()}
+        ending = f".{file_name(name)}.safetensors"
+        return self._write("tensors", output, ending, lambda file: save_file(rows, file))
 
-    def _save_audio(self, output: StageOutput, waveform: Waveform) -> str:
-        """Write one sound; return its path from the output directory."""
-        folder = Path("audio") / file_name(output.request_id)
-        relative = folder / f"{file_name(output.stage)}.wav"
-        with self._whole_file(relative) as aside:
-            write_wav(aside, waveform)
-        return relative.as_posix()
-
-    @contextmanager
-    def _whole_file(self, relative: Path) -> Iterator[Path]:
-        """Lend a path aside and rename it, so that no half-written file ever has the name."""
+    def _write(
+        self, folder: str, output: StageOutput, ending: str, write: Callable[[Path], None]
+    ) -> str:
+        """Write one file of a stage's output; return its path from the output directory."""
+        relative = Path(folder, file_name(output.request_id), file_name(output.stage) + ending)
         target = self._directory / relative
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Written aside and renamed, so that no half-written file ever has the name.
         aside = target.with_suffix(".partial")
-        yield aside
+        write(aside)
         os.replace(aside, target)
+        return relative.as_posix()
 
 
 def file_name(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -23,20 +23,14 @@ KEYS_OF_FILES = (
 """Keys by which a part carries its file in other programs."""
 
 
-def _text_or_list(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    return "list" if isinstance(value, list | tuple) else None
+def _text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
+    """Choose between text and another form; say what is wanted where a value has neither."""
 
+    def choose(value: Any) -> str | None:
+        if isinstance(value, str):
+            return "text"
+        return other if isinstance(value, kinds) else None
 
-def _text_or_mapping(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    return "mapping" if isinstance(value, dict | BaseModel) else None
-
-
-def _either(choose: Callable[[Any], str | None], wanted: str) -> Discriminator:
-    """Choose between two forms, and say what is wanted where a value has neither."""
     # Pydantic's own message would speak of tags, which no user has seen.
     return Discriminator(
         choose, custom_error_type="neither_form", custom_error_message=f"Input should be {wanted}"
@@ -85,7 +79,7 @@ class ChatMessage(_Strict):
     role: str
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("list")],
-        _either(_text_or_list, "text or a list of parts"),
+        _text_or("list", (list, tuple), "text or a list of parts"),
     ]
 
 
@@ -111,13 +105,19 @@ class AudioFile(_Strict):
 
 
 class _Forms(_Strict):
-    """The forms of a prompt that every model knows."""
+    """The forms of a prompt that every model knows.
+
+    Attributes:
+        prompt: text, or chat messages for the checkpoint's chat template.
+        prompt_token_ids: token ids, used as they are.
+        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
+    """
 
     prompt: (
         Annotated[
             Annotated[str, Tag("text")]
             | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("list")],
-            _either(_text_or_list, "text or a list of chat messages"),
+            _text_or("list", (list, tuple), "text or a list of chat messages"),
         ]
         | None
     ) = None
@@ -128,13 +128,7 @@ class _Forms(_Strict):
 
 
 class PromptForm(_Forms):
-    """The prompt of one side of an encoder-decoder model, in exactly one form.
-
-    Attributes:
-        prompt: text, or chat messages for the checkpoint's chat template.
-        prompt_token_ids: token ids, used as they are.
-        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
-    """
+    """The prompt of one side of an encoder-decoder model, in exactly one form."""
 
     @model_validator(mode="after")
     def _exactly_one_form(self) -> PromptForm:
@@ -142,13 +136,14 @@ class PromptForm(_Forms):
         return self
 
 
+_MAPPING = (dict, BaseModel)
 OneSide: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
-    _either(_text_or_mapping, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
+    _text_or("mapping", _MAPPING, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
 ]
 OneAudio: TypeAlias = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")] | Annotated[AudioFile, Tag("mapping")],
-    _either(_text_or_mapping, "the name of a file, or a mapping that has one as 'file'"),
+    _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'"),
 ]
 
 
@@ -157,9 +152,6 @@ class RequestLine(_Forms):
 
     Attributes:
         request_id: unique in the file; made up when absent.
-        prompt: text, or chat messages for the checkpoint's chat template.
-        prompt_token_ids: token ids, used as they are.
-        prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
         encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
         audio: beside a prompt of text, messages or token ids: WAV files, one for each placeholder
             in it. Else one WAV file, for the encoder of a speech model.

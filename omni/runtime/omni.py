@@ -6,19 +6,10 @@ import asyncio
 import queue
 import uuid
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from engine import Prompt
@@ -99,13 +90,9 @@ class Omni:
         return [output for output in last if output is not None]
 
     def stream(self, requests: _Requests) -> Generator[OmniOutput, None, None]:
-        """Run requests and get every output as it comes.
+        """Run requests and get every output as it comes; errors are those of :meth:`generate`.
 
         Leaving the loop early aborts what is still running.
-
-        Raises:
-            ValueError: ``requests`` is none of these.
-            RuntimeError: the pipeline is closed, or its driver crashed.
         """
         for _, output in self._run(_as_requests(requests)):
             yield output
@@ -114,10 +101,6 @@ class Omni:
         """The same for coroutines, of which several may run at once.
 
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
-
-        Raises:
-            ValueError: ``requests`` is none of these.
-            RuntimeError: the pipeline is closed, or its driver crashed.
         """
         batch = _as_requests(requests)
         news: asyncio.Queue[_News] = asyncio.Queue()
@@ -139,7 +122,7 @@ class Omni:
         self._driver.abort(request_id)
 
     @contextmanager
-    def paused(self) -> Iterator[Pipeline]:
+    def paused(self) -> Generator[Pipeline, None, None]:
         """Hold new requests back and lend out the pipeline, to reset, check or drive its stages.
 
         Raises:
@@ -160,12 +143,7 @@ class Omni:
         """Use in a ``with`` statement to have it closed."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
         self.close()
 

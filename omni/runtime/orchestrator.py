@@ -9,7 +9,6 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.guarded_stages import GuardedStages, blamed_on
 from omni.runtime.live_request import LiveRequest
-from omni.runtime.request_sampling import request_sampling
 from omni.runtime.streamed_edges import StreamedEdges
 from stages import Stage, StageOutput
 
@@ -76,7 +75,7 @@ class Orchestrator:
         live = LiveRequest(
             request=request,
             request_id=request.request_id,
-            sampling=request_sampling(self._pipeline, request),
+            sampling=self._pipeline.merge_sampling(request.sampling),
             speaker=request.speaker if request.speaker is not None else self._pipeline.speaker,
             waiting=set(self._pipeline.order),
             streams=self._edges.streams(),

@@ -114,7 +114,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "llava": SeededModel("multimodal:build_llava"),
     "qwen2_5_vl": SeededModel("multimodal:build_qwen2_5_vl"),
     "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni"),
-    "qwen2_5_omni-benchmark": SeededModel("omni:build_omni_benchmark"),
+    "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", benchmark=True),
     "bert": SeededModel("language_models:build_text_encoder"),
 }
 """What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""

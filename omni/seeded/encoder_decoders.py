@@ -80,14 +80,11 @@ def build_bart(directory: str | Path, **settings: Any) -> Path:
     return save_checkpoint(directory, model, written, size.max_shard_size)
 
 
-def build_t5(
-    directory: str | Path, *, seed: int = 0, gated: bool = False, **config_overrides: Any
-) -> Path:
+def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
     """Write a seeded T5, with T5's special ids: 0 pads and starts the decoder, 1 ends.
 
     Args:
         directory: created if missing.
-        seed: of the weights.
         gated: whether the MLPs have gates, as in version 1.1; the head's input is then not scaled.
         config_overrides: further fields of the config.
     """
@@ -105,13 +102,13 @@ def build_t5(
         "tie_word_embeddings": not gated,
         "decoder_start_token_id": 0,
     }
-    model = _seeded(T5ForConditionalGeneration, T5Config(**(settings | config_overrides)), seed)
+    model = _seeded(T5ForConditionalGeneration, T5Config(**(settings | config_overrides)))
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)
 
 
 def build_whisper(
-    directory: str | Path, *, seed: int = 0, window_seconds: int = 2, **config_overrides: Any
+    directory: str | Path, *, window_seconds: int = 2, **config_overrides: Any
 ) -> Path:
     """Write a seeded multilingual Whisper with its feature extractor.
 
@@ -120,7 +117,6 @@ def build_whisper(
 
     Args:
         directory: created if missing.
-        seed: of the weights.
         window_seconds: length of the audio that the encoder takes; 30 in published models.
         config_overrides: further fields of the config.
     """
@@ -140,7 +136,7 @@ def build_whisper(
         "eos_token_id": end,
     }
     config = WhisperConfig(**(settings | config_overrides))
-    model = _seeded(WhisperForConditionalGeneration, config, seed)
+    model = _seeded(WhisperForConditionalGeneration, config)
     model.generation_config = _whisper_generation(tokenizer, config)
     quieten(model, tokenizer)
     path = save_checkpoint(directory, model, tokenizer)
@@ -148,12 +144,11 @@ def build_whisper(
     return path
 
 
-def build_mllama(directory: str | Path, *, seed: int = 0, **text_overrides: Any) -> Path:
+def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
     """Write a seeded Mllama with its image processor; the second and the last layer see images.
 
     Args:
         directory: created if missing.
-        seed: of the weights.
         text_overrides: further fields of the text's config.
     """
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -182,7 +177,7 @@ def build_mllama(directory: str | Path, *, seed: int = 0, **text_overrides: Any)
         text_config=text | text_overrides,
         image_token_index=_id(tokenizer, "<|image|>"),
     )
-    model = _seeded(MllamaForConditionalGeneration, config, seed)
+    model = _seeded(MllamaForConditionalGeneration, config)
     path = save_checkpoint(directory, model, tokenizer)
     processor = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
     processor.save_pretrained(path)
@@ -239,7 +234,7 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return tokenizer.get_vocab()[token]
 
 
-def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int) -> Any:
+def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int = 0) -> Any:
     tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
     gains = dict.fromkeys(_PROJECTIONS, _ATTENTION_GAIN.get(config.model_type, 1.0))
-    return fan_in_model(model_class, config, seed, tied=tied, gains=gains)
+    return fan_in_model(model_class, config, seed=seed, tied=tied, gains=gains)

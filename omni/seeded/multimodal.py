@@ -37,6 +37,7 @@ QWEN_VISION: dict[str, Any] = {
 }
 """The vision tower of seeded Qwen2.5 models; its ``out_hidden_size`` is the decoder's width."""
 
+_TEXT = DecoderSettings(num_layers=3)
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN)
 
 # Messages whose content is text, or a list of texts and images.
@@ -57,7 +58,6 @@ _TEMPLATE = (
 def build_llava(
     directory: str | Path,
     *,
-    seed: int = 0,
     strategy: Literal["default", "full"] = "default",
     **text_overrides: Any,
 ) -> Path:
@@ -65,7 +65,6 @@ def build_llava(
 
     Args:
         directory: created if missing.
-        seed: of the weights.
         strategy: ``"default"``, or ``"full"`` for one more placeholder: the tower's class.
         text_overrides: further fields of the text's config; ``model_type`` is one of them.
     """
@@ -82,13 +81,13 @@ def build_llava(
     }
     config = LlavaConfig(
         vision_config=vision,
-        text_config={"model_type": "llama"} | _text_settings(tokenizer) | text_overrides,
+        text_config={"model_type": "llama"} | _TEXT.text_config(tokenizer) | text_overrides,
         image_token_index=tokenizer.get_vocab()["<image>"],
         image_seq_length=(size // patch) ** 2,
         vision_feature_layer=-2,
         vision_feature_select_strategy=strategy,
     )
-    path = _save(directory, LlavaForConditionalGeneration, config, seed, tokenizer)
+    path = _save(directory, LlavaForConditionalGeneration, config, tokenizer)
     square = {"height": size, "width": size}
     CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square).save_pretrained(path)
     processor = {
@@ -102,14 +101,11 @@ def build_llava(
     return path
 
 
-def build_qwen2_5_vl(
-    directory: str | Path, *, seed: int = 0, tied: bool = False, **text_overrides: Any
-) -> Path:
+def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
     """Write a seeded Qwen2.5-VL with its image processor: 1 to 16 placeholders for an image.
 
     Args:
         directory: created if missing.
-        seed: of the weights.
         tied: whether the head is the embedding matrix, as in the smallest published model.
         text_overrides: further fields of the text's config.
     """
@@ -117,7 +113,7 @@ def build_qwen2_5_vl(
     start, end, image, video = names
     tokenizer = _tokenizer(names, f"{start}{image}{end}", adds_bos=False)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
-    text = _text_settings(tokenizer) | {"rope_parameters": rope}
+    text = _TEXT.text_config(tokenizer) | {"rope_parameters": rope}
     vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
     config = Qwen2_5_VLConfig(
         vision_config=vision,
@@ -128,7 +124,7 @@ def build_qwen2_5_vl(
         vision_start_token_id=tokenizer.get_vocab()[start],
         vision_end_token_id=tokenizer.get_vocab()[end],
     )
-    path = _save(directory, Qwen2_5_VLForConditionalGeneration, config, seed, tokenizer)
+    path = _save(directory, Qwen2_5_VLForConditionalGeneration, config, tokenizer)
     processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
     processor.save_pretrained(path)
     return path
@@ -141,18 +137,13 @@ def _tokenizer(added: list[str], image_in_chat: str, *, adds_bos: bool) -> PreTr
     return tokenizer
 
 
-def _text_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return DecoderSettings(num_layers=3).text_config(tokenizer)
-
-
 def _save(
     directory: str | Path,
     model_class: type[Any],
     config: PreTrainedConfig,
-    seed: int,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
     tied = bool(config.tie_word_embeddings)
-    model = fan_in_model(model_class, config, seed, tied=tied, gains=_GAINS)
+    model = fan_in_model(model_class, config, tied=tied, gains=_GAINS)
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)

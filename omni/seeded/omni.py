@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from omni.seeded.weights import (
     seeded_model,
 )
 
-__all__ = ["OMNI_SPEAKERS", "OmniSizes", "build_omni_benchmark", "build_qwen2_5_omni"]
+__all__ = ["OMNI_SPEAKERS", "build_qwen2_5_omni"]
 
 OMNI_SPEAKERS = ("Chelsie", "Ethan")
 """Voices of the seeded checkpoint, as published ones name them."""
@@ -58,66 +57,103 @@ _TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_NUM_CODES = 256
-_CODEC = {
-    "tts_codec_pad_token_id": _NUM_CODES,
-    "tts_codec_start_token_id": _NUM_CODES + 1,
-    "tts_codec_end_token_id": _NUM_CODES + 2,
-    "tts_codec_mask_token_id": _NUM_CODES + 4,
-}
-_CODEC_VOCAB = _NUM_CODES + 8
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv", "q", "k"), ATTENTION_GAIN)
 # The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
 _VOCODER_GAIN = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class OmniSizes:
-    """How large the parts are; the defaults make 0.6 M parameters.
-
-    Attributes:
-        width: of the thinker, and so of what the talker reads.
-        vocab_size: of the thinker; at least the tokenizer's 768.
-        text: further fields of the thinker's text config.
-        vision: of its vision tower.
-        audio: of its audio tower.
-        talker: of the talker.
-        dit: of the model that draws spectrograms.
-        bigvgan: of the one that makes sound of them.
-    """
-
-    width: int = 64
-    vocab_size: int = 768
-    text: Mapping[str, Any] = field(default_factory=dict)
-    vision: Mapping[str, Any] = field(default_factory=dict)
-    audio: Mapping[str, Any] = field(default_factory=dict)
-    talker: Mapping[str, Any] = field(default_factory=dict)
-    dit: Mapping[str, Any] = field(default_factory=dict)
-    bigvgan: Mapping[str, Any] = field(default_factory=dict)
+# Of the thinker, and so of what the talker reads.
+_WIDTH = 64
+_NUM_CODES = 256
+_AUDIO_TOWER: Mapping[str, Any] = {
+    "num_mel_bins": 32,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "max_source_positions": 1500,
+    "n_window": 100,
+    "output_dim": _WIDTH,
+}
+_TALKER: Mapping[str, Any] = {
+    "embedding_size": _WIDTH,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "vocab_size": _NUM_CODES + 8,
+    "tts_codec_pad_token_id": _NUM_CODES,
+    "tts_codec_start_token_id": _NUM_CODES + 1,
+    "tts_codec_end_token_id": _NUM_CODES + 2,
+    "tts_codec_mask_token_id": _NUM_CODES + 4,
+}
+_DIT: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "ff_mult": 2,
+    "emb_dim": 16,
+    "block_size": 8,
+    "look_ahead_layers": [1],
+    "look_backward_layers": [0, 2],
+    "repeats": 2,
+    # One more row than this: every codec token has a place.
+    "num_embeds": _NUM_CODES + 7,
+    "mel_dim": 80,
+    "enc_emb_dim": 16,
+    "enc_dim": 16,
+    "enc_channels": [16, 16, 16, 16, 48],
+    "enc_kernel_sizes": [5, 3, 3, 3, 1],
+    "enc_dilations": [1, 2, 3, 4, 1],
+    "enc_attention_channels": 8,
+    "enc_res2net_scale": 2,
+    "enc_se_channels": 8,
+    "dropout": 0.0,
+}
+_BIGVGAN: Mapping[str, Any] = {
+    "mel_dim": 80,
+    "upsample_initial_channel": 64,
+    "resblock_kernel_sizes": [3, 7],
+    "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+    "upsample_rates": [5, 3, 2, 2, 2, 2],
+    "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
+}
 
 
 def _rope(sections: list[int]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
-_BENCHMARK = OmniSizes(
-    width=640,
-    vocab_size=8192,
-    text={
+_BENCHMARK: Mapping[str, Mapping[str, Any]] = {
+    "text": {
+        "hidden_size": 640,
+        "vocab_size": 8192,
         "intermediate_size": 2048,
         "num_hidden_layers": 11,
         "num_attention_heads": 10,
         "num_key_value_heads": 2,
         "rope_parameters": _rope([8, 12, 12]),
     },
-    vision={"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4},
-    audio={
+    "vision": {
+        "depth": 4,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 4,
+        "out_hidden_size": 640,
+    },
+    "audio": {
         "d_model": 256,
         "encoder_layers": 4,
         "encoder_attention_heads": 4,
         "encoder_ffn_dim": 1024,
+        "output_dim": 640,
     },
-    talker={
+    "talker": {
+        "embedding_size": 640,
         "hidden_size": 448,
         "intermediate_size": 1344,
         "num_hidden_layers": 8,
@@ -126,7 +162,7 @@ _BENCHMARK = OmniSizes(
         "head_dim": 64,
         "rope_parameters": _rope([8, 12, 12]),
     },
-    dit={
+    "dit": {
         "hidden_size": 128,
         "num_hidden_layers": 6,
         "num_attention_heads": 2,
@@ -137,25 +173,22 @@ _BENCHMARK = OmniSizes(
         "look_ahead_layers": [2],
         "look_backward_layers": [0, 5],
     },
-    bigvgan={"upsample_initial_channel": 128},
-)
+    "bigvgan": {"upsample_initial_channel": 128},
+}
+"""What differs in a model of about 100 M parameters, of which the vocoder has 2 %."""
 
 
-def build_qwen2_5_omni(
-    directory: str | Path, *, seed: int = 0, sizes: OmniSizes | None = None
-) -> Path:
+def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:
     """Write a seeded Qwen2.5-Omni with its processors' files and two voices.
 
     Args:
         directory: created if missing.
-        seed: of the weights and voices.
-        sizes: of its parts.
+        benchmark: whether it has about 100 M parameters, and not 0.6 M.
     """
-    sizes = sizes or OmniSizes()
     tokenizer = _tokenizer()
     with quiet_config_log():
-        config = _config(tokenizer, sizes)
-        generator = torch.Generator().manual_seed(seed)
+        config = _config(tokenizer, _BENCHMARK if benchmark else {})
+        generator = torch.Generator().manual_seed(0)
         make = partial(Qwen2_5OmniForConditionalGeneration, config)
         model = seeded_model(make, generator, _initialise)
     quieten(model.thinker, tokenizer)
@@ -166,11 +199,6 @@ def build_qwen2_5_omni(
     _save_processors(path, model.thinker.config.audio_config.num_mel_bins)
     _save_speakers(path, model.token2wav.config.dit_config, tokenizer, generator)
     return path
-
-
-def build_omni_benchmark(directory: str | Path) -> Path:
-    """Write one of about 100 M parameters, of which the vocoder has 2 %, for the benchmark."""
-    return build_qwen2_5_omni(directory, sizes=_BENCHMARK)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -196,7 +224,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> Qwen2_5OmniConfig:
+def _config(
+    tokenizer: PreTrainedTokenizerFast, changes: Mapping[str, Mapping[str, Any]]
+) -> Qwen2_5OmniConfig:
     vocabulary = tokenizer.get_vocab()
     markers = {
         "audio_token_index": vocabulary["<|AUDIO|>"],
@@ -207,95 +237,29 @@ def _config(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> Qwen2_5Omni
         "vision_start_token_id": vocabulary["<|vision_bos|>"],
         "vision_end_token_id": vocabulary["<|vision_eos|>"],
     }
-    return Qwen2_5OmniConfig(
-        thinker_config=_thinker(tokenizer, sizes) | markers,
-        talker_config=_talker(tokenizer, sizes) | markers,
-        token2wav_config=_token2wav(sizes),
-        enable_audio_output=True,
-    )
-
-
-def _thinker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
-    usual = DecoderSettings(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.width,
-        num_layers=3,
-        max_position_embeddings=4096,
-    )
-    text = usual.text_config(tokenizer)
-    text |= {"rope_parameters": _rope([2, 3, 3]), "tie_word_embeddings": False}
-    vision = QWEN_VISION | {"out_hidden_size": sizes.width}
-    audio: dict[str, Any] = {
-        "num_mel_bins": 32,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "max_source_positions": 1500,
-        "n_window": 100,
-        "output_dim": sizes.width,
-    }
-    return {
-        "text_config": text | dict(sizes.text),
-        "vision_config": vision | dict(sizes.vision),
-        "audio_config": audio | dict(sizes.audio),
-    }
-
-
-def _talker(tokenizer: PreTrainedTokenizerFast, sizes: OmniSizes) -> dict[str, Any]:
-    vocabulary = tokenizer.get_vocab()
-    talker: dict[str, Any] = {
-        "vocab_size": _CODEC_VOCAB,
-        "embedding_size": sizes.width,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_parameters": _rope([2, 3, 3]),
+    spoken = {
         "tts_text_start_token_id": vocabulary["<tts_bos>"],
         "tts_text_end_token_id": vocabulary["<tts_eos>"],
         "tts_text_pad_token_id": vocabulary["<tts_pad>"],
     }
-    return talker | _CODEC | dict(sizes.talker)
-
-
-def _token2wav(sizes: OmniSizes) -> dict[str, Any]:
-    dit: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "ff_mult": 2,
-        "emb_dim": 16,
-        "block_size": 8,
-        "look_ahead_layers": [1],
-        "look_backward_layers": [0, 2],
-        "repeats": 2,
-        # One more row than this: every codec token has a place.
-        "num_embeds": _CODEC_VOCAB - 1,
-        "mel_dim": 80,
-        "enc_emb_dim": 16,
-        "enc_dim": 16,
-        "enc_channels": [16, 16, 16, 16, 48],
-        "enc_kernel_sizes": [5, 3, 3, 3, 1],
-        "enc_dilations": [1, 2, 3, 4, 1],
-        "enc_attention_channels": 8,
-        "enc_res2net_scale": 2,
-        "enc_se_channels": 8,
-        "dropout": 0.0,
+    rope = {"rope_parameters": _rope([2, 3, 3])}
+    text = DecoderSettings(hidden_size=_WIDTH, num_layers=3, max_position_embeddings=4096)
+    usual: dict[str, Mapping[str, Any]] = {
+        "text": text.text_config(tokenizer) | rope | {"tie_word_embeddings": False},
+        "vision": QWEN_VISION | {"out_hidden_size": _WIDTH},
+        "audio": _AUDIO_TOWER,
+        "talker": {**_TALKER, **rope, **spoken},
+        "dit": _DIT,
+        "bigvgan": _BIGVGAN,
     }
-    bigvgan: dict[str, Any] = {
-        "mel_dim": 80,
-        "upsample_initial_channel": 64,
-        "resblock_kernel_sizes": [3, 7],
-        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
-        "upsample_rates": [5, 3, 2, 2, 2, 2],
-        "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
-    }
-    return {"dit_config": dit | dict(sizes.dit), "bigvgan_config": bigvgan | dict(sizes.bigvgan)}
+    parts = {name: {**fields, **changes.get(name, {})} for name, fields in usual.items()}
+    thinker = {f"{name}_config": parts[name] for name in ("text", "vision", "audio")}
+    return Qwen2_5OmniConfig(
+        thinker_config=thinker | markers,
+        talker_config=parts["talker"] | markers,
+        token2wav_config={f"{name}_config": parts[name] for name in ("dit", "bigvgan")},
+        enable_audio_output=True,
+    )
 
 
 def _initialise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:

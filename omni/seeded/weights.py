@@ -65,22 +65,22 @@ def seeded_model(
 def fan_in_model(
     model_class: type[Any],
     config: PreTrainedConfig,
-    seed: int,
     *,
     tied: bool,
     gains: Mapping[str, float],
+    seed: int = 0,
 ) -> Any:
     """Make a model with the weights that :func:`initialise` draws.
 
     Args:
         model_class: of transformers.
         config: the model's.
-        seed: of the weights.
         tied: see :func:`initialise`.
         gains: likewise.
+        seed: of the weights.
     """
-    make, generator = partial(model_class, config), torch.Generator().manual_seed(seed)
-    return seeded_model(make, generator, partial(initialise, tied=tied, gains=gains))
+    draw, generator = partial(initialise, tied=tied, gains=gains), torch.Generator()
+    return seeded_model(lambda: model_class(config), generator.manual_seed(seed), draw)
 
 
 def initialise(

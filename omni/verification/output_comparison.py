@@ -18,6 +18,9 @@ __all__ = ["WAVEFORM", "Comparison", "compare_outputs"]
 WAVEFORM = "waveform"
 """Name of a stage's sound among the tensors that are compared."""
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "n")
+
 
 @dataclass(slots=True)
 class Comparison:
@@ -55,41 +58,35 @@ def compare_outputs(
     """
     found = Comparison()
     compare = _Comparer(uncached, other, run, found, tolerance)
-    rows = None
     position = _first_difference(uncached.token_ids, other.token_ids)
+    compare.logprobs(position)
     if position is not None:
         gap = tolerance.tie(dtype)
         found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
-        # Rows of the tokens before the tie had the same input in both runs.
-        rows = uncached.num_prompt_tokens + position
-    if found.near_tie is None:
-        rows = None
-        compare.tokens(position)
-        compare.finish()
-    compare.logprobs(position)
-    compare.tensors(rows)
-    if found.near_tie is None:
-        compare.audio()
+        if found.near_tie is not None:
+            # Rows of the tokens before the tie had the same input in both runs.
+            compare.tensors(uncached.num_prompt_tokens + position)
+            return found
+    compare.tokens(position)
+    compare.finish()
+    compare.tensors(None)
+    compare.audio()
     return found
 
 
+@dataclass(slots=True)
 class _Comparer:
     """Compares one aspect after the other, and writes down what differs."""
 
-    def __init__(
-        self,
-        uncached: StageOutput,
-        other: StageOutput,
-        run: Run,
-        found: Comparison,
-        tolerance: Tolerance,
-    ) -> None:
-        self.uncached = uncached
-        self.other = other
-        self.run = run
-        self.reference = REFERENCE[run]
-        self.found = found
-        self.tolerance = tolerance
+    uncached: StageOutput
+    other: StageOutput
+    run: Run
+    found: Comparison
+    tolerance: Tolerance
+
+    @property
+    def reference(self) -> str:
+        return REFERENCE[self.run]
 
     def tokens(self, position: int | None) -> None:
         """Generated ids, of all completions."""
@@ -186,16 +183,12 @@ def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     The latter is each row's largest element, since floating point has relative precision, and a
     row's elements were summed from terms of that size; but no less than 1.
     """
-    ours, theirs = (_as_rows(tensor) for tensor in (ours, theirs))
+    ours, theirs = (each.double().reshape(each.shape[0], -1) for each in (ours, theirs))
     apart = (ours - theirs).abs()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     apart = torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf)
     scale = ours.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
     return apart.amax(dim=1), scale.clamp(min=1.0)
-
-
-def _as_rows(tensor: Tensor) -> Tensor:
-    return tensor.double().reshape(tensor.shape[0], -1)
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
@@ -242,13 +235,5 @@ def _near_tie(
 def _is_plain_greedy(sampling: SamplingParams) -> bool:
     neutral = SamplingParams()
     return sampling.is_greedy and all(
-        getattr(sampling, name) == getattr(neutral, name)
-        for name in (
-            "min_tokens",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "suppress_token_ids",
-            "n",
-        )
+        getattr(sampling, name) == getattr(neutral, name) for name in _SWAYING
     )

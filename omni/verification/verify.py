@@ -83,11 +83,12 @@ def verify(
             for stage in pipeline.stages.values():
                 stage.reset_prefix_cache()
             cold = _run(pipeline, prepared, caching=True)
-            passes = _Passes(uncached, regrouped, cold, _run(pipeline, prepared, caching=True))
+            warm = _run(pipeline, prepared, caching=True)
         finally:
             for name, stage in pipeline.stages.items():
                 stage.enable_prefix_caching = switches[name]
-    return _report(pipeline, prepared, passes, atol)
+    runs: dict[Run, _Pass] = {"regrouped": regrouped, "cold": cold, "warm": warm}
+    return _report(pipeline, prepared, uncached, runs, atol)
 
 
 @dataclass(slots=True)
@@ -103,16 +104,6 @@ class _Pass:
     outputs: dict[tuple[str, str], StageOutput] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     work: dict[str, StageStats] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """All the runs that are compared; ``regrouped`` is empty where noise is not measured."""
-
-    uncached: _Pass
-    regrouped: _Pass
-    cold: _Pass
-    warm: _Pass
 
 
 def _prepare(pipeline: Pipeline, index: int, request: OmniRequest) -> OmniRequest:
@@ -232,10 +223,13 @@ def _compare(
 
 
 def _report(
-    pipeline: Pipeline, requests: Sequence[OmniRequest], passes: _Passes, atol: float | None
+    pipeline: Pipeline,
+    requests: Sequence[OmniRequest],
+    uncached: _Pass,
+    runs: Mapping[Run, _Pass],
+    atol: float | None,
 ) -> VerifyReport:
-    uncached, regrouped = passes.uncached, passes.regrouped
-    cold, warm = passes.cold, passes.warm
+    regrouped, cold, warm = runs["regrouped"], runs["cold"], runs["warm"]
     ran_again = {*regrouped.errors, *(request_id for request_id, _ in regrouped.outputs)}
     again = [request for request in requests if request.request_id in ran_again]
     measuring = dict.fromkeys(pipeline.order, Tolerance(measuring=True))

@@ -31,9 +31,8 @@ def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
         source.stage: part.shape[-1] for source, part in zip(context.sources, rows, strict=True)
     }
     if len(set(widths.values())) > 1:
-        raise ValueError(
-            f"hidden states of different widths cannot be one prompt: {_listed(widths)}"
-        )
+        listed = ", ".join(f"stage {name!r} has {width}" for name, width in widths.items())
+        raise ValueError(f"hidden states of different widths cannot be one prompt: {listed}")
     import torch  # only here: names of transforms are checked without it
 
     return EmbedsPrompt(torch.cat(rows) if len(rows) > 1 else rows[0])
@@ -72,7 +71,3 @@ def token_ids_as_prompt(context: TransformContext) -> TokensPrompt:
 
 def _names(context: TransformContext) -> str:
     return " and ".join(f"stage {source.stage!r}" for source in context.sources)
-
-
-def _listed(widths: dict[str, int]) -> str:
-    return ", ".join(f"stage {name!r} has {width}" for name, width in widths.items())

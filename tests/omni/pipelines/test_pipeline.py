@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from engine import SamplingParams
-from omni.pipelines import pipeline as pipeline_module
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages import Stage, StageConfig, TransformContext, requires
+from stages import (
+    AutoregressiveStageConfig,
+    EncoderStageConfig,
+    Stage,
+    StageConfig,
+    TransformContext,
+    requires,
+)
 from tests.support.fake_stage import FakeStage
 
 EMBEDS = "hidden_states_as_prompt_embeds"
@@ -125,15 +131,16 @@ def test_stages_already_built_are_closed_if_a_later_one_fails(
 ) -> None:
     built: list[FakeStage] = []
 
-    def build(name: str, config: StageConfig) -> Stage:
+    def build(config: StageConfig, name: str) -> Stage:
         if name == "second":
-            raise ValueError("stage 'second': no memory")
+            raise ValueError("no memory")
         built.append(FakeStage(name))
         return built[-1]
 
-    monkeypatch.setattr(pipeline_module, "build_stage", build)
+    for kind in (AutoregressiveStageConfig, EncoderStageConfig):
+        monkeypatch.setattr(kind, "build_stage", build)
     second = {"kind": "encoder", "model": "seeded:bert", "final_output": "tensors"}
-    with pytest.raises(ValueError, match="no memory"):
+    with pytest.raises(ValueError, match="stage 'second': no memory"):
         Pipeline.from_config(_config({"second": second}))
     assert [stage.closed for stage in built] == [True]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni.pipelines.stage_graph import topological_order
+from omni.pipelines.graph_rules import topological_order
 
 
 @given(st.data())
