@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ def explain_validation_error(
     """
     messages = []
     findings = error.errors(include_url=False)
-    around_findings = _around(findings)
+    locs = [finding["loc"] for finding in findings]
+    around_findings = {loc[:length] for loc in locs for length in range(len(loc))}
     for finding in findings:
         # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
         if finding["type"] == "too_short" and finding["loc"] in around_findings:
@@ -82,12 +83,6 @@ def dotted(place: Place) -> str:
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
-
-
-def _around(findings: Sequence[ErrorDetails]) -> set[Place]:
-    """List the places that have a finding somewhere inside."""
-    locs = [finding["loc"] for finding in findings]
-    return {loc[:length] for loc in locs for length in range(len(loc))}
 
 
 def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[Place, str]:

@@ -23,13 +23,12 @@ from omni.documents.document_error import PlacedError
 from omni.documents.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
-from omni.seeded.checkpoints import SEEDED_MODELS, resolve_model
+from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.stage_config import parse_stage_config
 
 __all__ = ["PipelineConfig"]
 
-_SEEDED = "seeded:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -110,8 +109,8 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         ValueError: an unknown seeded model, a folder that is not there or holds no checkpoint, or
             what is neither a path nor a hub id.
     """
-    if reference.startswith(_SEEDED):
-        name = reference.removeprefix(_SEEDED)
+    if reference.startswith(SEEDED_PREFIX):
+        name = reference.removeprefix(SEEDED_PREFIX)
         if name not in SEEDED_MODELS:
             raise ValueError(f"unknown seeded model {name!r}{suggest(name, SEEDED_MODELS)}")
         return reference

@@ -23,12 +23,10 @@ class Chunk:
     Attributes:
         output: the source's, with the ``token_ids`` and the rows of ``tensors`` that are new.
         first_row: place of the first of these rows in the source's sequence.
-        is_last: whether the source is done.
     """
 
     output: StageOutput
     first_row: int
-    is_last: bool
 
 
 @dataclass(slots=True)
@@ -115,6 +113,4 @@ class ChunkStream:
         token_ids = output.token_ids[self.next_token :]
         self.next_token = len(output.token_ids)
         self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
-        return Chunk(
-            replace(output, token_ids=token_ids, tensors=tensors), first_row, output.finished
-        )
+        return Chunk(replace(output, token_ids=token_ids, tensors=tensors), first_row)

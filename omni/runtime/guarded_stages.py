@@ -99,27 +99,21 @@ class GuardedStages:
                 self._break(stage, error)
 
     def prompt(
-        self,
-        live: LiveRequest,
-        stage: Stage,
-        sources: Sequence[StageOutput],
-        *,
-        first_row: int = 0,
-        is_last: bool = True,
+        self, live: LiveRequest, stage: Stage, sources: Sequence[StageOutput], *, first_row: int = 0
     ) -> Prompt:
         """A request's prompt for a stage: the user's own, or what the stage's transform makes.
 
         Args:
             live: the request.
             stage: that the prompt is for.
-            sources: outputs of the stages that feed it.
+            sources: outputs of the stages that feed it; more follow of one that is not finished.
             first_row: place of the first row of their tensors.
-            is_last: whether no more of them follows.
 
         Raises:
             ValueError: the transform failed, or made what is no prompt or would never end.
         """
         transform = self.pipeline.transforms.get(stage.name)
+        is_last = all(source.finished for source in sources)
         with blamed_on(stage, live):
             prompt = live.request.prompt
             if transform is not None:

@@ -59,14 +59,10 @@ class StreamedEdges:
             if chunk is None:
                 continue
             has_cut = True
-            prompt = self._guarded.prompt(
-                live,
-                stream.consumer,
-                (chunk.output,),
-                first_row=chunk.first_row,
-                is_last=chunk.is_last,
+            sources = (chunk.output,)
+            stream.pending.append(
+                self._guarded.prompt(live, stream.consumer, sources, first_row=chunk.first_row)
             )
-            stream.pending.append(prompt)
             self._deliver(live, stream)
         # Only after a cut: a request whose pause was lifted goes on until it has made a chunk.
         if has_cut and not output.finished and live.is_held_up(source.name):

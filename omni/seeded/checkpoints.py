@@ -20,9 +20,9 @@ from typing import Any
 
 from omni.seeded.settings import SEEDED_WINDOW
 
-__all__ = ["BART_BENCHMARK", "SEEDED_MODELS", "SeededModel", "resolve_model"]
+__all__ = ["BART_BENCHMARK", "SEEDED_MODELS", "SEEDED_PREFIX", "SeededModel", "resolve_model"]
 
-_PREFIX = "seeded:"
+SEEDED_PREFIX = "seeded:"
 
 _WINDOW = {"sliding_window": SEEDED_WINDOW}
 
@@ -135,12 +135,12 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     Raises:
         ValueError: no seeded model has that name.
     """
-    if not reference.startswith(_PREFIX):
+    if not reference.startswith(SEEDED_PREFIX):
         return reference
-    name = reference.removeprefix(_PREFIX)
+    name = reference.removeprefix(SEEDED_PREFIX)
     build = SEEDED_MODELS.get(name)
     if build is None:
-        known = ", ".join(_PREFIX + known_name for known_name in SEEDED_MODELS)
+        known = ", ".join(SEEDED_PREFIX + known_name for known_name in SEEDED_MODELS)
         raise ValueError(f"unknown seeded model {reference!r}; known are {known}")
     root = cache_dir or os.environ.get("OMNI_CACHE_DIR") or Path.home() / ".cache/omni-pipeline"
     parent = Path(root) / "seeded"

@@ -7,6 +7,7 @@ transformers' own initialisation they would repeat one token whatever they are g
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from transformers import (
 
 from omni.seeded.settings import DecoderSettings, SeededSettings
 from omni.seeded.tokenizers import byte_level_tokenizer, train_byte_level
-from omni.seeded.weights import NOISE_STD, fan_in_model, quieten, save_checkpoint
+from omni.seeded.weights import NOISE_STD, initialise, quieten, save_checkpoint, seeded_model
 
 __all__ = ["build_bart", "build_mllama", "build_t5", "build_whisper"]
 
@@ -237,4 +238,5 @@ def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 def _seeded(model_class: type[Any], config: PreTrainedConfig, seed: int = 0) -> Any:
     tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
     gains = dict.fromkeys(_PROJECTIONS, _ATTENTION_GAIN.get(config.model_type, 1.0))
-    return fan_in_model(model_class, config, seed=seed, tied=tied, gains=gains)
+    draw = partial(initialise, tied=tied, gains=gains)
+    return seeded_model(lambda: model_class(config), torch.Generator().manual_seed(seed), draw)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import (
     CLIPImageProcessorPil,
     LlavaConfig,
@@ -19,7 +21,7 @@ from transformers import (
 
 from omni.seeded.settings import DecoderSettings
 from omni.seeded.tokenizers import chat_tokenizer
-from omni.seeded.weights import ATTENTION_GAIN, fan_in_model, quieten, save_checkpoint
+from omni.seeded.weights import ATTENTION_GAIN, initialise, quieten, save_checkpoint, seeded_model
 
 __all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
 
@@ -143,7 +145,8 @@ def _save(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerFast,
 ) -> Path:
-    tied = bool(config.tie_word_embeddings)
-    model = fan_in_model(model_class, config, tied=tied, gains=_GAINS)
+    draw = partial(initialise, tied=bool(config.tie_word_embeddings), gains=_GAINS)
+    generator = torch.Generator().manual_seed(0)
+    model = seeded_model(lambda: model_class(config), generator, draw)
     quieten(model, tokenizer)
     return save_checkpoint(directory, model, tokenizer)

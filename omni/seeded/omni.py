@@ -23,13 +23,7 @@ from engine.checkpoints.quiet_transformers import quiet_config_log
 from omni.seeded.multimodal import QWEN_VISION
 from omni.seeded.settings import DecoderSettings
 from omni.seeded.tokenizers import byte_level_tokenizer
-from omni.seeded.weights import (
-    ATTENTION_GAIN,
-    initialise,
-    quieten,
-    save_checkpoint,
-    seeded_model,
-)
+from omni.seeded.weights import ATTENTION_GAIN, initialise, quieten, save_checkpoint, seeded_model
 
 __all__ = ["OMNI_SPEAKERS", "build_qwen2_5_omni"]
 

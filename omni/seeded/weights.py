@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.checkpoints.quiet_transformers import hidden_progress_bars
 
@@ -17,7 +16,6 @@ __all__ = [
     "ATTENTION_GAIN",
     "NOISE_STD",
     "TIED_EMBEDDING_STD",
-    "fan_in_model",
     "initialise",
     "quieten",
     "save_checkpoint",
@@ -42,45 +40,21 @@ _EMBEDDINGS = ("embed_tokens", "shared", "codec_embed", "audio_bos_eos_token")
 def seeded_model(
     make: Callable[[], Any],
     generator: torch.Generator,
-    initialise: Callable[[str, nn.Parameter, torch.Generator], None],
+    draw: Callable[[str, nn.Parameter, torch.Generator], None],
 ) -> Any:
-    """Make a model with weights that depend on the generator alone.
+    """Make a model, ready to run, with weights that depend on the generator alone.
 
     Args:
         make: makes a transformers model, with any weights.
         generator: of the weights.
-        initialise: fills the parameter of a name, by the generator.
-
-    Returns:
-        The model, ready to run.
+        draw: fills the parameter of a name, by the generator.
     """
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            initialise(name, parameter, generator)
+            draw(name, parameter, generator)
     return model.eval()
-
-
-def fan_in_model(
-    model_class: type[Any],
-    config: PreTrainedConfig,
-    *,
-    tied: bool,
-    gains: Mapping[str, float],
-    seed: int = 0,
-) -> Any:
-    """Make a model with the weights that :func:`initialise` draws.
-
-    Args:
-        model_class: of transformers.
-        config: the model's.
-        tied: see :func:`initialise`.
-        gains: likewise.
-        seed: of the weights.
-    """
-    draw, generator = partial(initialise, tied=tied, gains=gains), torch.Generator()
-    return seeded_model(lambda: model_class(config), generator.manual_seed(seed), draw)
 
 
 def initialise(
@@ -136,13 +110,10 @@ def save_checkpoint(
     """Write config, weights and tokenizer.
 
     Args:
-        directory: created if missing.
+        directory: created if missing, and returned.
         model: as it is to be saved, its generation config included.
         tokenizer: saved beside it, if there is one.
         max_shard_size: as ``save_pretrained`` takes it; by default one file.
-
-    Returns:
-        The directory.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)

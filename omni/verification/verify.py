@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine import SamplingParams
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
 from omni.runtime.omni import Omni
@@ -28,7 +27,6 @@ from omni.verification.verify_report import (
 from stages import StageOutput, StageStats
 
 __all__ = ["verify"]
-
 
 # Requests that are run once more to measure noise: each costs an uncached run of its own.
 _NUM_REGROUPED = 4
@@ -171,13 +169,7 @@ def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pas
 
 @dataclass(slots=True)
 class _Findings:
-    """What a comparison with the uncached run has found.
-
-    Attributes:
-        differences: what is not equal.
-        near_ties: what differs by rounding alone.
-        spreads: ``stage -> how far apart its outputs were``.
-    """
+    """What a comparison with the uncached run has found; the spreads are by stage."""
 
     differences: list[Difference] = field(default_factory=list)
     near_ties: list[NearTie] = field(default_factory=list)
@@ -206,11 +198,12 @@ def _compare(
             if stage.inputs is not None and parted & set(stage.inputs.sources):
                 parted.add(name)
                 continue
+            override = request.sampling.get(name)
             one = compare_outputs(
                 uncached.outputs[request_id, name],
                 outcome.outputs[request_id, name],
                 run,
-                sampling=_sampling_of(pipeline, request, name),
+                sampling=None if override is None else stage.merge_sampling(override),
                 dtype=stage.dtype,
                 tolerance=tolerances[name],
             )
@@ -279,8 +272,3 @@ def _dtypes(done: _Pass) -> dict[tuple[str, str], torch.dtype]:
         if output.audio is not None:
             dtypes[stage, WAVEFORM] = output.audio.samples.dtype
     return dtypes
-
-
-def _sampling_of(pipeline: Pipeline, request: OmniRequest, stage: str) -> SamplingParams | None:
-    override = request.sampling.get(stage)
-    return None if override is None else pipeline.stages[stage].merge_sampling(override)
