@@ -5,23 +5,30 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from engine.attention.layer import Attention
 from engine.attention.state_layer import StateLayer
 from engine.attention.step import AttentionStep
-from engine.layers import Linear
+from engine.layers import LayerOps, Linear
 from engine.requests.encoder_input import EncoderInput
 from engine.requests.multimodal_input import Modality, MultiModalInput
 
 __all__ = ["CausalModel"]
 
 
+@runtime_checkable
+class _Derived(Protocol):
+    def finish_loading(self) -> None: ...
+
+
 class CausalModel(nn.Module):
     """A decoder over packed tokens: all requests' tokens of a step lie in one dimension.
 
     Attributes:
+        ops: what computes norms, gates and rotations, and packs weights.
         attention_layers: every attention layer in order; the engine groups and binds them.
         state_layers: every recurrent layer in order, likewise; none unless a model says so.
         hidden_size: width of ``hidden_states`` and of prompt embeddings.
@@ -37,6 +44,7 @@ class CausalModel(nn.Module):
             that stand for them; :meth:`encode_multimodal` makes their rows. Else empty.
     """
 
+    ops: LayerOps
     attention_layers: list[Attention]
     state_layers: Sequence[StateLayer] = ()
     hidden_size: int
@@ -57,13 +65,21 @@ class CausalModel(nn.Module):
                 checkpoints.
         """
 
-    @abstractmethod
     def finish_loading(self, *, pack_weights: bool) -> None:
         """Derive what is derived from loaded weights; call once, after the last copy.
+
+        Modules that derive something say so by a ``finish_loading`` of their own. Weights are
+        packed one at a time. A packed tied head costs its size once more: the embedding stays for
+        the look-up. Modules of transformers stay as they are.
 
         Args:
             pack_weights: whether to pack every product's weight for the CPU.
         """
+        for module in self.modules():
+            if isinstance(module, Linear) and pack_weights:
+                module.pack(self.ops)
+            elif module is not self and isinstance(module, _Derived):
+                module.finish_loading()
 
     @property
     def weight_nbytes(self) -> int:

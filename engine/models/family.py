@@ -20,7 +20,8 @@ from engine.models.model_settings import ModelSettings
 __all__ = ["Builder", "ModelFamily", "has_head"]
 
 Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
-"""From a checkpoint and settings to a model without its weights yet."""
+"""From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if
+something that the config asks for does not fit or is not supported."""
 
 _WITH_HEAD = "ForCausalLM"
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import HeadNorm, Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.layers import Linear, RotaryEmbedding, rope_frequencies
 from engine.models.base import CausalModel
 from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import DecoderLayer
+from engine.models.decoders.decoder_layer import DecoderLayer, build_norm
 from engine.models.family import ModelFamily, has_head
 from engine.models.model_settings import ModelSettings
 
@@ -31,7 +31,12 @@ class DecoderModel(CausalModel):
             config's ``ropes``.
         settings: types and places.
         has_head: False for a headless checkpoint (an embedding model): ``vocab_size`` is then 0.
+        layers: of families that have others than :class:`DecoderLayer`.
+        num_embeddings: rows of the embedding, where there are more of them than logits.
     """
+
+    head_name = "lm_head"
+    final_norm_name = "norm"
 
     def __init__(
         self,
@@ -40,59 +45,43 @@ class DecoderModel(CausalModel):
         settings: ModelSettings,
         *,
         has_head: bool = True,
+        layers: Sequence[nn.Module] | None = None,
+        num_embeddings: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.ops = settings.ops
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size if has_head else 0
-        self.input_vocab_size = config.vocab_size
+        self.input_vocab_size = num_embeddings or config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         options = settings.tensor_options
-        embedding = torch.empty(config.vocab_size, config.hidden_size, **options)
+        embedding = torch.empty(self.input_vocab_size, config.hidden_size, **options)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.embedding_scale: float | None = None
         if config.embedding_scale is not None:
             # Rounded as transformers rounds it: the scale of 3072 channels is 55.5 in bfloat16.
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=settings.dtype).item()
         self.rotaries = nn.ModuleList(rotaries)
-        layers = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
+        if layers is None:
+            own = [DecoderLayer(i, config, settings) for i in range(len(config.layers))]
+            layers, self.attention_layers = own, [layer.attention for layer in own]
         self.layers = nn.ModuleList(layers)
-        self.attention_layers = [layer.attention for layer in layers]
-        self.final_norm = RMSNorm(
-            config.hidden_size,
-            config.rms_norm_eps,
-            offset=config.norm_offset,
-            ops=settings.ops,
-            **options,
-        )
+        self.final_norm = build_norm(config, settings)
         self.head: Linear | None = None
         if has_head:
             shared = self.embedding if config.tie_word_embeddings else None
-            parts = {"lm_head": config.vocab_size}
+            parts = {self.head_name: config.vocab_size}
             self.head = Linear(config.hidden_size, parts, weight=shared, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         yield f"{prefix}embed_tokens.weight", self.embedding.data
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, DecoderLayer):
-                yield from layer.targets(f"{prefix}layers.{index}.")
-        yield f"{prefix}norm.weight", self.final_norm.weight.data
+            yield from layer.targets(f"{prefix}layers.{index}.")  # type: ignore[operator]
+        yield f"{prefix}{self.final_norm_name}.weight", self.final_norm.weight.data
         if self.head is not None and not self.config.tie_word_embeddings:
             yield from self.head.targets("")
-
-    def finish_loading(self, *, pack_weights: bool) -> None:
-        """Derive what is derived from loaded weights; see :meth:`CausalModel.finish_loading`.
-
-        Weights are packed one at a time. A packed tied head costs its size once more: the
-        embedding stays for the look-up.
-        """
-        for module in self.modules():
-            if isinstance(module, HeadNorm | RMSNorm):
-                module.finish_loading()
-            elif isinstance(module, Linear) and pack_weights:
-                module.pack(self.ops)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
@@ -104,11 +93,23 @@ class DecoderModel(CausalModel):
     ) -> dict[str, Tensor]:
         """Run the layers; see :meth:`CausalModel.forward`."""
         rotations = [rotary(positions) for rotary in self.rotaries]
+        given = [(rotations[kind.rope], step) for kind in self.config.layers]
+        return self.run_layers(inputs_embeds, given)
+
+    def run_layers(
+        self, inputs_embeds: Tensor, given: Sequence[tuple[Any, ...]]
+    ) -> dict[str, Tensor]:
+        """Run one layer after the other, and the final norm; see :meth:`CausalModel.forward`.
+
+        Args:
+            inputs_embeds: ``(num_tokens, hidden_size)``.
+            given: what each layer takes beside what is still to be added and the residual.
+        """
         # Layers add to the residual in place; the caller's embeddings are not ours to change.
         residual = inputs_embeds.clone()
         x: Tensor | None = None
-        for layer, kind in zip(self.layers, self.config.layers, strict=True):
-            x = layer(x, residual, *rotations[kind.rope], step)
+        for layer, arguments in zip(self.layers, given, strict=True):
+            x = layer(x, residual, *arguments)
         normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
         return {"hidden_states": normed}
 

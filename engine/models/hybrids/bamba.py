@@ -5,58 +5,47 @@ Source: IBM, Princeton, CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import (
-    GatedMLP,
-    Mamba2Config,
-    Mamba2Mixer,
-    RotaryEmbedding,
-    rope_frequencies,
-)
+from engine.layers import Mamba2Config, Mamba2Mixer, RotaryEmbedding, rope_frequencies
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder_layer import build_mlp
+from engine.models.decoders.self_attention import SelfAttention
 from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridModel
-from engine.models.hybrids.hybrid_layer import HybridLayer, SelfAttention
+from engine.models.hybrids.hybrid_layer import HybridLayer
 from engine.models.model_settings import ModelSettings
 
 __all__ = ["FAMILY", "build_bamba"]
 
 
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
-    """Build a Bamba, its weights not yet loaded.
-
-    Raises:
-        ValueError: something that the config asks for does not fit or is not supported.
-    """
+    """Build a Bamba, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
-    layers = [
-        HybridLayer(
-            _mixer(index, layer_type, config, settings),
-            GatedMLP(
-                config.hidden_size,
-                config.intermediate_size,
-                config.hidden_act,
-                bias=config.mlp_bias,
-                ops=settings.ops,
-                **settings.tensor_options,
-            ),
-            config,
-            settings,
+    decoder = replace(
+        DecoderConfig.from_transformers(config),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+    layers = []
+    for index, layer_type in enumerate(config.layer_types):
+        mixer = (
+            SelfAttention(index, decoder, settings)
+            if layer_type == "full_attention"
+            else _mamba(index, config, settings)
         )
-        for index, layer_type in enumerate(config.layer_types)
-    ]
+        layers.append(HybridLayer(mixer, build_mlp(decoder, settings), decoder, settings))
     inv_freq, scaling = rope_frequencies(config, settings.max_model_len)
     rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
-    return HybridModel(config, layers, rotary, settings, has_head=has_head(checkpoint))
+    headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
+    return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
 
 
-def _mixer(
-    index: int, layer_type: str, config: PreTrainedConfig, settings: ModelSettings
-) -> SelfAttention | Mamba2Mixer:
-    if layer_type == "full_attention":
-        name = f"layers.{index}.self_attn"
-        return SelfAttention(name, config, settings, bias=config.attention_bias)
+def _mamba(index: int, config: PreTrainedConfig, settings: ModelSettings) -> Mamba2Mixer:
     if config.time_step_limit is None:
         raise ValueError("time_step_limit must be two numbers (0 and infinity for none), got null")
     least, greatest = config.time_step_limit

@@ -9,40 +9,49 @@ from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import GatedMLP, MambaConfig, MambaMixer, SparseMoE
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder_layer import build_mlp
+from engine.models.decoders.self_attention import SelfAttention
 from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridModel
-from engine.models.hybrids.hybrid_layer import HybridLayer, SelfAttention
+from engine.models.hybrids.hybrid_layer import HybridLayer
 from engine.models.model_settings import ModelSettings
 
 __all__ = ["FAMILY", "build_jamba"]
 
 
 def build_jamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
-    """Build a Jamba, its weights not yet loaded.
-
-    Raises:
-        ValueError: something that the config asks for does not fit or is not supported.
-    """
+    """Build a Jamba, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
-    layers = [
-        HybridLayer(
-            _mixer(index, layer_type, config, settings),
-            _feed_forward(num_experts, config, settings),
-            config,
-            settings,
+    decoder = DecoderConfig.from_transformers(config)
+    layers = []
+    kinds = zip(config.layer_types, config.layers_num_experts, strict=True)
+    for index, (layer_type, num_experts) in enumerate(kinds):
+        mixer = (
+            SelfAttention(index, decoder, settings)
+            if layer_type == "full_attention"
+            else _mamba(index, config, settings)
         )
-        for index, (layer_type, num_experts) in enumerate(
-            zip(config.layer_types, config.layers_num_experts, strict=True)
+        # One expert is a plain MLP, without a router.
+        feed_forward: GatedMLP | SparseMoE = (
+            build_mlp(decoder, settings)
+            if num_experts == 1
+            else SparseMoE(
+                config.hidden_size,
+                config.intermediate_size,
+                num_experts=num_experts,
+                num_experts_per_token=config.num_experts_per_tok,
+                activation=config.hidden_act,
+                ops=settings.ops,
+                **settings.tensor_options,
+            )
         )
-    ]
-    return HybridModel(config, layers, None, settings, has_head=has_head(checkpoint))
+        layers.append(HybridLayer(mixer, feed_forward, decoder, settings))
+    headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
+    return HybridModel(decoder, layers, None, settings, kernel_size=kernel_size, has_head=headed)
 
 
-def _mixer(
-    index: int, layer_type: str, config: PreTrainedConfig, settings: ModelSettings
-) -> SelfAttention | MambaMixer:
-    if layer_type == "full_attention":
-        return SelfAttention(f"layers.{index}.self_attn", config, settings)
+def _mamba(index: int, config: PreTrainedConfig, settings: ModelSettings) -> MambaMixer:
     mamba = MambaConfig(
         hidden_size=config.hidden_size,
         inner_size=config.mamba_expand * config.hidden_size,
@@ -58,29 +67,6 @@ def _mixer(
         f"layers.{index}.mamba",
         mamba,
         settings.block_size,
-        ops=settings.ops,
-        **settings.tensor_options,
-    )
-
-
-def _feed_forward(
-    num_experts: int, config: PreTrainedConfig, settings: ModelSettings
-) -> GatedMLP | SparseMoE:
-    """One expert is a plain MLP, without a router."""
-    if num_experts == 1:
-        return GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            ops=settings.ops,
-            **settings.tensor_options,
-        )
-    return SparseMoE(
-        config.hidden_size,
-        config.intermediate_size,
-        num_experts=num_experts,
-        num_experts_per_token=config.num_experts_per_tok,
-        activation=config.hidden_act,
         ops=settings.ops,
         **settings.tensor_options,
     )

@@ -14,20 +14,19 @@ Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024; transformers' `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from engine.attention.step import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
-from engine.layers import Linear, RMSNorm, RotaryEmbedding, rope_frequencies
+from engine.layers import RotaryEmbedding, rope_frequencies
 from engine.media.image_file import load_image_processor
+from engine.models.decoders.decoder import DecoderModel
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -42,10 +41,9 @@ __all__ = ["FAMILY", "MllamaModel", "build_mllama"]
 
 # Rows of the embedding beyond the logits': the image token's and room for others.
 _EXTRA_EMBEDDINGS = 8
-_LANGUAGE_MODEL = "language_model."
 
 
-class MllamaModel(EncoderDecoderModel):
+class MllamaModel(EncoderDecoderModel, DecoderModel):
     """A Llama with image layers, beside a vision encoder.
 
     Args:
@@ -56,6 +54,7 @@ class MllamaModel(EncoderDecoderModel):
     """
 
     encoder: ImageEncoder
+    head_name = "language_model.lm_head"
 
     def __init__(
         self,
@@ -64,54 +63,30 @@ class MllamaModel(EncoderDecoderModel):
         rotary: RotaryEmbedding,
         settings: ModelSettings,
     ) -> None:
-        super().__init__()
-        self.ops = settings.ops
-        self.image_token_id = int(config.image_token_index)
-        hidden = self.hidden_size = self.encoder_hidden_size = decoder_config.hidden_size
-        self.vocab_size = decoder_config.vocab_size
-        self.input_vocab_size = self.vocab_size + _EXTRA_EMBEDDINGS
-        self.max_position_embeddings = decoder_config.max_position_embeddings
-        options = settings.tensor_options
-        embedding = torch.empty(self.input_vocab_size, hidden, **options)
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
-        self.encoder = ImageEncoder(config, settings)
-        self.rotary = rotary
         image_layers = set(config.text_config.cross_attention_layers)
         layers = [
-            ImageLayer(index, decoder_config, settings)
-            if index in image_layers
-            else DecoderLayer(index, decoder_config, settings)
+            (ImageLayer if index in image_layers else DecoderLayer)(index, decoder_config, settings)
             for index in range(len(decoder_config.layers))
         ]
-        self.layers = nn.ModuleList(layers)
+        num_embeddings = decoder_config.vocab_size + _EXTRA_EMBEDDINGS
+        super().__init__(
+            decoder_config, [rotary], settings, layers=layers, num_embeddings=num_embeddings
+        )
+        self.image_token_id = int(config.image_token_index)
+        self.encoder_hidden_size = self.hidden_size
+        self.encoder = ImageEncoder(config, settings)
         # The text's layers first: their group is the first one.
         layers.sort(key=lambda layer: isinstance(layer, ImageLayer))
         self.attention_layers = [layer.attention for layer in layers]
-        self.final_norm = RMSNorm(hidden, decoder_config.rms_norm_eps, ops=self.ops, **options)
-        self.head = Linear(hidden, {"lm_head": self.vocab_size}, **options)
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
 
         Args:
-            prefix: of all names.
+            prefix: nothing: checkpoints have one form only.
         """
         yield from self.encoder.targets(prefix)
-        decoder = f"{prefix}{_LANGUAGE_MODEL}model."
-        yield f"{decoder}embed_tokens.weight", self.embedding.data
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, DecoderLayer | ImageLayer):
-                yield from layer.targets(f"{decoder}layers.{index}.")
-        yield f"{decoder}norm.weight", self.final_norm.weight.data
-        yield from self.head.targets(f"{prefix}{_LANGUAGE_MODEL}")
-
-    def finish_loading(self, *, pack_weights: bool) -> None:
-        """Derive what is derived from loaded weights; see :meth:`CausalModel.finish_loading`."""
-        for module in self.modules():
-            if isinstance(module, ImageLayer):
-                module.finish_loading()
-            elif isinstance(module, Linear) and pack_weights:
-                module.pack(self.ops)
+        yield from super().targets(f"{prefix}language_model.model.")
 
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
         """See :meth:`EncoderDecoderModel.encoder_view`, and the module's list.
@@ -133,31 +108,6 @@ class MllamaModel(EncoderDecoderModel):
         start = list(decoder_ids).index(self.image_token_id)
         return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``(n,)``, the image token among them, to ``(n, hidden_size)``."""
-        return F.embedding(input_ids, self.embedding)
-
-    def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
-    ) -> dict[str, Tensor]:
-        """Run the layers; see :meth:`CausalModel.forward`."""
-        cos, sin = self.rotary(positions)
-        # Layers add to the residual in place; the caller's embeddings are not ours to change.
-        residual = inputs_embeds.clone()
-        x: Tensor | None = None
-        for layer in self.layers:
-            if isinstance(layer, ImageLayer):
-                x = layer(x, residual, step)
-            else:
-                x = layer(x, residual, cos, sin, step)
-        normed = self.final_norm(residual) if x is None else self.final_norm.add(x, residual)
-        return {"hidden_states": normed}
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
-        logits: Tensor = self.head(hidden_states)
-        return logits.float()
-
 
 def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:
     """Build an Mllama, its weights not yet loaded."""
@@ -165,7 +115,11 @@ def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel
     text_config = config.text_config
     inv_freq, scaling = rope_frequencies(text_config, settings.max_model_len)
     rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
-    return MllamaModel(config, DecoderConfig.from_transformers(text_config), rotary, settings)
+    # Their head is a matrix of its own, whatever the config says.
+    decoder_config = replace(
+        DecoderConfig.from_transformers(text_config), tie_word_embeddings=False
+    )
+    return MllamaModel(config, decoder_config, rotary, settings)
 
 
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:

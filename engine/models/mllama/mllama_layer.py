@@ -91,12 +91,19 @@ class ImageLayer(nn.Module):
         heads: Tensor = norm(x.reshape(-1, self.head_dim))
         return heads.view(x.shape[0], -1, self.head_dim)
 
-    def forward(self, x: Tensor | None, residual: Tensor, step: AttentionStep) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        step: AttentionStep,
+    ) -> Tensor:
         """Run the layer; ``residual`` is changed in place.
 
         Args:
             x: what the layer below has still to add; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
+            rotation: what the text's layers turn heads by; rows of an image have no positions.
             step: attention metadata of this step.
 
         Returns:

@@ -40,6 +40,7 @@ class Qwen2_5OmniTalker(DecoderModel):
         embedding_size: width of embeddings, and of the rows beside them.
     """
 
+    head_name = "codec_head"
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
@@ -52,12 +53,10 @@ class Qwen2_5OmniTalker(DecoderModel):
             inv_freq, scaling, max_model_len, sections=sections, **options
         )
         decoder_config = qwen2_config(config).for_length(max_model_len)
-        super().__init__(decoder_config, [rotary], settings, has_head=False)
-        self.vocab_size = config.vocab_size
+        super().__init__(decoder_config, [rotary], settings)
         self.embedding_size: int = config.embedding_size
         embedding = torch.empty(config.vocab_size, config.embedding_size, **options)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
-        self.head = Linear(config.hidden_size, {"codec_head": config.vocab_size}, **options)
         projection = {"thinker_to_talker_proj": config.hidden_size}
         self.projection = Linear(config.embedding_size, projection, bias=True, **options)
 

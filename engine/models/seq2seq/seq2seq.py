@@ -109,17 +109,6 @@ class Seq2SeqModel(EncoderDecoderModel):
         if self.logits_bias is not None:
             yield f"{prefix}{names.logits_bias}", self.logits_bias.data
 
-    def finish_loading(self, *, pack_weights: bool) -> None:
-        """Derive what is derived from loaded weights; see :meth:`CausalModel.finish_loading`.
-
-        The encoder's weights are not packed: they are transformers' own modules.
-        """
-        if self.relative_bias is not None:
-            self.relative_bias.finish_loading()
-        for module in self.modules():
-            if isinstance(module, Linear) and pack_weights:
-                module.pack(self.ops)
-
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
         embeds = F.embedding(input_ids, self.embedding)
