@@ -1,6 +1,3 @@
-"""Reads checkpoints in the Hugging Face layout: configs, weights, the parts of a whole.
-
-Imports nothing of the project.
-"""
+"""Checkpoints of Hugging Face: their config, weights and parts. Imports nothing of the project."""
 
 __all__: tuple[str, ...] = ()

@@ -5,14 +5,8 @@ from __future__ import annotations
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.inputs.encoder_inputs import describe_prompt
-from engine.inputs.prompt_tokens import check_token_ids, tokenize
-from engine.interface.prompts import (
-    ChatPrompt,
-    DecoderPrompt,
-    EncoderPrompt,
-    TextPrompt,
-    TokensPrompt,
-)
+from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, tokenize
+from engine.interface.prompts import DecoderPrompt, EncoderPrompt, TokensPrompt
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
 
@@ -109,23 +103,19 @@ class DecoderPromptRule:
     def _given(self, decoder: DecoderPrompt) -> list[int]:
         if isinstance(decoder, TokensPrompt):
             return check_token_ids(decoder.prompt_token_ids, self._vocab_size)
-        if isinstance(decoder, str | TextPrompt | ChatPrompt):
+        if isinstance(decoder, WrittenPrompt):
             return check_token_ids(self._tokenize(decoder), self._vocab_size)
         raise ValueError(
             f"this model's decoder takes text or token ids, but the decoder prompt is "
             f"{describe_prompt(decoder)}"
         )
 
-    def _tokenize(self, decoder: str | TextPrompt | ChatPrompt) -> list[int]:
+    def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
         """Ids of a text that is to go on: an end that only the tokenizer put there is dropped."""
         ids = tokenize(decoder, self._tokenizer)
-        if isinstance(decoder, ChatPrompt) or self._tokenizer is None:
-            return ids
-        text = decoder if isinstance(decoder, str) else decoder.prompt
-        own = tokenize(TextPrompt(text, add_special_tokens=False), self._tokenizer)
-        end = self._tokenizer.eos_token_id
-        ends_itself = own[-1:] == [end]
-        return ids[:-1] if ids[-1:] == [end] and not ends_itself else ids
+        own = tokenize(decoder, self._tokenizer, as_it_is=True)
+        end = [self._tokenizer.eos_token_id] if self._tokenizer is not None else []
+        return ids[:-1] if ids[-1:] == end and own[-1:] != end else ids
 
     def _first_named(self, *names: str) -> int:
         for name in names:

@@ -11,15 +11,14 @@ from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.inputs.encoder_inputs import EncoderInputMaker, EncoderSide, TextEncoderInputs
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
+from engine.inputs.prompt_tokens import WrittenPrompt
 from engine.interface.prompts import (
-    ChatPrompt,
     CodecPrompt,
     DecoderPrompt,
     EncoderPrompt,
     ExplicitEncoderDecoderPrompt,
     Prompt,
     SpeechPrompt,
-    TextPrompt,
     TokensPrompt,
 )
 from engine.requests.content_spans import encoder_spans
@@ -91,9 +90,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
     def _split(self, prompt: Prompt) -> tuple[EncoderPrompt | None, DecoderPrompt | None]:
         if isinstance(prompt, ExplicitEncoderDecoderPrompt):
             return prompt.encoder_prompt, prompt.decoder_prompt
-        if self._text_is_for_decoder and isinstance(
-            prompt, str | TextPrompt | ChatPrompt | TokensPrompt
-        ):
+        if self._text_is_for_decoder and isinstance(prompt, WrittenPrompt | TokensPrompt):
             return None, prompt
         if isinstance(prompt, SpeechPrompt | CodecPrompt):
             raise ValueError(f"an encoder-decoder model takes no {type(prompt).__name__}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 
 from engine.inputs.prompt_processor import PromptSources
-from engine.inputs.prompt_tokens import check_token_ids, tokenize
+from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, tokenize
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -121,28 +121,25 @@ class TextEncoderInputs(EncoderInputMaker):
         text: str | None = None
         if isinstance(prompt, TokensPrompt):
             given: Iterable[int] = prompt.prompt_token_ids
-        elif isinstance(prompt, str | TextPrompt | ChatPrompt):
+        elif isinstance(prompt, WrittenPrompt):
             given = tokenize(prompt, self._tokenizer)
             if not isinstance(prompt, ChatPrompt):
                 text = prompt if isinstance(prompt, str) else prompt.prompt
         else:
             raise self._refuse(prompt)
         token_ids = check_token_ids(given, self._encoder.input_vocab_size)
-        self._check_length(len(token_ids))
+        longest = self._encoder.max_encoder_len
+        if len(token_ids) > longest:
+            raise ValueError(
+                f"the encoder prompt has {len(token_ids)} tokens, but the model's encoder takes "
+                f"{longest} at most; shorten it"
+            )
         return EncoderInput(
             num_tokens=len(token_ids),
             content_hash=whole_input_hash(token_ids, salt=cache_salt),
             token_ids=tuple(token_ids),
             text=text,
         )
-
-    def _check_length(self, num_tokens: int) -> None:
-        longest = self._encoder.max_encoder_len
-        if num_tokens > longest:
-            raise ValueError(
-                f"the encoder prompt has {num_tokens} tokens, but the model's encoder takes "
-                f"{longest} at most; shorten it"
-            )
 
 
 class AudioEncoderInputs(EncoderInputMaker):

@@ -8,13 +8,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from engine.interface.prompts import (
-    ChatPrompt,
-    ExplicitEncoderDecoderPrompt,
-    Prompt,
-    TextPrompt,
-    TokensPrompt,
-)
+from engine.interface.prompts import ExplicitEncoderDecoderPrompt, Prompt
 from engine.requests.multimodal_input import Modality
 
 __all__ = ["MODALITIES", "items_of", "refuse_items"]
@@ -36,9 +30,8 @@ def items_of(
         ValueError: ``multi_modal_data`` is no mapping, or shows something else, or not a list of
             items.
     """
-    data: Mapping[str, object] = {}
-    if isinstance(prompt, TextPrompt | ChatPrompt | TokensPrompt):
-        data = prompt.multi_modal_data
+    # Text, chat messages and token ids have some; no other form of prompt does.
+    data: object = getattr(prompt, "multi_modal_data", {})
     if not isinstance(data, Mapping):
         raise ValueError(
             "multi_modal_data must be a mapping of modalities to lists of items, such as "

@@ -11,8 +11,7 @@ from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
 from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
 from engine.inputs.multimodal_data import items_of
-from engine.inputs.plain_inputs import PlainPromptProcessor
-from engine.inputs.prompt_processor import PromptContent, PromptSources
+from engine.inputs.prompt_processor import PlainPromptProcessor, PromptContent, PromptSources
 from engine.interface.prompts import Prompt, VideoFeatures
 from engine.requests.content_spans import item_spans
 from engine.requests.multimodal_input import Modality, MultiModalInput

@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.admission import InputLimits
+from engine.inputs.multimodal_data import refuse_items
+from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.prompts import Prompt
+from engine.requests.content_spans import embeds_spans
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
@@ -22,7 +25,7 @@ from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampling_state import LogitsProcessor
 from prefix_cache import ContentSpan
 
-__all__ = ["PromptContent", "PromptProcessor", "PromptSources"]
+__all__ = ["PlainPromptProcessor", "PromptContent", "PromptProcessor", "PromptSources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +113,32 @@ class PromptProcessor(ABC):
             ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
         """
         raise ValueError("this model is no talker: it takes its prompts whole, not in chunks")
+
+
+class PlainPromptProcessor(PromptProcessor):
+    """Makes token ids, or embeddings in their place.
+
+    Args:
+        sources: of the model.
+    """
+
+    def __init__(self, sources: PromptSources) -> None:
+        self._tokenizer = sources.tokenizer
+        self._limits = sources.limits
+
+    def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
+        """See :meth:`PromptProcessor.process`."""
+        refuse_items(prompt)
+        return self._resolve(prompt)
+
+    def _resolve(self, prompt: Prompt) -> PromptContent:
+        limits = self._limits
+        token_ids, embeds = resolve_prompt(
+            prompt,
+            self._tokenizer,
+            vocab_size=limits.vocab_size,
+            hidden_size=limits.hidden_size,
+            dtype=limits.dtype,
+        )
+        spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
+        return PromptContent(token_ids, spans, embeds=embeds)

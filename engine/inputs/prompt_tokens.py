@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,13 +24,22 @@ from engine.interface.prompts import (
 )
 from engine.text.chat_template import render_chat
 
-__all__ = ["check_rows", "check_token_ids", "resolve_prompt", "tokenize"]
+__all__ = ["WrittenPrompt", "check_rows", "check_token_ids", "resolve_prompt", "tokenize"]
+
+
+WrittenPrompt: TypeAlias = str | TextPrompt | ChatPrompt
+"""What a tokenizer makes ids of."""
 
 
 def tokenize(
-    prompt: str | TextPrompt | ChatPrompt, tokenizer: PreTrainedTokenizerBase | None
+    prompt: WrittenPrompt, tokenizer: PreTrainedTokenizerBase | None, *, as_it_is: bool = False
 ) -> list[int]:
     """Text or chat messages to token ids.
+
+    Args:
+        prompt: text or messages.
+        tokenizer: of the checkpoint, or None.
+        as_it_is: whether to leave out the special tokens that the tokenizer adds.
 
     Raises:
         ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none.
@@ -52,6 +61,7 @@ def tokenize(
     else:
         text, add_special_tokens = prompt, True
     _check_text(text)
+    add_special_tokens = add_special_tokens and not as_it_is
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
@@ -92,11 +102,13 @@ def resolve_prompt(
             unknown ids or numbers that are not finite, or needs a tokenizer that is not there.
     """
     if isinstance(prompt, EmbedsPrompt):
-        embeds = _check_embeds(prompt.prompt_embeds, hidden_size, dtype)
-        return [0] * embeds.shape[0], embeds
+        embeds = check_rows(prompt.prompt_embeds, "prompt_embeds", hidden_size, dtype)
+        if not len(embeds):
+            raise ValueError("the prompt is empty: at least one embedding row is needed")
+        return [0] * len(embeds), embeds
     if isinstance(prompt, TokensPrompt):
         return check_token_ids(prompt.prompt_token_ids, vocab_size), None
-    if isinstance(prompt, str | TextPrompt | ChatPrompt):
+    if isinstance(prompt, WrittenPrompt):
         return check_token_ids(tokenize(prompt, tokenizer), vocab_size), None
     kind = type(prompt).__name__
     if isinstance(prompt, ExplicitEncoderDecoderPrompt | AudioPrompt | ImagePrompt):
@@ -121,7 +133,10 @@ def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list
     Raises:
         ValueError: there are none, one is no integer, or one is outside the vocabulary.
     """
-    ids = _check_integers(token_ids)
+    try:
+        ids = [index(token_id) for token_id in token_ids]
+    except TypeError as error:
+        raise ValueError(f"prompt_token_ids must be integers: {error}") from error
     if not ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     for position, token_id in enumerate(ids):
@@ -131,20 +146,6 @@ def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list
                 f"0 to {vocab_size - 1}"
             )
     return ids
-
-
-def _check_integers(token_ids: Iterable[SupportsIndex]) -> list[int]:
-    try:
-        return [index(token_id) for token_id in token_ids]
-    except TypeError as error:
-        raise ValueError(f"prompt_token_ids must be integers: {error}") from error
-
-
-def _check_embeds(embeds: object, width: int, dtype: torch.dtype) -> Tensor:
-    rows = check_rows(embeds, "prompt_embeds", width, dtype)
-    if rows.shape[0] == 0:
-        raise ValueError("the prompt is empty: at least one embedding row is needed")
-    return rows
 
 
 def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tensor:

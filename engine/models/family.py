@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.checkpoint_parts import CheckpointPart
-from engine.inputs.plain_inputs import PlainPromptProcessor
-from engine.inputs.prompt_processor import PromptProcessor, PromptSources
+from engine.inputs.prompt_processor import PlainPromptProcessor, PromptProcessor, PromptSources
 from engine.models.base import CausalModel
 from engine.models.generator_model import GeneratorModel
 from engine.models.model_settings import ModelSettings

@@ -38,11 +38,7 @@ class ItemTower(nn.Module):
 
     @abstractmethod
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Names in the checkpoint, each with the tensor that receives it.
-
-        Args:
-            stored: the names that the checkpoint has.
-        """
+        """Names of the checkpoint's ``stored`` ones, each with the tensor that receives it."""
 
     @abstractmethod
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
@@ -108,11 +104,7 @@ class MultiModalModel(CausalModel):
         self._stored = stored
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
-
-        Args:
-            prefix: nothing: the names that the checkpoint has tell all prefixes.
-        """
+        """See :meth:`CausalModel.targets`; the names that the checkpoint has tell all prefixes."""
         for tower in self.towers.values():
             yield from tower.targets(self._stored)
         yield from decoder_targets(self.decoder, self._stored)
@@ -122,11 +114,7 @@ class MultiModalModel(CausalModel):
         self.decoder.finish_loading(pack_weights=pack_weights)
 
     def num_rows(self, modality: Modality, features: Mapping[str, Tensor]) -> int:
-        """Placeholders that one item needs.
-
-        Raises:
-            ValueError: the features are not those of one item that this model takes.
-        """
+        """Placeholders that one item needs; see :meth:`ItemTower.num_rows`."""
         return self.towers[modality].num_rows(features)
 
     def encode_multimodal(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:

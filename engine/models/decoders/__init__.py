@@ -1,6 +1,3 @@
-"""Decoder-only families of attention layers.
-
-Imports the contracts in engine.models, and layers.
-"""
+"""Decoder-only families of attention layers. Imports the contracts in engine.models, and layers."""
 
 __all__: tuple[str, ...] = ()

@@ -42,11 +42,6 @@ def build_mlp(config: DecoderConfig, settings: ModelSettings) -> GatedMLP:
 class DecoderLayer(nn.Module):
     """Attention and MLP with their norms; see the module's picture.
 
-    Args:
-        index: of the layer, which names it.
-        config: the model's config.
-        settings: types, places and the block size.
-
     Raises:
         ValueError: the layer's window is smaller than a block.
     """

@@ -10,9 +10,8 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from engine.models.decoders.decoder import decoder_family
-from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
 from engine.models.decoders.gemma2 import gemma_config
-from engine.models.decoders.layer_kind import layer_kinds
 
 __all__ = ["FAMILY", "gemma3_config"]
 

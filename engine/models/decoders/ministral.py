@@ -7,8 +7,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from engine.models.decoders.decoder import decoder_family
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.layer_kind import layer_kinds
+from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
 
 __all__ = ["FAMILY", "ministral_config"]
 

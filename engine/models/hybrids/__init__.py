@@ -1,6 +1,3 @@
-"""Decoder-only families that mix attention with recurrent layers.
-
-Imports the contracts in engine.models, and layers.
-"""
+"""Decoders that mix attention with recurrent layers. Imports decoders and the rooms below it."""
 
 __all__: tuple[str, ...] = ()

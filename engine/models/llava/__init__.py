@@ -1,6 +1,3 @@
-"""LLaVA: a decoder that sees pictures.
-
-Imports decoders and the rooms below it.
-"""
+"""LLaVA: a decoder that sees pictures. Imports decoders and the rooms below it."""
 
 __all__: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
-from engine.models.decoders.base_decoders import BASE_DECODERS
+from engine.models.decoders import llama, mistral, qwen2, qwen3
 from engine.models.decoders.decoder import build_decoder
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
@@ -26,14 +26,12 @@ __all__ = ["FAMILY", "LlavaTower", "build_llava"]
 
 _PIXELS = "pixel_values"
 _TOWER = "clip_vision_model"
+# The plain decoders, by the ``model_type`` of their configs.
+_DECODERS = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
 
 
 class LlavaTower(ItemTower):
     """One image of a fixed size to one row per patch, after the class's if the config wants that.
-
-    Args:
-        config: of the checkpoint.
-        settings: types and places.
 
     Raises:
         ValueError: the tower is of a type that is not supported.
@@ -86,18 +84,14 @@ class LlavaTower(ItemTower):
 
 
 def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalModel:
-    """Build a LLaVA, its weights not yet loaded.
-
-    Raises:
-        ValueError: the decoder or the tower is of a type that is not supported.
-    """
+    """Build a LLaVA, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     text = config.text_config
-    base = BASE_DECODERS.get(text.model_type)
+    base = _DECODERS.get(text.model_type)
     if base is None or base.decoder_config is None:
         raise ValueError(
             f"LLaVA with a decoder of type {text.model_type!r}; "
-            f"supported are {', '.join(BASE_DECODERS)}"
+            f"supported are {', '.join(_DECODERS)}"
         )
     decoder = build_decoder(base.decoder_config, text, settings)
     tower = LlavaTower(config, settings)

@@ -21,9 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
+from engine.interface.prompts import DecoderPrompt, EncoderPrompt
 from engine.layers import RotaryEmbedding, rope_frequencies
 from engine.media.image_file import load_image_processor
 from engine.models.decoders.decoder import DecoderModel
@@ -33,11 +35,10 @@ from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.family import ModelFamily
 from engine.models.mllama.mllama_encoder import FEATURE_NAMES, ImageEncoder
 from engine.models.mllama.mllama_layer import ImageLayer
-from engine.models.mllama.mllama_prompt import MllamaPromptRule
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = ["FAMILY", "MllamaModel", "build_mllama"]
+__all__ = ["FAMILY", "MllamaModel", "MllamaPromptRule", "build_mllama"]
 
 # Rows of the embedding beyond the logits': the image token's and room for others.
 _EXTRA_EMBEDDINGS = 8
@@ -80,11 +81,7 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.attention_layers = [layer.attention for layer in layers]
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
-
-        Args:
-            prefix: nothing: checkpoints have one form only.
-        """
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         yield from self.encoder.targets(prefix)
         yield from super().targets(f"{prefix}language_model.model.")
 
@@ -107,6 +104,21 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.encoder.check_input(entry)
         start = list(decoder_ids).index(self.image_token_id)
         return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
+
+
+class MllamaPromptRule(DecoderPromptRule):
+    """Decoder prompts as they are: the model began as a text model, and has no start token.
+
+    The image is seen from its token on. Alone, an image has ``<|image|> <BOS>`` for a prompt.
+    """
+
+    _names_of_start = ("bos_token_id",)
+
+    def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
+        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`."""
+        if decoder is None:
+            return [self._config.image_token_id, self.start_token_id]
+        return self._given(decoder)
 
 
 def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:

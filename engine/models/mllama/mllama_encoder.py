@@ -32,10 +32,6 @@ class ImageEncoder(EncoderModule):
 
     The vision tower lets tiles and padding tiles see each other, and tokens before the image see
     all of them: none can be left out.
-
-    Args:
-        config: of the checkpoint.
-        settings: types and places.
     """
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:

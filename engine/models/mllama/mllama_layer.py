@@ -25,13 +25,7 @@ __all__ = ["ImageLayer"]
 
 
 class ImageLayer(nn.Module):
-    """Gated cross-attention and gated MLP; see the module's picture.
-
-    Args:
-        index: of the layer, which names it.
-        config: of the decoder.
-        settings: types, places and the block size.
-    """
+    """Gated cross-attention and gated MLP; see the module's picture."""
 
     def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
         super().__init__()

@@ -1,6 +1,3 @@
-"""Qwen2.5-Omni: thinker, talker and code2wav of one checkpoint.
-
-Imports qwen2_5_vl, decoders and the rooms below them.
-"""
+"""Qwen2.5-Omni: thinker, talker, code2wav. Imports qwen2_5_vl, decoders and what is below."""
 
 __all__: tuple[str, ...] = ()

@@ -30,12 +30,7 @@ _LEAST_FRAMES = 3
 
 
 class AudioTower(ItemTower):
-    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding.
-
-    Args:
-        audio: the tower's config.
-        settings: types and places.
-    """
+    """Sound of any length to rows; ``input_features`` are ``(mel bins, frames)``, none padding."""
 
     feature_names = (_FRAMES,)
 

@@ -68,20 +68,10 @@ class Qwen2_5OmniTalker(DecoderModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the layers; see :meth:`CausalModel.forward`.
-
-        Args:
-            inputs_embeds: ``(num_tokens, embedding_size)``.
-            positions: ``(3, num_tokens)``, or ``(num_tokens,)`` where places are indices.
-            step: attention metadata of this step.
-        """
+        """Run the layers over ``(num_tokens, embedding_size)``; see :meth:`CausalModel.forward`."""
         return super().forward(self.projection(inputs_embeds), positions, step)
 
 
 def build_qwen2_5_omni_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniTalker:
-    """Build a talker, its weights not yet loaded; it always has a head.
-
-    Raises:
-        ValueError: the config asks for something that is not supported.
-    """
+    """Build a talker, its weights not yet loaded; see :data:`Builder`."""
     return Qwen2_5OmniTalker(checkpoint.config, settings)

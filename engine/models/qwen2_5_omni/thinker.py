@@ -55,11 +55,7 @@ class Qwen2_5OmniThinker(MultiAxisModel):
 def build_qwen2_5_omni_thinker(
     checkpoint: Checkpoint, settings: ModelSettings
 ) -> Qwen2_5OmniThinker:
-    """Build a thinker, its weights not yet loaded.
-
-    Raises:
-        ValueError: the config asks for something that is not supported.
-    """
+    """Build a thinker, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     vision = config.vision_config
     module = build_empty(Qwen2_5OmniVisionEncoder, vision, settings)

@@ -22,11 +22,7 @@ __all__ = ["FAMILY", "build_qwen2_5_vl"]
 
 
 def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:
-    """Build a Qwen2.5-VL, its weights not yet loaded.
-
-    Raises:
-        ValueError: the config asks for something that is not supported.
-    """
+    """Build a Qwen2.5-VL, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     vision = config.vision_config
     module = build_empty(Qwen2_5_VisionTransformerPretrainedModel, vision, settings)

@@ -1,6 +1,3 @@
-"""BART and T5: encoder-decoders that read text.
-
-Imports the contracts in engine.models, and layers.
-"""
+"""BART and T5: encoder-decoders for text. Imports engine.models, and layers."""
 
 __all__: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ Generation, Translation, and Comprehension", 2019.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.bart.modeling_bart import BartEncoder
@@ -16,25 +18,17 @@ from engine.models.encoder_module import TextEncoder, build_empty
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
-from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig, Seq2SeqNames, Sublayer
+from engine.models.seq2seq.seq2seq_config import FAIRSEQ_NAMES, Seq2SeqConfig
 
 __all__ = ["FAMILY", "bart_config", "build_bart"]
 
-_NAMES = Seq2SeqNames(
+_NAMES = replace(
+    FAIRSEQ_NAMES,
     embeddings=(
         "model.shared.weight",
         "model.encoder.embed_tokens.weight",
         "model.decoder.embed_tokens.weight",
     ),
-    head="lm_head.weight",
-    encoder="model.encoder.",
-    decoder="model.decoder.",
-    layers="layers.",
-    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
-    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
-    mlp=Sublayer("", "final_layer_norm."),
-    projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-    mlp_projections=("fc1", "fc2"),
     embedding_norm="layernorm_embedding",
     logits_bias="final_logits_bias",
     ignored=("model.encoder.version", "model.decoder.version"),
@@ -45,23 +39,12 @@ _POSITION_OFFSET = 2
 
 def bart_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     """The decoder's part of a config."""
-    head_dim = config.d_model // config.decoder_attention_heads
-    return Seq2SeqConfig(
-        hidden_size=config.d_model,
-        intermediate_size=config.decoder_ffn_dim,
-        num_layers=config.decoder_layers,
-        num_heads=config.decoder_attention_heads,
-        head_dim=head_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        max_encoder_len=config.max_position_embeddings,
-        activation=config.activation_function,
-        norm_eps=1e-5,
-        rms_norm=False,
+    return Seq2SeqConfig.of_fairseq(
+        config,
+        config.max_position_embeddings,
+        config.max_position_embeddings,
         norm_first=False,
         projection_biases=_NAMES.projections,
-        mlp_bias=True,
-        attention_scale=head_dim**-0.5,
         embedding_scale=config.d_model**0.5 if config.scale_embedding else 1.0,
         position_offset=_POSITION_OFFSET,
         names=_NAMES,

@@ -80,11 +80,7 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.ignored_weights = {*names.embeddings, *names.ignored}
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`.
-
-        Args:
-            prefix: of all names.
-        """
+        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
         names = self.config.names
         yield f"{prefix}{self.embedding_name}", self.embedding.data
         yield from self.encoder.targets(f"{prefix}{names.encoder}")
@@ -141,11 +137,6 @@ class RelativeBiasTable(nn.Module):
     Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
     Transformer", 2020.
 
-    Args:
-        config: the buckets.
-        num_heads: of the decoder's self-attention.
-        settings: types and places.
-
     Attributes:
         by_distance: ``(num_heads, max_distance + 1)`` float32, the value of every distance from
             a query back to a key; the last column stands for all beyond. Made by
@@ -167,11 +158,7 @@ class RelativeBiasTable(nn.Module):
 
 
 def relative_buckets(num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of every distance of a causal decoder, in T5's way.
-
-    Returns:
-        ``(max_distance + 1,)`` int64.
-    """
+    """The bucket of every distance of a causal decoder in T5's way, ``(max_distance + 1,)``."""
     num_exact = num_buckets // 2
     distances = torch.arange(max_distance + 1)
     # In float32, and in this order: a distance at a boundary falls where transformers puts it.

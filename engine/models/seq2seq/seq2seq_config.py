@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["RelativeBias", "Seq2SeqConfig", "Seq2SeqNames", "Sublayer"]
+from transformers import PreTrainedConfig
+
+__all__ = ["FAIRSEQ_NAMES", "RelativeBias", "Seq2SeqConfig", "Seq2SeqNames", "Sublayer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,21 @@ class Seq2SeqNames:
     final_norm: str | None = None
     logits_bias: str | None = None
     ignored: tuple[str, ...] = ()
+
+
+FAIRSEQ_NAMES = Seq2SeqNames(
+    embeddings=("model.decoder.embed_tokens.weight",),
+    head="lm_head.weight",
+    encoder="model.encoder.",
+    decoder="model.decoder.",
+    layers="layers.",
+    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
+    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
+    mlp=Sublayer("", "final_layer_norm."),
+    projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+    mlp_projections=("fc1", "fc2"),
+)
+"""What BART and Whisper have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +138,33 @@ class Seq2SeqConfig:
     position_offset: int | None = None
     relative_bias: RelativeBias | None = None
     hidden_scale: float = 1.0
+
+    @classmethod
+    def of_fairseq(
+        cls, config: PreTrainedConfig, max_positions: int, max_encoder_len: int, **others: Any
+    ) -> Seq2SeqConfig:
+        """Read what BART and Whisper name alike.
+
+        Args:
+            config: of either.
+            max_positions: the longest decoder sequence.
+            max_encoder_len: the longest encoder output.
+            **others: the fields that they differ in.
+        """
+        head_dim = config.d_model // config.decoder_attention_heads
+        return cls(
+            hidden_size=config.d_model,
+            intermediate_size=config.decoder_ffn_dim,
+            num_layers=config.decoder_layers,
+            num_heads=config.decoder_attention_heads,
+            head_dim=head_dim,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=max_positions,
+            max_encoder_len=max_encoder_len,
+            activation=config.activation_function,
+            norm_eps=1e-5,
+            rms_norm=False,
+            mlp_bias=True,
+            attention_scale=head_dim**-0.5,
+            **others,
+        )

@@ -13,7 +13,7 @@ added to the stream (BART).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from engine.attention.step import AttentionStep
 from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig
-from prefix_cache import CrossAttentionSpec, FullAttentionSpec
+from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
 __all__ = ["DecoderCrossAttention", "DecoderSelfAttention", "Seq2SeqLayer", "build_norm"]
 
@@ -35,8 +35,8 @@ def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> LayerNorm | RM
     return LayerNorm(config.hidden_size, config.norm_eps, **options)
 
 
-class DecoderSelfAttention(nn.Module):
-    """Causal attention over the decoder's own tokens.
+class DecoderAttention(nn.Module):
+    """What both attentions of a layer have.
 
     Args:
         layer_name: unique in the model.
@@ -44,33 +44,41 @@ class DecoderSelfAttention(nn.Module):
         settings: types, places and the block size.
     """
 
+    spec_type: type[AttentionSpec]
+
     def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        *sources, output = config.names.projections
-        inner_size = config.num_heads * config.head_dim
-        options = settings.tensor_options
-        self.qkv = Linear(
-            config.hidden_size,
-            dict.fromkeys(sources, inner_size),
-            bias=[name for name in sources if name in config.projection_biases],
-            **options,
-        )
-        self.output = Linear(
-            inner_size,
-            {output: config.hidden_size},
-            bias=output in config.projection_biases,
-            **options,
-        )
-        spec = FullAttentionSpec(
-            settings.block_size, config.num_heads, config.head_dim, settings.dtype
-        )
-        self.attention = Attention(layer_name, spec, config.attention_scale)
+        self.inner_size = config.num_heads * config.head_dim
+        output, options = config.names.projections[-1], settings.tensor_options
+        bias = output in config.projection_biases
+        self.output = Linear(self.inner_size, {output: config.hidden_size}, bias=bias, **options)
+        page = (settings.block_size, config.num_heads, config.head_dim, settings.dtype)
+        self.attention = Attention(layer_name, self.spec_type(*page), config.attention_scale)
+
+    def projection(
+        self, names: Sequence[str], config: Seq2SeqConfig, settings: ModelSettings
+    ) -> Linear:
+        """The projections to heads that go by these names, in one product."""
+        sizes, options = dict.fromkeys(names, self.inner_size), settings.tensor_options
+        bias = [name for name in names if name in config.projection_biases]
+        return Linear(config.hidden_size, sizes, bias=bias, **options)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        yield from self.qkv.targets(prefix)
-        yield from self.output.targets(prefix)
+        for module in self.children():
+            if isinstance(module, Linear):
+                yield from module.targets(prefix)
+
+
+class DecoderSelfAttention(DecoderAttention):
+    """Causal attention over the decoder's own tokens."""
+
+    spec_type = FullAttentionSpec
+
+    def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
+        super().__init__(layer_name, config, settings)
+        self.qkv = self.projection(config.names.projections[:3], config, settings)
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
         """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
@@ -87,43 +95,16 @@ class DecoderSelfAttention(nn.Module):
         return output
 
 
-class DecoderCrossAttention(nn.Module):
-    """Attention of the decoder's tokens to all of the encoder's rows.
+class DecoderCrossAttention(DecoderAttention):
+    """Attention of the decoder's tokens to all of the encoder's rows."""
 
-    Args:
-        layer_name: unique in the model.
-        config: widths, heads and names.
-        settings: types, places and the block size.
-    """
+    spec_type = CrossAttentionSpec
 
     def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        query, key, value, output = config.names.projections
-        inner_size = config.num_heads * config.head_dim
-        biases = config.projection_biases
-        options = settings.tensor_options
-        self.query = Linear(
-            config.hidden_size, {query: inner_size}, bias=query in biases, **options
-        )
-        self.key_value = Linear(
-            config.hidden_size,
-            {key: inner_size, value: inner_size},
-            bias=[name for name in (key, value) if name in biases],
-            **options,
-        )
-        self.output = Linear(
-            inner_size, {output: config.hidden_size}, bias=output in biases, **options
-        )
-        spec = CrossAttentionSpec(
-            settings.block_size, config.num_heads, config.head_dim, settings.dtype
-        )
-        self.attention = Attention(layer_name, spec, config.attention_scale)
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
-        for linear in (self.query, self.key_value, self.output):
-            yield from linear.targets(prefix)
+        super().__init__(layer_name, config, settings)
+        query, key, value, _ = config.names.projections
+        self.query = self.projection([query], config, settings)
+        self.key_value = self.projection([key, value], config, settings)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
@@ -142,13 +123,7 @@ class DecoderCrossAttention(nn.Module):
 
 
 class Seq2SeqLayer(nn.Module):
-    """Self-attention, cross-attention and MLP with their norms; see the module's picture.
-
-    Args:
-        index: of the layer, which names it.
-        config: the model's config.
-        settings: types, places and the block size.
-    """
+    """Self-attention, cross-attention and MLP with their norms; see the module's picture."""
 
     def __init__(self, index: int, config: Seq2SeqConfig, settings: ModelSettings) -> None:
         super().__init__()

@@ -1,6 +1,3 @@
-"""Whisper: an encoder-decoder that reads sound.
-
-Imports seq2seq and the rooms below it.
-"""
+"""Whisper: an encoder-decoder that reads sound. Imports seq2seq and the rooms below it."""
 
 __all__: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervis
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -26,37 +27,20 @@ from engine.models.encoder_module import (
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
-from engine.models.seq2seq.seq2seq_config import Seq2SeqConfig, Seq2SeqNames, Sublayer
+from engine.models.seq2seq.seq2seq_config import FAIRSEQ_NAMES, Seq2SeqConfig
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.requests.encoder_input import EncoderInput
 
 __all__ = ["FAMILY", "SpeechEncoder", "build_whisper", "whisper_config"]
 
-_NAMES = Seq2SeqNames(
-    embeddings=("model.decoder.embed_tokens.weight",),
-    head="proj_out.weight",
-    encoder="model.encoder.",
-    decoder="model.decoder.",
-    layers="layers.",
-    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
-    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
-    mlp=Sublayer("", "final_layer_norm."),
-    projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-    mlp_projections=("fc1", "fc2"),
-    final_norm="layer_norm",
-)
+_NAMES = replace(FAIRSEQ_NAMES, head="proj_out.weight", final_norm="layer_norm")
 _FEATURES = "input_features"
 # Frames of the spectrogram per row: the second convolution takes every second one.
 _FRAMES_PER_ROW = 2
 
 
 class SpeechEncoder(EncoderModule):
-    """Spectrograms to hidden states, always of the whole window.
-
-    Args:
-        config: of the checkpoint.
-        settings: types and places.
-    """
+    """Spectrograms to hidden states, always of the whole window."""
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -91,24 +75,13 @@ class SpeechEncoder(EncoderModule):
 
 def whisper_config(config: PreTrainedConfig) -> Seq2SeqConfig:
     """The decoder's part of a config."""
-    head_dim = config.d_model // config.decoder_attention_heads
     query, _, value, output = _NAMES.projections
-    return Seq2SeqConfig(
-        hidden_size=config.d_model,
-        intermediate_size=config.decoder_ffn_dim,
-        num_layers=config.decoder_layers,
-        num_heads=config.decoder_attention_heads,
-        head_dim=head_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_target_positions,
-        max_encoder_len=config.max_source_positions,
-        activation=config.activation_function,
-        norm_eps=1e-5,
-        rms_norm=False,
+    return Seq2SeqConfig.of_fairseq(
+        config,
+        config.max_target_positions,
+        config.max_source_positions,
         norm_first=True,
         projection_biases=(query, value, output),
-        mlp_bias=True,
-        attention_scale=head_dim**-0.5,
         position_offset=0,
         names=_NAMES,
     )

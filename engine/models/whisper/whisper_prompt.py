@@ -7,14 +7,8 @@ from typing import Any
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.inputs.decoder_prompt import DecoderPromptRule
-from engine.inputs.prompt_tokens import tokenize
-from engine.interface.prompts import (
-    AudioPrompt,
-    ChatPrompt,
-    DecoderPrompt,
-    EncoderPrompt,
-    TextPrompt,
-)
+from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
+from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
 from engine.models.whisper.timestamp_rule import TimestampRule
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
@@ -81,12 +75,9 @@ class WhisperPromptRule(DecoderPromptRule):
         previous = self._named("prev_sot_token_id")
         return (self.start_token_id,) if previous is None else (self.start_token_id, previous)
 
-    def _tokenize(self, decoder: str | TextPrompt | ChatPrompt) -> list[int]:
+    def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
         """Text as it is: the tokenizer would put its own choice of language and task before it."""
-        if isinstance(decoder, ChatPrompt):
-            return tokenize(decoder, self._tokenizer)
-        text = decoder if isinstance(decoder, str) else decoder.prompt
-        return tokenize(TextPrompt(text, add_special_tokens=False), self._tokenizer)
+        return tokenize(decoder, self._tokenizer, as_it_is=True)
 
     def _default(self, encoder: EncoderPrompt | None) -> list[int]:
         ids, detects = self._plan(encoder)

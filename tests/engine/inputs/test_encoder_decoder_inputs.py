@@ -25,8 +25,7 @@ from engine import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.admission import Admission, InputLimits
 from engine.inputs.input_processor import InputProcessor
-from engine.inputs.plain_inputs import PlainPromptProcessor
-from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
 from engine.models.registry import FAMILIES
 from engine.requests.request_group import RequestGroup
 from engine.text.tokenizer import load_tokenizer

@@ -36,7 +36,7 @@ from engine import (
     decoder_family,
     register_model_family,
 )
-from engine.models.decoders.layer_kind import LayerKind
+from engine.models.decoders.decoder_config import LayerKind
 from engine.models.registry import FAMILIES, FamilyRegistry
 from engine.requests.multimodal_input import MultiModalInput
 
