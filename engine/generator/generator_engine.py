@@ -22,11 +22,7 @@ from typing import Any
 
 import torch
 
-from engine.generator.generator_request import (
-    CodeWindow,
-    GeneratorRequest,
-    WindowSizes,
-)
+from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
 from engine.interface.engine import Engine
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.outputs import GeneratorOutput

@@ -92,9 +92,7 @@ class TextEncoder(EncoderModule):
 
 
 def build_empty(
-    make: Callable[[Any], ModelT],
-    config: PreTrainedConfig,
-    settings: ModelSettings,
+    make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
     """Make a module of transformers whose weights are not initialised, let alone loaded.
 

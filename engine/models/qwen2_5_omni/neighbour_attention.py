@@ -19,12 +19,7 @@ NEIGHBOURS = (-1, 0, 1)
 
 
 def neighbour_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     """What masked attention gives, at a cost that grows with the length, not with its square.
 

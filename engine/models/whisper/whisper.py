@@ -107,9 +107,7 @@ FAMILY = ModelFamily(
     ("WhisperForConditionalGeneration",),
     build=build_whisper,
     prompts=partial(
-        EncoderDecoderPromptProcessor,
-        encoder_inputs=_speech_inputs,
-        decoder_rule=WhisperPromptRule,
+        EncoderDecoderPromptProcessor, encoder_inputs=_speech_inputs, decoder_rule=WhisperPromptRule
     ),
     max_positions=lambda config: whisper_config(config).max_position_embeddings,
 )
