@@ -26,9 +26,9 @@ class DecoderPromptRule:
     here it is a part of the prompt, and costs no step.
 
     Args:
-        config: of the checkpoint.
-        generation_config: of the checkpoint.
-        tokenizer: of the checkpoint, or None.
+        config: of the checkpoint, as are the next two.
+        generation_config: names tokens that the config may lack.
+        tokenizer: None where there is none.
         vocab_size: ids run from 0 to this.
 
     Attributes:
@@ -72,20 +72,11 @@ class DecoderPromptRule:
     def prompt_choice(
         self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> PromptChoice | None:
-        """How the prompt goes on behind :meth:`prompt_ids` by the model's own choice, or None.
-
-        Args:
-            encoder: what the encoder gets.
-            decoder: what the user gave for the decoder; None means the default prompt.
-        """
+        """How the prompt goes on behind :meth:`prompt_ids` by the model's own choice, or None."""
         return None
 
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
-        """What the kind of model asks of the output of a request, or None.
-
-        Args:
-            encoder: what the encoder gets.
-        """
+        """What the kind of model asks of the output of a request, or None."""
         return None
 
     @property

@@ -174,18 +174,15 @@ def load_feature_makers(
     makers: dict[Modality, FeatureMaker] = {}
     for modality, tower in towers.items():
         try:
-            makers[modality] = _load(modality, path, tower.feature_names)
+            match modality:
+                case "image":
+                    processor = load_image_processor(path)
+                    makers[modality] = ImageFeatureMaker(processor, tower.feature_names)
+                case "audio":
+                    makers[modality] = AudioFeatureMaker(load_extractor(path))
+                case "video":
+                    makers[modality] = VideoFeatureMaker()
         except ValueError as error:
             logger.warning("requests cannot show any %s: %s", modality, error)
             makers[modality] = MissingFeatureMaker(str(error))
     return makers
-
-
-def _load(modality: Modality, path: Path, names: Sequence[str]) -> FeatureMaker:
-    match modality:
-        case "image":
-            return ImageFeatureMaker(load_image_processor(path), names)
-        case "audio":
-            return AudioFeatureMaker(load_extractor(path))
-        case "video":
-            return VideoFeatureMaker()

@@ -12,7 +12,6 @@ from engine.inputs.admission import Admission
 from engine.inputs.prompt_processor import PromptProcessor
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
-from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request
 from engine.sampling.sampler import SamplingState
 from engine.sampling.sampling_state import LogitsProcessor
@@ -75,10 +74,16 @@ class InputProcessor:
             content.positions,
             0 if entry is None else entry.num_tokens,
         )
-        seed = params.seed if params.seed is not None else self._draw_seed()
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        blocks: EncoderBlocks | None = None
+        if entry is not None:
+            block_size = self._admission.limits.block_size
+            blocks = EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
         return [
             Request(
-                request_id=_completion_id(request_id, index, params.n),
+                request_id=request_id if params.n == 1 else f"{request_id}\x00{index}",
                 token_ids=list(token_ids),
                 num_prompt_tokens=len(token_ids),
                 prompt_embeds=content.embeds,
@@ -97,7 +102,7 @@ class InputProcessor:
                 spans=content.spans,
                 encoder_input=entry,
                 encoder_view=content.encoder_view,
-                encoder_blocks=self._encoder_blocks(entry),
+                encoder_blocks=blocks,
                 multimodal_inputs=content.multimodal_inputs,
                 positions=content.positions,
                 streamed_rows=content.streamed_rows,
@@ -147,13 +152,6 @@ class InputProcessor:
         """Take the next chunk of a request's prompt; see :meth:`PromptProcessor.extend`."""
         self._prompts.extend(request, prompt)
 
-    def _encoder_blocks(self, entry: EncoderInput | None) -> EncoderBlocks | None:
-        """The encoder's output as cross-attention keeps it."""
-        if entry is None:
-            return None
-        block_size = self._admission.limits.block_size
-        return EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
-
     def _with_suppressed(self, params: SamplingParams) -> SamplingParams:
         """Add what the checkpoint never wants to see generated."""
         named = self._prompts.suppress_token_ids
@@ -167,10 +165,3 @@ class InputProcessor:
     def _num_choices(self) -> int:
         """Ids that parameters may name; a checkpoint without a head only checks them."""
         return self._admission.limits.num_logits or self._admission.limits.vocab_size
-
-    def _draw_seed(self) -> int:
-        return int(torch.randint(2**62, (), generator=self._seeds))
-
-
-def _completion_id(request_id: str, index: int, n: int) -> str:
-    return request_id if n == 1 else f"{request_id}\x00{index}"

@@ -101,7 +101,10 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     )
     choices = _Choices.of(config, checkpoint)
     model = _load_model(config, checkpoint, choices)
-    tokenizer = _load_tokenizer(config, checkpoint)
+    tokenizer = None
+    if find_family(checkpoint).reads_text:
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=remote)
     kv_config, plan = _plan(config, model, choices)
     manager = KVCacheManager(
         kv_config,
@@ -109,8 +112,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         output_names=output_names,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    swap_space = _swap_space(config, manager)
-    swap_memory = PagedMemory(swap_space.config) if swap_space is not None else None
+    swap_space = swap_memory = None
+    if config.preemption == "swap":
+        num_blocks = config.num_swap_blocks or kv_config.num_large_pages
+        swap_space = SwapSpace(manager, num_blocks)
+        swap_memory = PagedMemory(swap_space.config)
     items = _encoder_cache_manager(config, model, choices.dtype)
     runner = ModelRunner(
         model,
@@ -158,12 +164,6 @@ def _load_model(config: EngineConfig, checkpoint: Checkpoint, choices: _Choices)
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
         ),
     )
-
-
-def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    if not find_family(checkpoint).reads_text:
-        return None
-    return load_tokenizer(str(checkpoint.path), trust_remote_code=config.trust_remote_code)
 
 
 def _plan(
@@ -268,13 +268,6 @@ def _attention_backends(
         else None
         for group in kv_config.groups
     ]
-
-
-def _swap_space(config: EngineConfig, manager: KVCacheManager) -> SwapSpace | None:
-    """Host pages for requests that are swapped out, if that was asked for."""
-    if config.preemption != "swap":
-        return None
-    return SwapSpace(manager, config.num_swap_blocks or manager.config.num_large_pages)
 
 
 def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ...]:

@@ -190,12 +190,7 @@ class _Voices(nn.Module):
         self._chosen: Tensor | None = None
 
     def choose(self, speakers: Sequence[Speaker], *, with_silence: bool) -> None:
-        """Say whose voices the next passes are about.
-
-        Args:
-            speakers: one per row of the batch.
-            with_silence: whether the rows come a second time, without conditions.
-        """
+        """Say whose voices the rows have; with silence, rows come again without conditions."""
         voices, silences = zip(*map(self._encode, speakers), strict=True)
         self._chosen = torch.cat([*voices, *silences] if with_silence else voices)
 
@@ -215,18 +210,12 @@ class _Voices(nn.Module):
 
 
 def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
-    """Rows of the noise that becomes the spectrogram's frames.
+    """Rows ``start`` to ``stop`` of the noise that becomes a spectrogram of ``mel_dim`` channels.
 
     It is that of transformers after ``torch.manual_seed(seed)`` on a CPU, and it is drawn there
     wherever the model runs, so that a seed means the same everywhere. Frames have the same noise
     whichever window they are drawn for, as torch draws 16 numbers at a time and ``mel_dim`` is a
     multiple of that in published models.
-
-    Args:
-        seed: of the generator.
-        start: first frame.
-        stop: frame after the last.
-        mel_dim: numbers per frame.
 
     Returns:
         ``(stop - start, mel_dim)`` float32.
@@ -237,10 +226,6 @@ def initial_noise(seed: int, start: int, stop: int, mel_dim: int) -> Tensor:
 
 def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
     """Points in time from 0 to 1, swayed to one end as F5-TTS (arXiv 2410.06885) does it.
-
-    Args:
-        params: how many, and how far to sway.
-        device: where they are wanted.
 
     Returns:
         ``(num_steps,)`` float32.

@@ -17,7 +17,7 @@ from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.models.family import ModelFamily
 from engine.models.qwen2_5_omni.code2wav import Code2Wav
 from engine.models.qwen2_5_omni.speech_prompt import SpeechPromptProcessor
-from engine.models.qwen2_5_omni.talker import build_qwen2_5_omni_talker
+from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from engine.models.qwen2_5_omni.thinker import build_qwen2_5_omni_thinker
 
 __all__ = ["CODE2WAV", "TALKER", "THINKER"]
@@ -42,7 +42,7 @@ TALKER = _family(
     "talker",
     "talker",
     "Qwen2_5OmniTalkerForConditionalGeneration",
-    build=build_qwen2_5_omni_talker,
+    build=lambda checkpoint, settings: Qwen2_5OmniTalker(checkpoint.config, settings),
     prompts=SpeechPromptProcessor,
     reads_text=False,  # the tokenizer beside it is its thinker's
 )

@@ -15,23 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
-from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import Linear, MultiAxisRotaryEmbedding, rope_frequencies
 from engine.models.decoders.decoder import DecoderModel
 from engine.models.decoders.qwen2 import qwen2_config
 from engine.models.model_settings import ModelSettings
 
-__all__ = ["Qwen2_5OmniTalker", "build_qwen2_5_omni_talker"]
+__all__ = ["Qwen2_5OmniTalker"]
 
 
 class Qwen2_5OmniTalker(DecoderModel):
     """A decoder that projects its inputs; see the module's note.
 
     Source: "Qwen2.5-Omni Technical Report", 2025, section 2.3.
-
-    Args:
-        config: a talker's.
-        settings: types, places and lengths.
 
     Raises:
         ValueError: the config asks for something that is not supported.
@@ -70,8 +65,3 @@ class Qwen2_5OmniTalker(DecoderModel):
     ) -> dict[str, Tensor]:
         """Run the layers over ``(num_tokens, embedding_size)``; see :meth:`CausalModel.forward`."""
         return super().forward(self.projection(inputs_embeds), positions, step)
-
-
-def build_qwen2_5_omni_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniTalker:
-    """Build a talker, its weights not yet loaded; see :data:`Builder`."""
-    return Qwen2_5OmniTalker(checkpoint.config, settings)

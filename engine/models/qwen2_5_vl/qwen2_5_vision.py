@@ -114,8 +114,6 @@ class VideoTower(ImageTower):
     many grids, and their height and width in patches; ``video_second_per_grid`` is a number.
 
     Args:
-        module: transformers' tower; several of these may share one.
-        vision: its config.
         places_per_second: how far two grids that are a second apart are placed.
     """
 
