@@ -88,8 +88,15 @@ class Admission:
                 f"{params.max_tokens} to generate need slots for {num_slots} tokens, the whole "
                 f"KV cache holds {limits.usable_tokens}; lower max_tokens or raise num_blocks"
             )
-        if num_encoder_tokens:
-            self._check_both_fit(num_slots, num_encoder_tokens)
+        kv_cache = self._kv_cache
+        if kv_cache and num_encoder_tokens and not kv_cache.fits(num_slots, num_encoder_tokens):
+            num_blocks = kv_cache.pages_for(num_slots, num_encoder_tokens)
+            raise ValueError(
+                f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
+                f"encoder tokens take {num_blocks} blocks, the pool has "
+                f"{kv_cache.config.num_large_pages - 1}; shorten the input, lower max_tokens or "
+                "raise num_blocks"
+            )
         return max_num_tokens
 
     def _check_length(
@@ -114,15 +121,3 @@ class Admission:
                 f"{limit}; shorten the prompt or raise max_model_len"
             )
         return ahead
-
-    def _check_both_fit(self, num_slots: int, num_encoder_tokens: int) -> None:
-        kv_cache = self._kv_cache
-        if kv_cache is None or kv_cache.fits(num_slots, num_encoder_tokens):
-            return
-        num_blocks = kv_cache.pages_for(num_slots, num_encoder_tokens)
-        raise ValueError(
-            f"the request can never fit: {num_slots} decoder tokens and {num_encoder_tokens} "
-            f"encoder tokens take {num_blocks} blocks, the pool has "
-            f"{kv_cache.config.num_large_pages - 1}; shorten the input, lower max_tokens or raise "
-            "num_blocks"
-        )

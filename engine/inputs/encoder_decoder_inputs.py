@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 from transformers import GenerationConfig
 
@@ -23,10 +22,7 @@ from engine.interface.prompts import (
 )
 from engine.requests.content_spans import encoder_spans
 
-__all__ = ["EncoderDecoderPromptProcessor", "EncoderInputFactory"]
-
-EncoderInputFactory: TypeAlias = Callable[[PromptSources], EncoderInputMaker]
-"""Makes what makes the encoder's inputs, from what a checkpoint brings."""
+__all__ = ["EncoderDecoderPromptProcessor"]
 
 
 class EncoderDecoderPromptProcessor(PromptProcessor):
@@ -34,7 +30,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
 
     Args:
         sources: of an encoder-decoder model.
-        encoder_inputs: makes what makes the encoder's inputs.
+        encoder_inputs: makes what makes the encoder's inputs, from what a checkpoint brings.
         decoder_rule: says what the decoder begins with.
         text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the
             encoder is left out; else they are the encoder's.
@@ -49,7 +45,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         self,
         sources: PromptSources,
         *,
-        encoder_inputs: EncoderInputFactory = TextEncoderInputs.from_sources,
+        encoder_inputs: Callable[[PromptSources], EncoderInputMaker] = TextEncoderInputs,
         decoder_rule: type[DecoderPromptRule] = DecoderPromptRule,
         text_is_for_decoder: bool = False,
     ) -> None:

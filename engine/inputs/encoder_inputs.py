@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
+from transformers import WhisperFeatureExtractor
 
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, tokenize
@@ -97,20 +97,14 @@ class TextEncoderInputs(EncoderInputMaker):
     """Turns text or token ids into inputs of a text encoder.
 
     Args:
-        encoder: of the model.
-        tokenizer: of the checkpoint, or None.
+        sources: of an encoder-decoder model; text needs their tokenizer.
     """
 
     takes = "text or token ids"
 
-    def __init__(self, encoder: EncoderSide, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        super().__init__(encoder)
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def from_sources(cls, sources: PromptSources) -> TextEncoderInputs:
-        """Read text by the checkpoint's tokenizer."""
-        return cls(sources.model, sources.tokenizer)
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources.model)
+        self._tokenizer = sources.tokenizer
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Tokenize text, with the special tokens that the checkpoint's tokenizer adds.
@@ -160,11 +154,6 @@ class AudioEncoderInputs(EncoderInputMaker):
         super().__init__(encoder)
         self._extractor = extractor
         self._reader = SampleReader.of(extractor)
-
-    @property
-    def longest_s(self) -> float:
-        """The window in seconds: longer speech is refused."""
-        return self._reader.longest_s
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Read, resample and extract.

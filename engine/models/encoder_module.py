@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["EncoderModule", "TextEncoder", "build_empty", "check_num_tokens", "stacked_feature"]
+__all__ = ["EncoderModule", "TextEncoder", "build_empty"]
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -24,14 +24,17 @@ class EncoderModule(nn.Module):
     """One encoder of transformers.
 
     Attributes:
+        module: the encoder itself.
         max_len: most rows that it gives for one input.
     """
 
+    module: PreTrainedModel
     max_len: int
 
-    @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for name, tensor in self.module.state_dict().items():
+            yield f"{prefix}{name}", tensor
 
     @abstractmethod
     def check_input(self, entry: EncoderInput) -> None:
@@ -40,6 +43,19 @@ class EncoderModule(nn.Module):
     @abstractmethod
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Encode checked inputs: ``(sum of num_tokens, width)``, one input after the other."""
+
+    def stacked_feature(self, inputs: Sequence[EncoderInput], name: str) -> Tensor:
+        """A feature of all inputs, batch dimension first, on the device of the encoder."""
+        return torch.stack([entry.features[name] for entry in inputs]).to(self.module.device)
+
+    @staticmethod
+    def check_num_tokens(entry: EncoderInput, expected: int) -> None:
+        """Raise ``ValueError`` unless an input announces as many rows as the encoder gives."""
+        if entry.num_tokens != expected:
+            raise ValueError(
+                f"the encoder gives {expected} rows for this input, "
+                f"not num_tokens={entry.num_tokens}"
+            )
 
 
 class TextEncoder(EncoderModule):
@@ -60,9 +76,8 @@ class TextEncoder(EncoderModule):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """All but the shared embedding."""
-        for name, tensor in self.module.state_dict().items():
-            if name != "embed_tokens.weight":
-                yield f"{prefix}{name}", tensor
+        shared = f"{prefix}embed_tokens.weight"
+        return (target for target in super().targets(prefix) if target[0] != shared)
 
     def check_input(self, entry: EncoderInput) -> None:
         """Ids of the vocabulary, at least one, at most ``max_len``."""
@@ -76,7 +91,7 @@ class TextEncoder(EncoderModule):
                 f"the encoder prompt has {len(entry.token_ids)} tokens; "
                 f"this model takes 1 to {self.max_len}"
             )
-        check_num_tokens(entry, len(entry.token_ids))
+        self.check_num_tokens(entry, len(entry.token_ids))
         if not 0 <= min(entry.token_ids) <= max(entry.token_ids) < self.vocab_size:
             raise ValueError(f"encoder prompt ids must be 0 to {self.vocab_size - 1}")
 
@@ -114,17 +129,3 @@ def build_empty(
     module.initialize_weights()
     module.requires_grad_(False).eval()
     return module
-
-
-def stacked_feature(inputs: Sequence[EncoderInput], name: str, like: nn.Module) -> Tensor:
-    """A feature of all inputs, batch dimension first, on the device of ``like``."""
-    device = next(like.parameters()).device
-    return torch.stack([entry.features[name] for entry in inputs]).to(device)
-
-
-def check_num_tokens(entry: EncoderInput, expected: int) -> None:
-    """Raise ``ValueError`` unless an input announces as many rows as the encoder gives."""
-    if entry.num_tokens != expected:
-        raise ValueError(
-            f"the encoder gives {expected} rows for this input, not num_tokens={entry.num_tokens}"
-        )

@@ -39,8 +39,8 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
             else _mamba(index, config, settings)
         )
         layers.append(HybridLayer(mixer, build_mlp(decoder, settings), decoder, settings))
-    inv_freq, scaling = rope_frequencies(config, settings.max_model_len)
-    rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
+    rope, length = rope_frequencies(config, settings.max_model_len), settings.max_model_len
+    rotary = RotaryEmbedding(*rope, length, **settings.tensor_options)
     headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
     return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
 

@@ -20,7 +20,6 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
@@ -38,7 +37,7 @@ from engine.models.mllama.mllama_layer import ImageLayer
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = ["FAMILY", "MllamaModel", "MllamaPromptRule", "build_mllama"]
+__all__ = ["FAMILY", "MllamaModel", "MllamaPromptRule"]
 
 # Rows of the embedding beyond the logits': the image token's and room for others.
 _EXTRA_EMBEDDINGS = 8
@@ -49,22 +48,19 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
 
     Args:
         config: of the checkpoint, text and vision together.
-        decoder_config: the text part, normalised.
-        rotary: cosines and sines up to the longest sequence that will run.
-        settings: types and places.
+        settings: types, places and lengths.
     """
 
     encoder: ImageEncoder
     head_name = "language_model.lm_head"
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        decoder_config: DecoderConfig,
-        rotary: RotaryEmbedding,
-        settings: ModelSettings,
-    ) -> None:
-        image_layers = set(config.text_config.cross_attention_layers)
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        text, length = config.text_config, settings.max_model_len
+        rope = rope_frequencies(text, length)
+        rotary = RotaryEmbedding(*rope, length, **settings.tensor_options)
+        # The head is a matrix of its own, whatever the config says.
+        decoder_config = replace(DecoderConfig.from_transformers(text), tie_word_embeddings=False)
+        image_layers = set(text.cross_attention_layers)
         layers = [
             (ImageLayer if index in image_layers else DecoderLayer)(index, decoder_config, settings)
             for index in range(len(decoder_config.layers))
@@ -121,19 +117,6 @@ class MllamaPromptRule(DecoderPromptRule):
         return self._given(decoder)
 
 
-def build_mllama(checkpoint: Checkpoint, settings: ModelSettings) -> MllamaModel:
-    """Build an Mllama, its weights not yet loaded."""
-    config = checkpoint.config
-    text_config = config.text_config
-    inv_freq, scaling = rope_frequencies(text_config, settings.max_model_len)
-    rotary = RotaryEmbedding(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
-    # Their head is a matrix of its own, whatever the config says.
-    decoder_config = replace(
-        DecoderConfig.from_transformers(text_config), tie_word_embeddings=False
-    )
-    return MllamaModel(config, decoder_config, rotary, settings)
-
-
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
     processor = load_image_processor(sources.checkpoint.path)
     return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES)
@@ -142,7 +125,7 @@ def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
 FAMILY = ModelFamily(
     "mllama",
     ("MllamaForConditionalGeneration",),
-    build=build_mllama,
+    build=lambda checkpoint, settings: MllamaModel(checkpoint.config, settings),
     prompts=partial(
         EncoderDecoderPromptProcessor,
         encoder_inputs=_tiled_image_inputs,

@@ -9,12 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
 from engine.layers import Linear
-from engine.models.encoder_module import (
-    EncoderModule,
-    build_empty,
-    check_num_tokens,
-    stacked_feature,
-)
+from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput
 
@@ -54,8 +49,7 @@ class ImageEncoder(EncoderModule):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """The tower's and the projection's weights."""
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}vision_model.{name}", tensor
+        yield from super().targets(f"{prefix}vision_model.")
         yield from self.projector.targets(prefix)
 
     def check_input(self, entry: EncoderInput) -> None:
@@ -76,7 +70,7 @@ class ImageEncoder(EncoderModule):
         ratio = int(entry.features[_RATIO])
         if not 1 <= ratio <= self.num_ratios:
             raise ValueError(f"{_RATIO} must be 1 to {self.num_ratios}, got {ratio}")
-        check_num_tokens(entry, self.max_len)
+        self.check_num_tokens(entry, self.max_len)
 
     def num_image_rows(self, entry: EncoderInput) -> int:
         """Rows of the tiles that are no padding."""
@@ -84,6 +78,6 @@ class ImageEncoder(EncoderModule):
 
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
-        features = {name: stacked_feature(inputs, name, self.module) for name in self.shapes}
+        features = {name: self.stacked_feature(inputs, name) for name in self.shapes}
         rows: Tensor = self.projector(self.module(**features).last_hidden_state.flatten(0, 3))
         return rows

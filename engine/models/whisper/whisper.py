@@ -5,7 +5,7 @@ Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,12 +18,7 @@ from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import AudioEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
 from engine.media.audio_samples import load_extractor
-from engine.models.encoder_module import (
-    EncoderModule,
-    build_empty,
-    check_num_tokens,
-    stacked_feature,
-)
+from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
@@ -49,11 +44,6 @@ class SpeechEncoder(EncoderModule):
         self.dtype = settings.dtype
         self.feature_shape = (config.num_mel_bins, self.max_len * _FRAMES_PER_ROW)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """All weights, the fixed positions included."""
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
-
     def check_input(self, entry: EncoderInput) -> None:
         """One spectrogram, padded or cut to the window."""
         features = entry.features.get(_FEATURES)
@@ -64,11 +54,11 @@ class SpeechEncoder(EncoderModule):
                 f"{_FEATURES} must be {self.feature_shape} (mel bins, frames), "
                 f"got {tuple(features.shape)}"
             )
-        check_num_tokens(entry, self.max_len)
+        self.check_num_tokens(entry, self.max_len)
 
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
-        features = stacked_feature(inputs, _FEATURES, self.module).to(self.dtype)
+        features = self.stacked_feature(inputs, _FEATURES).to(self.dtype)
         rows: Tensor = self.module(features).last_hidden_state.flatten(0, 1)
         return rows
 

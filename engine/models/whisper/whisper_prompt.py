@@ -86,7 +86,11 @@ class WhisperPromptRule(DecoderPromptRule):
     def _plan(self, encoder: EncoderPrompt | None) -> tuple[list[int], bool]:
         """The prompt, and whether a language that the model detects belongs behind its first id."""
         asked = encoder if isinstance(encoder, AudioPrompt) else AudioPrompt("")
-        self._check_choices(asked)
+        chosen = asked.language is not None or asked.task is not None
+        if chosen and self._setting("is_multilingual") is False:
+            raise ValueError(
+                "this checkpoint knows English only: neither language nor task can be chosen"
+            )
         language = asked.language if asked.language is not None else self._setting("language")
         task = asked.task if asked.task is not None else self._setting("task")
         ids: list[int | None] = [self.start_token_id]
@@ -102,13 +106,6 @@ class WhisperPromptRule(DecoderPromptRule):
             ids.append(tasks["transcribe"])
         wanted = self._wants_timestamps(encoder)
         return self._with_timestamps([i for i in ids if i is not None], wanted), detects
-
-    def _check_choices(self, asked: AudioPrompt) -> None:
-        chosen = asked.language is not None or asked.task is not None
-        if chosen and self._setting("is_multilingual") is False:
-            raise ValueError(
-                "this checkpoint knows English only: neither language nor task can be chosen"
-            )
 
     def _with_timestamps(self, ids: list[int], wanted: bool) -> list[int]:
         without = self._setting("no_timestamps_token_id")
