@@ -1,6 +1,3 @@
-"""From a prompt to a request; knows no model.
-
-Imports requests, checkpoints, sampling, text, media, resources, interface.
-"""
+"""From a prompt to a request; knows no model. Imports requests and the rooms below it."""
 
 __all__: tuple[str, ...] = ()

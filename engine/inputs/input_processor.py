@@ -62,8 +62,7 @@ class InputProcessor:
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
                 ids, shows images that cannot be read or to a model that sees none, or could never
-                fit the pool; or the parameters ask for what the checkpoint
-                cannot do.
+                fit the pool; or the parameters ask for what the checkpoint cannot do.
         """
         content = self._prompts.process(prompt, cache_salt=cache_salt)
         token_ids, params = content.token_ids, self._with_suppressed(params)
@@ -74,10 +73,9 @@ class InputProcessor:
             content.positions,
             0 if entry is None else entry.num_tokens,
         )
-        seed = params.seed
+        blocks, seed = None, params.seed
         if seed is None:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
-        blocks: EncoderBlocks | None = None
         if entry is not None:
             block_size = self._admission.limits.block_size
             blocks = EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)

@@ -60,13 +60,6 @@ def tokenize(
             )
     else:
         text, add_special_tokens = prompt, True
-    _check_text(text)
-    add_special_tokens = add_special_tokens and not as_it_is
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    return ids
-
-
-def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise ValueError(f"the prompt's text must be a str, got {type(text).__name__}")
     try:
@@ -75,6 +68,9 @@ def _check_text(text: object) -> None:
         raise ValueError(
             f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
         ) from error
+    add_special_tokens = add_special_tokens and not as_it_is
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    return ids
 
 
 def resolve_prompt(

@@ -70,21 +70,28 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What the config leaves open, decided by the checkpoint and the machine."""
+    """What the config names or leaves open, decided by the checkpoint and the machine."""
 
+    checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
     attention: str
     max_model_len: int
 
     @classmethod
-    def of(cls, config: EngineConfig, checkpoint: Checkpoint) -> _Choices:
+    def of(cls, config: EngineConfig) -> _Choices:
+        checkpoint = open_checkpoint(
+            config.model,
+            part=config.part,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
         max_model_len = _max_model_len(config, checkpoint)
         attention = resolve_backend_name(config.attention_backend, device, dtype, config.block_size)
         logger.info("attention backend %s on %s", attention, device)
-        return cls(device, dtype, attention, max_model_len)
+        return cls(checkpoint, device, dtype, attention, max_model_len)
 
 
 def build_engine_parts(config: EngineConfig, output_names: Collection[str] | None) -> EngineParts:
@@ -93,14 +100,8 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     Raises:
         ValueError: something does not work out; says what and how to mend it.
     """
-    checkpoint = open_checkpoint(
-        config.model,
-        part=config.part,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-    )
-    choices = _Choices.of(config, checkpoint)
-    model = _load_model(config, checkpoint, choices)
+    choices = _Choices.of(config)
+    checkpoint, model = choices.checkpoint, _load_model(config, choices)
     tokenizer = None
     if find_family(checkpoint).reads_text:
         remote = config.trust_remote_code
@@ -117,7 +118,10 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         num_blocks = config.num_swap_blocks or kv_config.num_large_pages
         swap_space = SwapSpace(manager, num_blocks)
         swap_memory = PagedMemory(swap_space.config)
-    items = _encoder_cache_manager(config, model, choices.dtype)
+    items = None  # of rows of images and the like, for a model whose prompts show any
+    if model.placeholders:
+        row_bytes = model.hidden_size * choices.dtype.itemsize
+        items = EncoderCacheManager(EncoderCache(config.encoder_cache_bytes), row_bytes)
     runner = ModelRunner(
         model,
         kv_cache_manager=manager,
@@ -150,11 +154,11 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     )
 
 
-def _load_model(config: EngineConfig, checkpoint: Checkpoint, choices: _Choices) -> CausalModel:
+def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
     if choices.device.type == "cpu":
         keep_freed_memory()
     return load_model(
-        checkpoint,
+        choices.checkpoint,
         ModelSettings(
             choices.dtype,
             choices.device,
@@ -181,16 +185,6 @@ def _plan(
         device=choices.device,
         attention=choices.attention,
     )
-
-
-def _encoder_cache_manager(
-    config: EngineConfig, model: CausalModel, dtype: torch.dtype
-) -> EncoderCacheManager | None:
-    """Keeps rows of images and the like, for a model whose prompts show any."""
-    if not model.placeholders:
-        return None
-    row_bytes = model.hidden_size * dtype.itemsize
-    return EncoderCacheManager(EncoderCache(config.encoder_cache_bytes), row_bytes)
 
 
 def _scheduler(

@@ -19,7 +19,7 @@ from engine.models.decoders.decoder_layer import DecoderLayer, build_norm
 from engine.models.family import ModelFamily, has_head
 from engine.models.model_settings import ModelSettings
 
-__all__ = ["DecoderModel", "build_decoder", "decoder_family"]
+__all__ = ["DecoderModel", "build_decoder", "build_rotary", "decoder_family"]
 
 
 class DecoderModel(CausalModel):
@@ -122,6 +122,17 @@ class DecoderModel(CausalModel):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
+def build_rotary(
+    config: PreTrainedConfig,
+    settings: ModelSettings,
+    layer_type: str | None = None,
+    make_rotary: Callable[..., RotaryEmbedding] = RotaryEmbedding,
+) -> RotaryEmbedding:
+    """Cosines and sines up to the longest sequence; see :func:`rope_frequencies`."""
+    inv_freq, scaling = rope_frequencies(config, settings.max_model_len, layer_type)
+    return make_rotary(inv_freq, scaling, settings.max_model_len, **settings.tensor_options)
+
+
 def build_decoder(
     read_config: Callable[[PreTrainedConfig], DecoderConfig],
     config: PreTrainedConfig,
@@ -143,13 +154,11 @@ def build_decoder(
         ValueError: the config asks for something that is not supported, or a window is smaller
             than a block.
     """
-    max_model_len = settings.max_model_len
-    decoder_config = read_config(config).for_length(max_model_len)
-    rotaries = []
-    for layer_type in decoder_config.ropes:
-        inv_freq, scaling = rope_frequencies(config, max_model_len, layer_type)
-        options = settings.tensor_options
-        rotaries.append(make_rotary(inv_freq, scaling, max_model_len, **options))
+    decoder_config = read_config(config).for_length(settings.max_model_len)
+    rotaries = [
+        build_rotary(config, settings, layer_type, make_rotary)
+        for layer_type in decoder_config.ropes
+    ]
     return DecoderModel(decoder_config, rotaries, settings, has_head=has_head)
 
 

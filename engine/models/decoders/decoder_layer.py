@@ -40,11 +40,7 @@ def build_mlp(config: DecoderConfig, settings: ModelSettings) -> GatedMLP:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with their norms; see the module's picture.
-
-    Raises:
-        ValueError: the layer's window is smaller than a block.
-    """
+    """Attention and MLP with their norms; see the module's picture, and :class:`SelfAttention`."""
 
     def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
         super().__init__()

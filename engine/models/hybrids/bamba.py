@@ -10,7 +10,8 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import Mamba2Config, Mamba2Mixer, RotaryEmbedding, rope_frequencies
+from engine.layers import Mamba2Config, Mamba2Mixer
+from engine.models.decoders.decoder import build_rotary
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import build_mlp
 from engine.models.decoders.self_attention import SelfAttention
@@ -39,8 +40,7 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:
             else _mamba(index, config, settings)
         )
         layers.append(HybridLayer(mixer, build_mlp(decoder, settings), decoder, settings))
-    rope, length = rope_frequencies(config, settings.max_model_len), settings.max_model_len
-    rotary = RotaryEmbedding(*rope, length, **settings.tensor_options)
+    rotary = build_rotary(config, settings)
     headed, kernel_size = has_head(checkpoint), config.mamba_d_conv
     return HybridModel(decoder, layers, rotary, settings, kernel_size=kernel_size, has_head=headed)
 

@@ -25,9 +25,8 @@ from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
-from engine.layers import RotaryEmbedding, rope_frequencies
 from engine.media.image_file import load_image_processor
-from engine.models.decoders.decoder import DecoderModel
+from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -55,9 +54,7 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
     head_name = "language_model.lm_head"
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        text, length = config.text_config, settings.max_model_len
-        rope = rope_frequencies(text, length)
-        rotary = RotaryEmbedding(*rope, length, **settings.tensor_options)
+        text = config.text_config
         # The head is a matrix of its own, whatever the config says.
         decoder_config = replace(DecoderConfig.from_transformers(text), tie_word_embeddings=False)
         image_layers = set(text.cross_attention_layers)
@@ -67,7 +64,11 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         ]
         num_embeddings = decoder_config.vocab_size + _EXTRA_EMBEDDINGS
         super().__init__(
-            decoder_config, [rotary], settings, layers=layers, num_embeddings=num_embeddings
+            decoder_config,
+            [build_rotary(text, settings)],
+            settings,
+            layers=layers,
+            num_embeddings=num_embeddings,
         )
         self.image_token_id = int(config.image_token_index)
         self.encoder_hidden_size = self.hidden_size

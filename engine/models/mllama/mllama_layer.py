@@ -92,17 +92,7 @@ class ImageLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         step: AttentionStep,
     ) -> Tensor:
-        """Run the layer; ``residual`` is changed in place.
-
-        Args:
-            x: what the layer below has still to add; None in the first layer.
-            residual: ``(num_tokens, hidden_size)``.
-            rotation: what the text's layers turn heads by; rows of an image have no positions.
-            step: attention metadata of this step.
-
-        Returns:
-            What this layer has still to add to ``residual``.
-        """
+        """As :meth:`DecoderLayer.forward`; rows of an image have no positions to rotate by."""
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attend(normed, step).mul_(self.gates[0])
         output: Tensor = self.mlp(self.mlp_norm.add(attended, residual)).mul_(self.gates[1])

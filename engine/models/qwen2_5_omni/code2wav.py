@@ -7,7 +7,7 @@ of in every pass, and attention skips the blocks that its mask would have hidden
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import lcm, prod
 from typing import Any
 
@@ -69,7 +69,13 @@ class Code2Wav(GeneratorModel):
         dit._attn_implementation = NEIGHBOUR_ATTENTION
         self.dit = build_empty(_NeighbourDiT, dit, settings)
         self.bigvgan = build_empty(Qwen2_5OmniToken2WavBigVGANModel, bigvgan, settings)
-        checkpoint.load_into(dict(self._targets()))
+        networks = {"code2wav_dit_model": self.dit, "code2wav_bigvgan_model": self.bigvgan}
+        targets = {
+            f"{prefix}.{name}": tensor
+            for prefix, network in networks.items()
+            for name, tensor in network.state_dict().items()
+        }
+        checkpoint.load_into(targets)
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
@@ -158,14 +164,6 @@ class Code2Wav(GeneratorModel):
         solver = RungeKutta4ODESolver(function=velocity, initial_value=noise)
         mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
         return mel
-
-    def _targets(self) -> Mapping[str, Tensor]:
-        networks = {"code2wav_dit_model": self.dit, "code2wav_bigvgan_model": self.bigvgan}
-        return {
-            f"{prefix}.{name}": tensor
-            for prefix, network in networks.items()
-            for name, tensor in network.state_dict().items()
-        }
 
 
 class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):

@@ -9,14 +9,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.attention.step import AttentionStep
-from engine.layers import Linear, MultiAxisRotaryEmbedding, rope_frequencies
-from engine.models.decoders.decoder import DecoderModel
+from engine.layers import Linear, MultiAxisRotaryEmbedding
+from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.qwen2 import qwen2_config
 from engine.models.model_settings import ModelSettings
 
@@ -39,15 +40,13 @@ class Qwen2_5OmniTalker(DecoderModel):
     num_position_axes = MultiAxisRotaryEmbedding.num_axes
 
     def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        options, max_model_len = settings.tensor_options, settings.max_model_len
-        inv_freq, scaling = rope_frequencies(config, max_model_len)
+        options = settings.tensor_options
         sections = config.rope_parameters.get("mrope_section")
         if sections is None:
             raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
-        rotary = MultiAxisRotaryEmbedding(
-            inv_freq, scaling, max_model_len, sections=sections, **options
-        )
-        decoder_config = qwen2_config(config).for_length(max_model_len)
+        make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
+        rotary = build_rotary(config, settings, make_rotary=make_rotary)
+        decoder_config = qwen2_config(config).for_length(settings.max_model_len)
         super().__init__(decoder_config, [rotary], settings)
         self.embedding_size: int = config.embedding_size
         embedding = torch.empty(config.vocab_size, config.embedding_size, **options)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.step import AttentionStep
-from engine.layers import LayerNorm, Linear, RMSNorm
+from engine.layers import Linear
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.encoder_module import EncoderModule
 from engine.models.model_settings import ModelSettings
@@ -52,12 +52,14 @@ class Seq2SeqModel(EncoderDecoderModel):
             rows = config.max_position_embeddings + config.position_offset
             self.positions = _parameter(rows, config.hidden_size, settings)
         names = config.names
-        self.embedding_norm = build_norm(config, settings) if names.embedding_norm else None
+        self.embedding_norm = (
+            build_norm(config, settings) if names.embedding_norm else nn.Identity()
+        )
         layers = [Seq2SeqLayer(i, config, settings) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.attention_layers = [layer.self_attention.attention for layer in layers]
         self.attention_layers += [layer.cross_attention.attention for layer in layers]
-        self.final_norm = build_norm(config, settings) if names.final_norm else None
+        self.final_norm = build_norm(config, settings) if names.final_norm else nn.Identity()
         self.relative_bias: RelativeBiasTable | None = None
         if config.relative_bias is not None:
             self.relative_bias = RelativeBiasTable(config.relative_bias, config.num_heads, settings)
@@ -94,9 +96,8 @@ class Seq2SeqModel(EncoderDecoderModel):
             (names.embedding_norm, self.embedding_norm),
             (names.final_norm, self.final_norm),
         ):
-            if norm is not None:
-                for key, tensor in norm.state_dict().items():
-                    yield f"{decoder}{name}.{key}", tensor
+            for key, tensor in norm.state_dict().items():
+                yield f"{decoder}{name}.{key}", tensor
         if self.relative_bias is not None:
             first = f"{decoder}{names.layers}0.{names.self_attention.part}"
             yield f"{first}{self.relative_bias.config.name}", self.relative_bias.weight.data
@@ -118,11 +119,11 @@ class Seq2SeqModel(EncoderDecoderModel):
         x = inputs_embeds
         if self.positions is not None and self.config.position_offset is not None:
             x = x + F.embedding(positions + self.config.position_offset, self.positions)
-        x = _normed(self.embedding_norm, x)
+        x = self.embedding_norm(x)
         bias = None if self.relative_bias is None else self.relative_bias.by_distance
         for layer in self.layers:
             x = layer(x, step, bias)
-        return {"hidden_states": _normed(self.final_norm, x)}
+        return {"hidden_states": self.final_norm(x)}
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of hidden states to float32 logits; see :meth:`CausalModel.compute_logits`."""
@@ -170,10 +171,3 @@ def relative_buckets(num_buckets: int, max_distance: int) -> Tensor:
 def _parameter(rows: int, width: int, settings: ModelSettings) -> nn.Parameter:
     values = torch.empty(rows, width, **settings.tensor_options)
     return nn.Parameter(values, requires_grad=False)
-
-
-def _normed(norm: LayerNorm | RMSNorm | None, x: Tensor) -> Tensor:
-    if norm is None:
-        return x
-    normed: Tensor = norm(x)
-    return normed

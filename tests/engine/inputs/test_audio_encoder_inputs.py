@@ -12,7 +12,7 @@ from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
 from engine.inputs.encoder_inputs import AudioEncoderInputs
-from engine.media.audio_samples import load_extractor
+from engine.media.audio_samples import SampleReader, load_extractor
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000
@@ -124,8 +124,7 @@ def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> Non
 
 def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
     EXTRACTOR.save_pretrained(tmp_path)
-    inputs = AudioEncoderInputs(FixedEncoder(), load_extractor(tmp_path))
-    assert inputs.longest_s == 1.0
+    assert SampleReader.of(load_extractor(tmp_path)).longest_s == 1.0
 
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
