@@ -117,22 +117,19 @@ class AudioFeatureMaker(FeatureMaker):
             if getattr(prompt, wish) is not None:
                 raise ValueError(f"{wish} is for speech models; say in the prompt what is wanted")
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
+        # Silence fills up the last frame, and half of one more.
+        hop = int(self._extractor.hop_length)
+        filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
         output = self._extractor(
             samples,
             sampling_rate=self._reader.rate,
             padding="max_length",
-            max_length=self._filled(len(samples)),
+            max_length=min(filled, int(self._extractor.n_samples)),
             return_attention_mask=True,
             return_tensors="pt",
         )
         is_sound = output["attention_mask"][0].bool()
         return {"input_features": output["input_features"][0][:, is_sound]}
-
-    def _filled(self, num_samples: int) -> int:
-        """Samples with the silence behind them: whole frames, and half of one more."""
-        hop = int(self._extractor.hop_length)
-        wanted = -(-(num_samples + int(self._extractor.n_fft)) // hop) * hop
-        return min(wanted, int(self._extractor.n_samples))
 
 
 class VideoFeatureMaker(FeatureMaker):

@@ -20,7 +20,7 @@ from engine.inputs.prompt_processor import PromptSources
 from engine.interface.config import EngineConfig
 from engine.layers import LayerOps, NativeLayerOps
 from engine.models.base import CausalModel
-from engine.models.model_loader import find_family, load_model, max_positions, open_checkpoint
+from engine.models.model_loader import find_family, load_model, open_checkpoint
 from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from engine.resources.device import resolve_device, resolve_dtype
@@ -275,7 +275,7 @@ def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ..
 
 
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    limit = max_positions(checkpoint)
+    limit = find_family(checkpoint).max_positions(checkpoint.config)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:

@@ -62,15 +62,24 @@ class TextEncoder(EncoderModule):
     """Token ids to hidden states, every token seeing all of its own input.
 
     Args:
-        module: the encoder; its embedding is replaced.
-        embedding: ``(vocab_size, width)`` the matrix that it shares with the decoder.
+        make: makes the encoder of ``config``; its embedding is replaced.
+        config: of the checkpoint.
+        settings: types and places.
         max_len: tokens of the longest input.
+        embedding: ``(vocab_size, width)`` the matrix that it shares with the decoder.
     """
 
-    def __init__(self, module: PreTrainedModel, embedding: nn.Parameter, max_len: int) -> None:
+    def __init__(
+        self,
+        make: Callable[[Any], PreTrainedModel],
+        config: PreTrainedConfig,
+        settings: ModelSettings,
+        max_len: int,
+        embedding: nn.Parameter,
+    ) -> None:
         super().__init__()
-        self.module = module
-        module.get_input_embeddings().register_parameter("weight", embedding)
+        self.module = build_empty(make, config, settings)
+        self.module.get_input_embeddings().register_parameter("weight", embedding)
         self.vocab_size = embedding.shape[0]
         self.max_len = max_len
 

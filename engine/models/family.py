@@ -22,12 +22,10 @@ Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
 """From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if
 something that the config asks for does not fit or is not supported."""
 
-_WITH_HEAD = "ForCausalLM"
-
 
 def has_head(checkpoint: Checkpoint) -> bool:
     """Whether a plain decoder's checkpoint has a language-model head, by its architecture."""
-    return checkpoint.architecture.endswith(_WITH_HEAD)
+    return checkpoint.architecture.endswith("ForCausalLM")
 
 
 def _text_positions(config: PreTrainedConfig) -> int:

@@ -14,14 +14,7 @@ from engine.models.generator_model import GeneratorModel
 from engine.models.model_settings import ModelSettings
 from engine.models.registry import FAMILIES
 
-__all__ = [
-    "find_family",
-    "is_supported",
-    "load_generator",
-    "load_model",
-    "max_positions",
-    "open_checkpoint",
-]
+__all__ = ["find_family", "is_supported", "load_generator", "load_model", "open_checkpoint"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -108,12 +101,3 @@ def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorMod
             f"{'; '.join(known)}"
         )
     return family.generator(checkpoint, device).eval()
-
-
-def max_positions(checkpoint: Checkpoint) -> int:
-    """Tokens of the longest sequence that a checkpoint's decoder allows.
-
-    Raises:
-        ValueError: the architecture is not supported.
-    """
-    return find_family(checkpoint).max_positions(checkpoint.config)

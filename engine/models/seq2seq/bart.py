@@ -7,14 +7,14 @@ Generation, Translation, and Comprehension", 2019.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.bart.modeling_bart import BartEncoder
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
-from engine.models.encoder_module import TextEncoder, build_empty
+from engine.models.encoder_module import TextEncoder
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
@@ -55,11 +55,8 @@ def build_bart(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
     """Build a BART, its weights not yet loaded; see :class:`Seq2SeqModel`."""
     config = checkpoint.config
     decoder_config = bart_config(config)
-
-    def build_encoder(embedding: nn.Parameter) -> TextEncoder:
-        module = build_empty(BartEncoder, config, settings)
-        return TextEncoder(module, embedding, decoder_config.max_encoder_len)
-
+    max_len = decoder_config.max_encoder_len
+    build_encoder = partial(TextEncoder, BartEncoder, config, settings, max_len)
     return Seq2SeqModel(decoder_config, build_encoder, settings, checkpoint.weight_files)
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, T5Config
 from transformers.models.t5.modeling_t5 import T5Stack
 
@@ -18,7 +17,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.interface.prompts import EncoderPrompt
-from engine.models.encoder_module import TextEncoder, build_empty
+from engine.models.encoder_module import TextEncoder
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import Seq2SeqModel
@@ -87,11 +86,8 @@ def build_t5(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
         raise ValueError("T5 overflows in float16; use bfloat16 or float32")
     config = checkpoint.config
     decoder_config = t5_config(config)
-
-    def build_encoder(embedding: nn.Parameter) -> TextEncoder:
-        module = build_empty(_encoder_stack, config, settings)
-        return TextEncoder(module, embedding, decoder_config.max_encoder_len)
-
+    max_len = decoder_config.max_encoder_len
+    build_encoder = partial(TextEncoder, _encoder_stack, config, settings, max_len)
     return Seq2SeqModel(decoder_config, build_encoder, settings, checkpoint.weight_files)
 
 

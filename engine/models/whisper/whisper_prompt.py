@@ -101,7 +101,12 @@ class WhisperPromptRule(DecoderPromptRule):
         detects = bool(self._setting("lang_to_id")) and (len(ids) == 1 or ids[1] is None)
         tasks = self._setting("task_to_id") or {}
         if task is not None:
-            ids.append(self._task_id(task, tasks))
+            if task not in tasks:
+                raise ValueError(
+                    f"task {task!r} is unknown to this checkpoint; it knows "
+                    f"{', '.join(sorted(tasks)) or 'none'}"
+                )
+            ids.append(tasks[task])
         elif language is not None and tasks and not set(ids) & set(tasks.values()):
             ids.append(tasks["transcribe"])
         wanted = self._wants_timestamps(encoder)
@@ -130,14 +135,6 @@ class WhisperPromptRule(DecoderPromptRule):
                 f"language {language!r} is unknown to this checkpoint; it knows {codes}"
             )
         return known[token]
-
-    def _task_id(self, task: str, tasks: dict[str, int]) -> int:
-        if task not in tasks:
-            raise ValueError(
-                f"task {task!r} is unknown to this checkpoint; it knows "
-                f"{', '.join(sorted(tasks)) or 'none'}"
-            )
-        return tasks[task]
 
     def _forced_ids(self) -> list[int | None]:
         """What older checkpoints say in the place of a language and a task."""

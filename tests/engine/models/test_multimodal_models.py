@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models.model_loader import load_model, max_positions
+from engine.models.model_loader import find_family, load_model
 from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import MultiModalInput
@@ -268,7 +268,8 @@ def test_a_tied_head_that_is_stored_as_well_is_left_there(name: str, tmp_path: P
 
 
 def test_the_longest_sequence_is_the_text_parts(family: Family):
-    assert max_positions(Checkpoint.open(family.folder)) == 1024
+    checkpoint = Checkpoint.open(family.folder)
+    assert find_family(checkpoint).max_positions(checkpoint.config) == 1024
 
 
 def test_processors_of_the_checkpoint_give_what_the_tower_takes(family: Family):
