@@ -104,6 +104,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._enable_prefix_caching = config.enable_prefix_caching
         self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
         self._requests: dict[str, EncoderRequest] = {}
+        # Of the last step, by the mark of its call: the requests that were live before it.
+        self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
         self._arrivals = count()
         self._stats = EngineStats()
         for line in self.memory_plan.lines():
@@ -148,14 +150,18 @@ class EncoderEngine(Engine[EncoderOutput]):
             priority=priority,
             arrival_index=next(self._arrivals),
         )
-        self._requests[request_id] = request
-        self._queue.add(request)
+        self._consistently(lambda: self._enter(request))
 
-    def step(self) -> list[EncoderOutput]:
+    def _enter(self, request: EncoderRequest) -> None:
+        self._queue.add(request)
+        self._requests[request.request_id] = request
+
+    def _step(self) -> list[EncoderOutput]:
         """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""
         if not self._requests:
             return []
         started, clock = time.monotonic(), time.perf_counter()
+        self._before = self._call, dict(self._requests)
         outputs = self._answer_cached(started)
         batch = self._queue.next_batch(share=self._enable_prefix_caching)
         held = self._hold_blocks(batch)
@@ -164,8 +170,21 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
+    def _begin_anew(self) -> None:
+        """Let all inputs wait again, those of an interrupted step too: nothing was told of them."""
+        call, before = self._before
+        if call is self._call:
+            self._requests = before
+        self._store.clear()
+        self._queue.clear()
+        for request in self._requests.values():
+            self._queue.add(request)
+
     def abort(self, request_id: str) -> None:
         """Drop an input that waits; an unknown id is ignored."""
+        self._consistently(lambda: self._drop(request_id))
+
+    def _drop(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._queue.remove(request)

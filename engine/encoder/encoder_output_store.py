@@ -44,11 +44,18 @@ class EncoderOutputStore:
     """
 
     def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
-        self._pool = BlockPool.uniform(num_blocks)
-        self._rows = StageOutputCache(num_blocks, block_size, self._pool.generations(0), names)
-        self._inputs = WholeInputCache(self._pool, self._rows, block_size)
+        self._num_blocks, self._block_size, self._names = num_blocks, block_size, names
         self._hit_tokens = 0
         self._queried_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all inputs, held ones too, in whatever state an interrupted call left them."""
+        self._pool = BlockPool.uniform(self._num_blocks)
+        self._rows = StageOutputCache(
+            self._num_blocks, self._block_size, self._pool.generations(0), self._names
+        )
+        self._inputs = WholeInputCache(self._pool, self._rows, self._block_size)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether an input fits the empty pool."""

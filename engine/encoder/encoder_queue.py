@@ -29,6 +29,10 @@ class EncoderQueue:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: list[EncoderRequest] = []
 
+    def clear(self) -> None:
+        """Forget every input."""
+        self._waiting.clear()
+
     def add(self, request: EncoderRequest) -> None:
         """Queue an input."""
         insort(self._waiting, request, key=lambda r: r.queue_key)

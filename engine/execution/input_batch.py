@@ -106,6 +106,13 @@ class InputBatch:
             for group_id, size in enumerate(self._block_sizes)
         )
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Give every row back, in whatever state an interrupted call left them."""
+        max_num_seqs = len(self._num_tokens)
+        for table in self._block_tables:
+            table.fill(0)
         self._num_blocks = [[0] * max_num_seqs for _ in self._block_sizes]
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._row_of: dict[str, int] = {}

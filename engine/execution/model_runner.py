@@ -190,6 +190,11 @@ class ModelRunner:
             self._memory.clear_null_page()
         return tuple(tensors)
 
+    def clear(self) -> None:
+        """Forget every request, and find the outputs anew that the manager is to mirror."""
+        self._batch.clear()
+        self.warm_up()
+
     def append_token(self, request: Request, token_id: int) -> None:
         """Tell the tables the token that was accepted for a request."""
         self._batch.append_token(request.request_id, token_id)

@@ -79,6 +79,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._window = _window_sizes(config, self._model)
         self._requests: dict[str, GeneratorRequest] = {}
         self._arrivals = count()
+        # Of the last step, by the mark of its call: how far each live request was before it.
+        self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
 
     def add_request(
@@ -146,9 +148,16 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         request = self._requests.get(request_id)
         return request is not None and request.needs_input(self._window)
 
-    def step(self) -> list[GeneratorOutput]:
+    def _step(self) -> list[GeneratorOutput]:
         """Run one batch; return the outputs that moved. Nothing to run: nothing."""
         clock = time.perf_counter()
+        self._before = (
+            self._call,
+            [
+                (request, request.num_done, len(request.pieces), request.state)
+                for request in self._requests.values()
+            ],
+        )
         silent = [request for request in self._requests.values() if request.is_done]
         outputs = [self._advance(request, torch.zeros(0)) for request in silent]
         batch = self._next_batch()
@@ -157,6 +166,16 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         if outputs:
             self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
+
+    def _begin_anew(self) -> None:
+        """Take back what an interrupted step has done: its outputs have not been told."""
+        call, before = self._before
+        if call is not self._call:
+            return
+        for request, num_done, num_pieces, state in before:
+            request.num_done, request.state = num_done, state
+            del request.pieces[num_pieces:]
+        self._requests = {entry[0].request_id: entry[0] for entry in before}
 
     def abort(self, request_id: str) -> None:
         """Drop an utterance; an unknown id is ignored."""

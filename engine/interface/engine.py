@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -13,9 +13,23 @@ if TYPE_CHECKING:
     from engine.interface.sampling_params import SamplingParams
     from engine.interface.stats import EngineStats
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EngineBrokenError"]
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
+T = TypeVar("T")
+
+
+class EngineBrokenError(RuntimeError):
+    """An engine was interrupted while it mended itself, and is not to be used any more.
+
+    Args:
+        cause: what interrupted it first.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"the engine was interrupted ({cause}), and again while it mended itself; build it anew"
+        )
 
 
 class Engine(ABC, Generic[OutputT_co]):
@@ -42,6 +56,10 @@ class Engine(ABC, Generic[OutputT_co]):
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
+    # What interrupted the engine, while it begins anew; and a mark of the call that runs or ran
+    # last: what it noted under this mark has not been told to the caller if it is interrupted.
+    _broken_by: str | None = None
+    _call: object = None
 
     @abstractmethod
     def add_request(
@@ -91,12 +109,38 @@ class Engine(ABC, Generic[OutputT_co]):
         """Whether a live request cannot go on before its next chunk comes."""
         return False
 
-    @abstractmethod
     def step(self) -> Sequence[OutputT_co]:
         """Run one batch; return the outputs that moved, finished or not.
 
         Requests that fail end with an output that says why; others go on. Idle: nothing happens.
+        Whatever interrupts it, wherever (a signal, a lack of memory), every request begins anew
+        before the exception is passed on, and what was cached is forgotten.
+
+        Raises:
+            EngineBrokenError: beginning anew was interrupted as well, now or before.
         """
+        return self._consistently(self._step)
+
+    def _consistently(self, call: Callable[[], T]) -> T:
+        """Make a call; let all requests begin anew if it is interrupted."""
+        if self._broken_by is not None:
+            raise EngineBrokenError(self._broken_by)
+        self._call = object()
+        try:
+            return call()
+        except BaseException as error:
+            self._broken_by = f"{type(error).__name__}: {error}"
+            self._begin_anew()
+            self._broken_by = None
+            raise
+
+    @abstractmethod
+    def _step(self) -> Sequence[OutputT_co]:
+        """See :meth:`step`; may be interrupted anywhere."""
+
+    @abstractmethod
+    def _begin_anew(self) -> None:
+        """Build everything anew from what the live requests themselves hold."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

@@ -20,7 +20,7 @@ from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import build_engine_parts
 from engine.llm.output_processor import OutputProcessor
 from engine.llm.run_prompts import run_prompts, stream_prompt
-from engine.requests.request import RequestStatus
+from engine.requests.request import Request, RequestStatus
 from engine.requests.request_group import RequestGroup
 from engine.scheduling.scheduler_output import SchedulerOutput
 from prefix_cache import check_integrity, check_pool_integrity
@@ -89,11 +89,18 @@ class LLMEngine(Engine[RequestOutput]):
         requests = self._inputs.process(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
-        self._output_processor.add(RequestGroup.of(request_id, requests))
-        for request in requests:
-            self._scheduler.add(request)
+        self._consistently(lambda: self._enter(RequestGroup.of(request_id, requests), requests))
 
-    def step(self) -> list[RequestOutput]:
+    def _enter(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+        try:
+            self._output_processor.add(group)
+            for request in requests:
+                self._scheduler.add(request)
+        except BaseException:
+            self._groups.pop(group.request_id, None)
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         """Run one step; return the requests that moved, finished or not.
 
         It does nothing while no request is live, or those that are wait for input or are paused,
@@ -105,6 +112,8 @@ class LLMEngine(Engine[RequestOutput]):
         """
         if not self._groups:
             return []
+        if spoilt := self._output_processor.fail_interrupted(self._call):
+            return spoilt
         started = time.perf_counter()
         scheduled = self._schedule()
         outputs = self._run(scheduled)
@@ -129,7 +138,7 @@ class LLMEngine(Engine[RequestOutput]):
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             return self._recover(scheduled, error)
         self._scheduler.complete(scheduled)
-        return self._output_processor.process(scheduled, sampled)
+        return self._output_processor.process(scheduled, sampled, self._call)
 
     def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         """Fail the request that ran; of several, let each try again by itself."""
@@ -139,11 +148,14 @@ class LLMEngine(Engine[RequestOutput]):
         for request in (*scheduled.preempted, *(item.request for item in scheduled.scheduled)):
             self._runner.forget(request)
         message = f"the step failed: {type(error).__name__}: {error}"
-        return self._output_processor.fail(culprits, message)
+        return self._output_processor.fail(culprits, message, self._call)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; an unknown id is ignored."""
-        self._output_processor.abort(request_id)
+        self._consistently(lambda: self._output_processor.abort(request_id))
+
+    def _begin_anew(self) -> None:
+        self._output_processor.begin_anew(self._call)
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:

@@ -41,6 +41,10 @@ class OutputProcessor:
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
+    # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
+    # known how much of a token was noted, and nobody was told.
+    _taken_in: tuple[object, tuple[RequestGroup, ...]] = (None, ())
+    _interrupted: tuple[RequestGroup, ...] = ()
 
     def add(self, group: RequestGroup) -> None:
         """Keep a request from now on."""
@@ -78,9 +82,17 @@ class OutputProcessor:
                 )
 
     def process(
-        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken]
+        self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken], call: object
     ) -> list[RequestOutput]:
-        """Take in a step that has run; return the outputs of the requests that it moved."""
+        """Take in a step that has run; return the outputs of the requests that it moved.
+
+        Args:
+            scheduled: the step.
+            sampled: its tokens.
+            call: mark of the call that ran it, see :meth:`begin_anew`.
+        """
+        groups = tuple(self._group_of[item.request.request_id] for item in scheduled.scheduled)
+        self._taken_in = call, groups
         moved: dict[str, RequestGroup] = {}
         num_generated = 0
         for token in sampled:
@@ -112,10 +124,42 @@ class OutputProcessor:
                 self._finish(group, request, FinishReason.LENGTH)
         return [self._output(group) for group in moved.values()]
 
-    def fail(self, requests: Iterable[Request], error: str) -> list[RequestOutput]:
+    def begin_anew(self, call: object) -> None:
+        """After a call that was interrupted anywhere: let every live request begin anew.
+
+        Requests whose tokens it was taking in fail, by :meth:`fail_interrupted`: how much of a
+        token had been noted is not known.
+
+        Args:
+            call: the mark of the call.
+        """
+        mark, groups = self._taken_in
+        spoilt = (*self._interrupted, *groups) if mark is call else self._interrupted
+        self._interrupted = tuple({group.request_id: group for group in spoilt}.values())
+        self.scheduler.clear()
+        self.model_runner.clear()
+        for group in self._interrupted:
+            self.groups[group.request_id] = group
+        self._group_of = {}
+        for group in self.groups.values():
+            self.add(group)
+            for request in self.live(group.request_id):
+                request.begin_anew()
+                self.scheduler.add(request)
+
+    def fail_interrupted(self, call: object) -> list[RequestOutput]:
+        """End the requests that an interruption has spoilt; as a rule there are none."""
+        if not self._interrupted:
+            return []
+        self._taken_in = call, self._interrupted
+        self._interrupted = ()
+        message = "the step was interrupted while its tokens were taken in"
+        return [self._fail(group, message) for group in self._taken_in[1]]
+
+    def fail(self, requests: Iterable[Request], error: str, call: object) -> list[RequestOutput]:
         """End the requests that these sequences belong to with an error."""
-        groups = [self._group_of[request.request_id] for request in requests]
-        return [self._fail(group, error) for group in groups]
+        self._taken_in = call, tuple(self._group_of[each.request_id] for each in requests)
+        return [self._fail(group, error) for group in self._taken_in[1]]
 
     def _complete_prompt(self, request: Request, token_id: int) -> None:
         """Take the token that the model chose for the prompt; nothing is put out for it."""

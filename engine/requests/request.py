@@ -197,6 +197,13 @@ class Request:
         self.prompt_choice = None
         return new
 
+    def begin_anew(self) -> None:
+        """Forget what was computed; what was generated and told stays."""
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.alone_until = 0
+        self.block_hashes.clear()
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a sampled token."""
         self.token_ids.append(token_id)

@@ -107,6 +107,11 @@ class EncoderCacheManager:
         """Give back all that the request holds; nothing is fine too."""
         self._give_back(request.request_id, tuple(self._items.get(request.request_id, ())))
 
+    def clear(self) -> None:
+        """Forget all rows and who holds them, in whatever state an interrupted call left them."""
+        self.cache.clear()
+        self._items = {}
+
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache counts other references than are held here."""
         self.cache.check_integrity(

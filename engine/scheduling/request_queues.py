@@ -58,6 +58,16 @@ class RequestQueues:
         """Queue a request that has been validated."""
         _insert(self.waiting, request)
 
+    def clear(self) -> None:
+        """Forget every request and all that is held, whatever an interrupted call left of it."""
+        for queue in (self.waiting, self.running, self.swapped):
+            queue.clear()
+        self.kv_cache_manager.clear()
+        if self.swap_space is not None:
+            self.swap_space.clear()
+        if self.encoder_cache_manager is not None:
+            self.encoder_cache_manager.clear()
+
     def start(self, request: Request) -> None:
         """Let a waiting request run; its blocks have been allocated."""
         self.waiting.remove(request)

@@ -98,6 +98,10 @@ class Scheduler:
         """Take a request out, wherever it is, and give back what it holds."""
         self._queues.finish(request)
 
+    def clear(self) -> None:
+        """Forget every request and all that is held, whatever an interrupted call left of it."""
+        self._queues.clear()
+
     def pause(self, request: Request) -> None:
         """Leave a request out of the steps until it is resumed."""
         request.is_paused = True

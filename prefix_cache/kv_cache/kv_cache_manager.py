@@ -65,22 +65,31 @@ class KVCacheManager:
         max_num_batched_tokens: int | None = None,
     ) -> None:
         self.config = config
-        self.pool = BlockPool.for_config(config)
-        limit = max_num_batched_tokens or _NO_LIMIT
-        self.coordinator = KVCacheCoordinator(config, self.pool, limit)
+        self._max_chunk = max_num_batched_tokens or _NO_LIMIT
+        self._output_names = output_names
+        self._enable_prefix_caching = enable_prefix_caching
+        self.num_resets = 0
+        self._hit_tokens = 0
+        self._queried_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every request and all content, in whatever state an interrupted call left them.
+
+        Nothing is kept of the bookkeeping, the generations of rows included; the block tables that
+        requests had are void. The counters of hits go on.
+        """
+        self.pool = BlockPool.for_config(self.config)
+        self.coordinator = KVCacheCoordinator(self.config, self.pool, self._max_chunk)
         self.block_size = self.coordinator.block_size
-        self.outputs = MirroredOutputs(config, self.coordinator, output_names)
+        self.outputs = MirroredOutputs(self.config, self.coordinator, self._output_names)
         self.mirrored_group_id = self.outputs.group_id
         self.stage_outputs = self.outputs.stage_outputs
         self.encoder_outputs = self.outputs.encoder_outputs
         self.pending = PendingBlocks()
         self._finder = PrefixFinder(self.coordinator, self.outputs, self.pending)
-        self._enable_prefix_caching = enable_prefix_caching
-        self.num_resets = 0
         # Requests that live, each with the number of resets that came before its content.
         self._resets_before: dict[str, int] = {}
-        self._hit_tokens = 0
-        self._queried_tokens = 0
 
     @property
     def enable_prefix_caching(self) -> bool:

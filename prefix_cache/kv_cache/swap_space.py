@@ -61,6 +61,10 @@ class SwapSpace:
     def __init__(self, manager: KVCacheManager, num_pages: int) -> None:
         self._manager = manager
         self.config = replace(manager.config, num_large_pages=num_pages)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every request, in whatever state an interrupted call left them."""
         self.pool = BlockPool.for_config(self.config)
         self._swapped: dict[str, _Swapped] = {}
 

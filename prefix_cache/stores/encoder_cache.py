@@ -68,13 +68,17 @@ class EncoderCache:
         if capacity_bytes < 1:
             raise ValueError(f"capacity_bytes must be at least 1, got {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
+        self._hits = 0
+        self._encoded = 0
+        self._evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all items and who holds them, in whatever state an interrupted call left them."""
         self._held: dict[bytes, _Entry] = {}
         self._unheld: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._held_bytes = 0
         self._unheld_bytes = 0
-        self._hits = 0
-        self._encoded = 0
-        self._evictions = 0
 
     def __contains__(self, content_hash: bytes) -> bool:
         return content_hash in self._held or content_hash in self._unheld
