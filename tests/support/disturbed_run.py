@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine import FinishReason, LLMEngine, RequestOutput
+from engine.interface.engine import EngineBrokenError
 from prefix_cache import IntegrityError
 from tests.support.line_faults import LineFault
 from tests.support.request_stream import Alone, Ask, assert_same
@@ -62,7 +62,6 @@ def disturbed_run(
     *,
     step: int,
     fault: LineFault,
-    broken_error: type[Exception],
 ) -> Outcome:
     """Interrupt one step, go on, then ask everything again, and compare with each alone.
 
@@ -72,7 +71,6 @@ def disturbed_run(
         alone: their answers.
         step: which step is interrupted.
         fault: where, and by what.
-        broken_error: what an engine raises that says that it is broken.
     """
     done: dict[str, RequestOutput] = {}
 
@@ -110,7 +108,7 @@ def disturbed_run(
             assert again.error is None, again.error
             assert_same(again, alone.answer(ask), alone.atol)
         engine.check_integrity()
-    except broken_error:
+    except EngineBrokenError:
         return Outcome("said broken", fault.place)
     except AssertionError as error:
         return Outcome("wrong", fault.place, str(error)[:300])
@@ -119,8 +117,3 @@ def disturbed_run(
     except Exception as error:
         return Outcome("broken", fault.place, f"{type(error).__name__}: {error}"[:300])
     return Outcome(kind, fault.place)
-
-
-def tally(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """How often each kind came about."""
-    return Counter(outcome.kind for outcome in outcomes)
