@@ -163,8 +163,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         started, clock = time.monotonic(), time.perf_counter()
         self._before = self._call, dict(self._requests)
         outputs = self._answer_cached(started)
-        batch = self._queue.next_batch(share=self._enable_prefix_caching)
-        held = self._hold_blocks(batch)
+        held = self._hold_blocks(self._queue.next_batch(share=self._enable_prefix_caching))
         if held:
             outputs += self._run(held, started)
         self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
@@ -172,9 +171,8 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def _begin_anew(self) -> None:
         """Let all inputs wait again, those of an interrupted step too: nothing was told of them."""
-        call, before = self._before
-        if call is self._call:
-            self._requests = before
+        if self._before[0] is self._call:
+            self._requests = self._before[1]
         self._store.clear()
         self._queue.clear()
         for request in self._requests.values():
@@ -185,9 +183,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._consistently(lambda: self._drop(request_id))
 
     def _drop(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._queue.remove(request)
+        if request_id in self._requests:
+            self._queue.remove(self._requests.pop(request_id))
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:

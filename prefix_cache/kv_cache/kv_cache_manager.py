@@ -74,11 +74,7 @@ class KVCacheManager:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every request and all content, in whatever state an interrupted call left them.
-
-        Nothing is kept of the bookkeeping, the generations of rows included; the block tables that
-        requests had are void. The counters of hits go on.
-        """
+        """Forget all requests, content and rows, in whatever state an interrupted call left them."""
         self.pool = BlockPool.for_config(self.config)
         self.coordinator = KVCacheCoordinator(self.config, self.pool, self._max_chunk)
         self.block_size = self.coordinator.block_size
