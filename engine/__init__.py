@@ -49,6 +49,7 @@ from engine.interface.waveform import Waveform
 
 if TYPE_CHECKING:
     from engine.checkpoints.checkpoint import Checkpoint
+    from engine.checkpoints.checkpoint_parts import CheckpointPart
     from engine.encoder.encoder_engine import EncoderEngine
     from engine.generator.generator_engine import GeneratorEngine
     from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
@@ -56,12 +57,13 @@ if TYPE_CHECKING:
     from engine.llm.llm_engine import LLMEngine
     from engine.models.base import CausalModel
     from engine.models.decoders.decoder import build_decoder, decoder_family
-    from engine.models.decoders.decoder_config import DecoderConfig
+    from engine.models.decoders.decoder_config import DecoderConfig, LayerKind
     from engine.models.family import ModelFamily
     from engine.models.generator_model import CodeChunk, GeneratorModel
     from engine.models.model_settings import ModelSettings
     from engine.models.multimodal import ItemTower, MultiModalModel
     from engine.models.registry import register_model_family
+    from engine.requests.multimodal_input import Modality, MultiModalInput
     from engine.resources.memory_plan import MemoryPlan
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "CausalModel",
     "ChatPrompt",
     "Checkpoint",
+    "CheckpointPart",
     "CodeChunk",
     "CodecPrompt",
     "CompletionOutput",
@@ -93,10 +96,13 @@ __all__ = [
     "ImagePrompt",
     "ItemTower",
     "LLMEngine",
+    "LayerKind",
     "MemoryPlan",
+    "Modality",
     "ModelFamily",
     "ModelSettings",
     "MultiModalData",
+    "MultiModalInput",
     "MultiModalModel",
     "MultiModalPromptProcessor",
     "Prompt",
@@ -121,16 +127,20 @@ __all__ = [
 _IMPORTED_ON_USE = {
     "CausalModel": "engine.models.base",
     "Checkpoint": "engine.checkpoints.checkpoint",
+    "CheckpointPart": "engine.checkpoints.checkpoint_parts",
     "CodeChunk": "engine.models.generator_model",
     "DecoderConfig": "engine.models.decoders.decoder_config",
     "EncoderEngine": "engine.encoder.encoder_engine",
     "GeneratorEngine": "engine.generator.generator_engine",
     "GeneratorModel": "engine.models.generator_model",
     "ItemTower": "engine.models.multimodal",
+    "LayerKind": "engine.models.decoders.decoder_config",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
     "ModelFamily": "engine.models.family",
     "ModelSettings": "engine.models.model_settings",
+    "Modality": "engine.requests.multimodal_input",
+    "MultiModalInput": "engine.requests.multimodal_input",
     "MultiModalModel": "engine.models.multimodal",
     "MultiModalPromptProcessor": "engine.inputs.multimodal_inputs",
     "PromptContent": "engine.inputs.prompt_processor",

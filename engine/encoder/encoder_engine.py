@@ -18,6 +18,7 @@ from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder.encoder_queue import EncoderQueue
 from engine.encoder.encoder_request import EncoderRequest
 from engine.encoder.pooling import Pooling, pool, resolve_pooling
+from engine.inputs.admission import check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.config import EngineConfig
@@ -288,21 +289,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
 
     def _check_fits(self, num_tokens: int) -> None:
-        if num_tokens > self.max_model_len:
-            raise ValueError(
-                f"the input has {num_tokens} tokens, but max_model_len is {self.max_model_len}"
-            )
-        budget = self.config.max_num_batched_tokens
-        if num_tokens > budget:
-            raise ValueError(
-                f"the input has {num_tokens} tokens, but max_num_batched_tokens is {budget}: a "
-                "bidirectional encoder needs its whole input in one step"
-            )
-        if not self._store.can_ever_hold(num_tokens):
-            raise ValueError(
-                f"the request can never fit: {num_tokens} tokens, the whole cache holds "
-                f"{self.memory_plan.num_tokens}; raise num_blocks"
-            )
+        budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
+        check_whole_input(num_tokens, self.max_model_len, budget, usable_tokens)
 
     def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:
         known = {*self._model.row_nbytes, "pooled"}

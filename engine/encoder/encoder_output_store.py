@@ -57,10 +57,6 @@ class EncoderOutputStore:
         )
         self._inputs = WholeInputCache(self._pool, self._rows, self._block_size)
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether an input fits the empty pool."""
-        return self._inputs.num_blocks_for(num_tokens) <= self._pool.usable_blocks()
-
     def find(self, request: EncoderRequest) -> HeldInput | None:
         """Hold an input whose rows are all there, or None."""
         blocks = self._inputs.find(request.input_hash, request.num_tokens)

@@ -10,7 +10,7 @@ from engine.interface.sampling_params import SamplingParams
 from engine.requests.prompt_positions import PromptPositions
 from prefix_cache import KVCacheManager
 
-__all__ = ["Admission", "InputLimits"]
+__all__ = ["Admission", "InputLimits", "check_whole_input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +121,29 @@ class Admission:
                 f"{limit}; shorten the prompt or raise max_model_len"
             )
         return ahead
+
+
+def check_whole_input(num_tokens: int, max_model_len: int, budget: int, usable_tokens: int) -> None:
+    """Refuse an input of an encoder engine that can never run.
+
+    Args:
+        num_tokens: of the input.
+        max_model_len: longest input.
+        budget: most tokens of a step.
+        usable_tokens: tokens that the whole store of outputs holds.
+
+    Raises:
+        ValueError: it is longer than one of these.
+    """
+    if num_tokens > max_model_len:
+        raise ValueError(f"the input has {num_tokens} tokens, but max_model_len is {max_model_len}")
+    if num_tokens > budget:
+        raise ValueError(
+            f"the input has {num_tokens} tokens, but max_num_batched_tokens is {budget}: a "
+            "bidirectional encoder needs its whole input in one step"
+        )
+    if num_tokens > usable_tokens:
+        raise ValueError(
+            f"the request can never fit: {num_tokens} tokens, the whole cache holds "
+            f"{usable_tokens}; raise num_blocks"
+        )

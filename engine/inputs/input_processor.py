@@ -137,6 +137,11 @@ class InputProcessor:
         )
 
     @property
+    def takes_chunks(self) -> bool:
+        """Whether prompts may come in chunks."""
+        return self._prompts.takes_chunks
+
+    @property
     def speakers(self) -> tuple[str, ...] | None:
         """Voices that prompts choose from; None of models that do not speak."""
         return self._prompts.speakers

@@ -83,6 +83,7 @@ class PromptProcessor(ABC):
         suppress_token_ids: never to be generated.
         begin_suppress_token_ids: nor at the first place.
         stop_token_ids: what ends the output; None leaves it to the checkpoint's configs.
+        takes_chunks: whether prompts may come in chunks, by :meth:`extend`.
         speakers: voices that prompts choose from; None if the model does not speak.
         is_encoder_decoder: whether prompts have two sides.
     """
@@ -91,6 +92,7 @@ class PromptProcessor(ABC):
     begin_suppress_token_ids: tuple[int, ...] = ()
     stop_token_ids: Collection[int] | None = None
     speakers: tuple[str, ...] | None = None
+    takes_chunks: bool = False
     is_encoder_decoder: bool = False
 
     @abstractmethod
@@ -112,7 +114,7 @@ class PromptProcessor(ABC):
         Raises:
             ValueError: the model takes prompts whole, or not this chunk; nothing has changed.
         """
-        raise ValueError("this model is no talker: it takes its prompts whole, not in chunks")
+        raise ValueError("this model takes its prompts whole, not in chunks")
 
 
 class PlainPromptProcessor(PromptProcessor):

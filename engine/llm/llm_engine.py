@@ -172,8 +172,8 @@ class LLMEngine(Engine[RequestOutput]):
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether the model is a talker, which begins while its text is still written."""
-        return self.speakers is not None
+        """Whether a request may begin while its prompt is still made."""
+        return self._inputs.takes_chunks
 
     @property
     def speakers(self) -> tuple[str, ...] | None:

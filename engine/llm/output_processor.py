@@ -42,7 +42,7 @@ class OutputProcessor:
     stats: EngineStats = field(default_factory=EngineStats)
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
     # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
-    # known how much of a token was noted, and nobody was told.
+    # known how much of a token was noted, and the caller was not told.
     _taken_in: tuple[object, tuple[RequestGroup, ...]] = (None, ())
     _interrupted: tuple[RequestGroup, ...] = ()
 

@@ -57,7 +57,7 @@ def _upright_rgb(image: Image) -> Image:
         return pillow.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
     if upright.mode in ("I", "F"):
         raise ValueError(
-            f"its pixels are of mode {upright.mode!r}, of which nobody says what is white; "
+            f"its pixels are of mode {upright.mode!r}, which does not say what is white; "
             "convert it to RGB"
         )
     return upright.convert("RGB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -73,7 +74,7 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             f"weights are packed for float32 on a CPU only, not {settings.dtype} on "
             f"{settings.device}"
         )
-    model = build(checkpoint, settings)
+    model = build(checkpoint, replace(settings, decoder_config_of=FAMILIES.decoder_config_of))
     stored = checkpoint.weight_files
     # Some embedding models keep the headless names under a causal architecture.
     targets = dict(model.targets("model." if _EMBEDDING in stored else ""))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import torch
+from transformers import PreTrainedConfig
 
 from engine.layers import LayerOps
 
@@ -19,6 +21,10 @@ class TensorOptions(TypedDict):
     device: torch.device
 
 
+def _unknown(config: PreTrainedConfig) -> NoReturn:
+    raise ValueError(f"no family of decoders is known here, not of type {config.model_type!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """How a model is to be held in memory, and for how long sequences.
@@ -29,6 +35,8 @@ class ModelSettings:
         block_size: tokens per block of the KV cache.
         max_model_len: longest sequence that will run, in tokens.
         ops: what computes norms, gates and rotations.
+        decoder_config_of: from the config of a plain decoder inside another model to what reads it;
+            ``ValueError`` for one that no family declares.
         pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
             batches and the same up to rounding; None: where that is possible.
     """
@@ -38,6 +46,7 @@ class ModelSettings:
     block_size: int
     max_model_len: int
     ops: LayerOps = field(default_factory=LayerOps)
+    decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _unknown
     pack_weights: bool | None = None
 
     @property

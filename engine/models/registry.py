@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.checkpoint_parts import CheckpointPart
 from engine.models.family import ModelFamily
@@ -138,6 +138,28 @@ class FamilyRegistry:
         known = (*families.values(), *dict.fromkeys(self._added.values()))
         parts = [family.part for family in known if family.part is not None]
         return tuple(part for part in parts if part.whole == model_type)
+
+    def decoder_config_of(self, config: PreTrainedConfig) -> Callable[[PreTrainedConfig], Any]:
+        """What reads the config of a plain decoder, which other families may build on.
+
+        Raises:
+            ValueError: no family declares a decoder of this ``model_type``.
+        """
+        self._load_entry_points()
+        rows = [row for row in self._rows.values() if row.module.startswith("decoders.")]
+        named = {row.module.rpartition(".")[2]: row for row in rows}
+        if config.model_type in named:
+            read = named[config.model_type].load().decoder_config
+        else:
+            added = {family.name: family.decoder_config for family in self._added.values()}
+            read = added.get(config.model_type)
+            if read is None:
+                raise ValueError(
+                    f"a decoder of type {config.model_type!r} inside another model is not "
+                    f"supported; supported are {', '.join((*named, *added))}"
+                )
+        assert read is not None, "the table's plain decoders all declare it"
+        return read
 
     def _load_entry_points(self) -> None:
         if self._failures is not None:

@@ -1,3 +1,6 @@
-"""What a sequence carries on its way through an engine. Imports sampling, text, interface."""
+"""What a sequence carries on its way through an engine.
+
+Imports prefix_cache, sampling, text, interface.
+"""
 
 __all__: tuple[str, ...] = ()

@@ -1,3 +1,6 @@
-"""Devices and memory: what an engine reserves, and what it says of it. Imports interface."""
+"""Devices and memory: what an engine reserves, and what it says of it.
+
+Imports prefix_cache, interface.
+"""
 
 __all__: tuple[str, ...] = ()

@@ -225,7 +225,7 @@ class Driver:
         except Exception:  # such as an event loop that was closed without telling us
             # One that told us may have been closed before the thread came to hear of it.
             if ticket not in self._unwanted:
-                _logger.exception("nobody takes the outputs of request %r", ticket.request_id)
+                _logger.exception("the outputs of request %r are not taken", ticket.request_id)
             return False
         return True
 

@@ -189,7 +189,7 @@ class BlockPool:
             if block.large_page is None:
                 continue
             if block.ref_cnt == 0:
-                raise ValueError(f"block {block.block_id} is released, but nobody holds it")
+                raise ValueError(f"block {block.block_id} is released, but not held")
             if block.ref_cnt > 1:
                 block.ref_cnt -= 1
             else:
@@ -210,7 +210,7 @@ class BlockPool:
             ValueError: for a block that no table holds, or that has another hash already.
         """
         if block.ref_cnt == 0:
-            raise ValueError(f"block {block.block_id} is published, but nobody holds it")
+            raise ValueError(f"block {block.block_id} is published, but not held")
         if block.block_hash is not None and block.block_hash != block_hash:
             raise ValueError(f"block {block.block_id} is full and published under another hash")
         older = self.hash_table.get((block.group_id, block_hash))

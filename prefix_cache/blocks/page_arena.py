@@ -294,5 +294,5 @@ class PageArena:
 
 def _page_of(block: KVCacheBlock) -> LargePage:
     if block.large_page is None:
-        raise ValueError(f"the null block of group {block.group_id} is nobody's to hold or give")
+        raise ValueError(f"the null block of group {block.group_id} is never held nor given")
     return block.large_page

@@ -143,7 +143,7 @@ def _check_group(arena: PageArena, group: GroupPages) -> None:
     if group.num_spare != spare:
         raise IntegrityError(
             f"group {group.group_id}: num_spare ({group.num_spare}) != blocks in held pages that "
-            f"nobody holds ({spare})"
+            f"no request holds ({spare})"
         )
     for name, known, expected in (
         ("held", group.held_with_free, {p.page_id for p in pages if p.num_held and p.free}),

@@ -74,7 +74,7 @@ class KVCacheManager:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all requests, content and rows, in whatever state an interrupted call left them."""
+        """Forget requests, content and rows, in whatever state an interrupted call left them."""
         self.pool = BlockPool.for_config(self.config)
         self.coordinator = KVCacheCoordinator(self.config, self.pool, self._max_chunk)
         self.block_size = self.coordinator.block_size

@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SHOWN = {
     "compose_in_python": ["first round", "second round", "embedder: a vector of 64 numbers"],
+    "custom_stage": ["has 4 words", "has 6 words"],
     "custom_transform": ["better (", "mood (4 in)", "at least 4 rows are needed, got"],
     "engine_alone": ["KV cache", "10 tokens in", "8 prompt tokens hit"],
     "speak": ["0.08 s of sound, ", "thinker: 48 of", "both rounds sound the same"],

@@ -17,7 +17,7 @@ prefix_cache
 engine.interface
 engine.resources, engine.checkpoints, engine.text, engine.media, engine.native, engine.sampling
 engine.requests
-engine.attention
+engine.scheduling, engine.attention
 engine.layers
 engine.inputs
 engine.models
@@ -27,7 +27,6 @@ engine.models.qwen2_5_vl
 engine.models.whisper, engine.models.qwen2_5_omni
 engine.models.registry
 engine.models.model_loader
-engine.scheduling
 engine.execution
 engine.encoder, engine.generator, engine.llm
 engine

@@ -14,7 +14,6 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
-from engine.models.decoders import llama, mistral, qwen2, qwen3
 from engine.models.decoders.decoder import build_decoder
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
@@ -26,8 +25,6 @@ __all__ = ["FAMILY", "LlavaTower", "build_llava"]
 
 _PIXELS = "pixel_values"
 _TOWER = "clip_vision_model"
-# The plain decoders, by the ``model_type`` of their configs.
-_DECODERS = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
 
 
 class LlavaTower(ItemTower):
@@ -87,13 +84,7 @@ def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalMo
     """Build a LLaVA, its weights not yet loaded; see :data:`Builder`."""
     config = checkpoint.config
     text = config.text_config
-    base = _DECODERS.get(text.model_type)
-    if base is None or base.decoder_config is None:
-        raise ValueError(
-            f"LLaVA with a decoder of type {text.model_type!r}; "
-            f"supported are {', '.join(_DECODERS)}"
-        )
-    decoder = build_decoder(base.decoder_config, text, settings)
+    decoder = build_decoder(settings.decoder_config_of(text), text, settings)
     tower = LlavaTower(config, settings)
     placeholders: dict[Modality, int] = {"image": int(config.image_token_index)}
     return MultiModalModel(decoder, {"image": tower}, placeholders, checkpoint.weight_files)

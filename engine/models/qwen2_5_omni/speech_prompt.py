@@ -50,6 +50,8 @@ class SpeechPromptProcessor(PromptProcessor):
         ValueError: the checkpoint has no voices, or not these rows.
     """
 
+    takes_chunks = True
+
     def __init__(self, sources: PromptSources) -> None:
         checkpoint, config = sources.checkpoint, sources.checkpoint.config
         voices = load_speakers(checkpoint.path)

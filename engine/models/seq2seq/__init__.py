@@ -1,3 +1,3 @@
-"""BART and T5: encoder-decoders for text. Imports engine.models, and layers."""
+"""BART and T5: encoder-decoders for text. Imports engine.models and below."""
 
 __all__: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine import AudioPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.inputs.admission import InputLimits
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptSources
@@ -81,9 +81,9 @@ def refuse(engine: LLMEngine, prompt: TokensPrompt, message: str) -> None:
     engine.add_request("good", good, GREEDY)
     with pytest.raises(ValueError, match=message):
         engine.add_request("bad", prompt, GREEDY)
-    outputs = []
+    outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests:
-        outputs = engine.step()
+        outputs = list(engine.step())
     assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
     assert outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
     encoder = engine.stats().encoder_cache

@@ -156,7 +156,7 @@ class Stream:
                 assert_same(output, self.alone(self.asks[int(name)].whole))
             else:
                 self._check_partial(output)
-        return outputs
+        return list(outputs)
 
     def _check_partial(self, output: RequestOutput) -> None:
         rows = self.engine.partial_outputs(output.request_id, 2).get("hidden_states")

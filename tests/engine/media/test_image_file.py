@@ -47,7 +47,7 @@ def test_16_bits_of_grey_become_8_from_black_to_white(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_numbers_without_a_white_are_refused(tmp_path: Path, mode: str) -> None:
     image = Image.fromarray(PIXELS).convert("L").convert(mode)
-    with pytest.raises(ValueError, match=f"mode '{mode}', of which nobody says what is white"):
+    with pytest.raises(ValueError, match=f"mode '{mode}', which does not say what is white"):
         open_image(image)
     image.save(tmp_path / "numbers.tiff")
     with pytest.raises(ValueError, match=r"numbers\.tiff' cannot be read: its pixels are of mode"):

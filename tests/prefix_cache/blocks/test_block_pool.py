@@ -114,7 +114,7 @@ def test_a_shared_block_waits_for_its_last_holder():
     assert block.ref_cnt == 1 and cached_ids(pool) == []
     pool.release([block])
     assert cached_ids(pool) == [1]
-    with pytest.raises(ValueError, match="block 1 is released, but nobody holds it"):
+    with pytest.raises(ValueError, match="block 1 is released, but not held"):
         pool.release([block])
 
 
@@ -158,7 +158,7 @@ def test_publishing_twice_is_once_and_another_hash_is_an_error():
     with pytest.raises(ValueError, match=r"block 1 .* under another hash"):
         pool.publish(block, digest(2))
     pool.release([block])
-    with pytest.raises(ValueError, match="block 1 is published, but nobody holds it"):
+    with pytest.raises(ValueError, match="block 1 is published, but not held"):
         pool.publish(block, digest(1))
 
 
