@@ -52,9 +52,9 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
     """Runs a vocoder, and hands out ``audio``: whole in the end, and piece by piece as it comes.
 
     Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
-    close to that of the same codes at once, but not equal to it; ``GeneratorEngine`` says why. Codes
-    that fit one chunk of the edge come whole. Speech whose codes a limit of length cut off finishes
-    with ``length``, like the codes.
+    close to that of the same codes at once, but not equal to it; ``GeneratorEngine`` says why.
+    Codes that fit one chunk of the edge come whole. Speech whose codes a limit of length cut off
+    finishes with ``length``, like the codes.
 
     There is no prefix cache: every sample depends on nearly every code, so utterances share
     nothing. The switch for caching is kept, and changes nothing.
