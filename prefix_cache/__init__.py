@@ -49,7 +49,7 @@ from prefix_cache.specs.kv_cache_spec import (
 )
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
 from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
-from prefix_cache.stores.stage_output_cache import StageOutputCache, StageOutputCacheStats
+from prefix_cache.stores.stage_output_cache import StageOutputCache
 from prefix_cache.stores.whole_input_cache import WholeInputCache
 
 __all__ = [
@@ -91,7 +91,6 @@ __all__ = [
     "SlidingWindowManager",
     "SlidingWindowSpec",
     "StageOutputCache",
-    "StageOutputCacheStats",
     "StateTensor",
     "SwapSpace",
     "WholeInputCache",

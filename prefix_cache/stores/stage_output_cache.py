@@ -24,24 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["StageOutputCache", "StageOutputCacheStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class StageOutputCacheStats:
-    """What the cache holds and has done.
-
-    Attributes:
-        num_tensors: names mirrored now.
-        nbytes: bytes reserved; the operating system backs them with memory as they are written.
-        rows_written: rows of all tensors together, since the start.
-        rows_gathered: the same, for rows handed out.
-    """
-
-    num_tensors: int
-    nbytes: int
-    rows_written: int
-    rows_gathered: int
+__all__ = ["StageOutputCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +83,6 @@ class StageOutputCache:
         self._restriction = None if names is None else frozenset(names)
         self._stores: dict[str, _TokenStore] = {}
         self._dropped: set[str] = set()
-        self._rows_written = 0
-        self._rows_gathered = 0
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -137,15 +118,6 @@ class StageOutputCache:
         """Bytes reserved for all names."""
         return sum(self.nbytes_by_name.values())
 
-    def stats(self) -> StageOutputCacheStats:
-        """A snapshot of sizes and counters."""
-        return StageOutputCacheStats(
-            num_tensors=len(self._stores),
-            nbytes=self.nbytes,
-            rows_written=self._rows_written,
-            rows_gathered=self._rows_gathered,
-        )
-
     @torch.no_grad()
     def write(self, slot_mapping: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Store one step's rows: one scatter per tensor.
@@ -170,7 +142,6 @@ class StageOutputCache:
         for store, rows in matched:
             store.rows.index_copy_(0, slot_mapping, rows)
             store.flat_tags.index_copy_(0, slot_mapping, tags)
-        self._rows_written += num_tokens * len(matched)
 
     def slots(self, blocks: Tensor) -> Tensor:
         """The slots of all rows of some blocks, ``(len(blocks) * block_size,)`` int64."""
@@ -220,7 +191,6 @@ class StageOutputCache:
             if not self._valid_rows(store, blocks).view(-1)[wanted_rows].all():
                 continue
             gathered[name] = store.rows.index_select(0, slots)
-        self._rows_gathered += (num_tokens - start) * len(gathered)
         return gathered
 
     def num_valid_rows(self, block_ids: Sequence[int], names: Collection[str] | None = None) -> int:
