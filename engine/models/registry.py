@@ -155,8 +155,8 @@ class FamilyRegistry:
             read = added.get(config.model_type)
             if read is None:
                 raise ValueError(
-                    f"a decoder of type {config.model_type!r} inside another model is not "
-                    f"supported; supported are {', '.join((*named, *added))}"
+                    f"the model is built on a decoder of type {config.model_type!r}; supported are "
+                    f"{', '.join((*named, *added))}"
                 )
         assert read is not None, "the table's plain decoders all declare it"
         return read
