@@ -56,7 +56,7 @@ Speaker: TypeAlias = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _RunOptions(PromptFlags, CommandOptions):
     config: Config
     input_file: Input = None
@@ -76,14 +76,14 @@ class _RunOptions(PromptFlags, CommandOptions):
     ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _ValidateOptions(CommandOptions):
     config: Config
     input_file: Input = None
     overrides: Overrides = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _ExplainOptions(CommandOptions):
     config: Config
     load: Annotated[
@@ -97,7 +97,7 @@ class _ExplainOptions(CommandOptions):
     overrides: Overrides = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _VerifyOptions(PromptFlags, CommandOptions):
     config: Config
     input_file: Input = None

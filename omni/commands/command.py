@@ -18,7 +18,7 @@ _BAD_INPUT = 2
 """Exit status of what cannot be run as asked."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CommandOptions:
     """What every command takes.
 
