@@ -33,7 +33,7 @@ JOBS = ("engine", "shared", "encoder_decoder", "pipeline", "rows", "help", "vali
 _READY = "ready"
 
 
-def engine_job(num_shared: int) -> Callable[[], float]:
+def text_job(model: str, length: int, num_shared: int, largest_id: int) -> Callable[[], float]:
     import torch
 
     from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
@@ -41,7 +41,7 @@ def engine_job(num_shared: int) -> Callable[[], float]:
 
     engine = LLMEngine(
         EngineConfig(
-            model=resolve_model("seeded:qwen2-benchmark"),
+            model=resolve_model(model),
             device="cpu",
             max_num_seqs=16,
             max_num_batched_tokens=2048,
@@ -50,44 +50,13 @@ def engine_job(num_shared: int) -> Callable[[], float]:
         )
     )
     draw = torch.Generator().manual_seed(0)
-    shared = torch.randint(1000, 31_000, (num_shared,), generator=draw).tolist()
-    prompts = [
-        TokensPrompt(
-            (*shared, *torch.randint(1000, 31_000, (256 - num_shared,), generator=draw).tolist())
-        )
-        for _ in range(16)
-    ]
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
-    def run() -> float:
-        engine.reset_prefix_cache()
-        started = time.perf_counter()
-        engine.generate(prompts, params)
-        return time.perf_counter() - started
+    def ids(count: int) -> list[int]:
+        drawn: list[int] = torch.randint(10, largest_id, (count,), generator=draw).tolist()
+        return drawn
 
-    return run
-
-
-def encoder_decoder_job() -> Callable[[], float]:
-    import torch
-
-    from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-    from omni.seeded_checkpoints import resolve_model
-
-    engine = LLMEngine(
-        EngineConfig(
-            model=resolve_model("seeded:bart-benchmark"),
-            device="cpu",
-            max_num_seqs=16,
-            max_num_batched_tokens=2048,
-            num_blocks=512,
-        )
-    )
-    draw = torch.Generator().manual_seed(0)
-    prompts = [
-        TokensPrompt(tuple(torch.randint(10, 700, (128,), generator=draw).tolist()))
-        for _ in range(16)
-    ]
+    shared = ids(num_shared)
+    prompts = [TokensPrompt((*shared, *ids(length - num_shared))) for _ in range(16)]
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
     def run() -> float:
@@ -170,9 +139,9 @@ def command_job(*arguments: str) -> Callable[[], float]:
 
 
 MAKE: dict[str, Callable[[], Callable[[], float]]] = {
-    "engine": lambda: engine_job(0),
-    "shared": lambda: engine_job(192),
-    "encoder_decoder": encoder_decoder_job,
+    "engine": lambda: text_job("seeded:qwen2-benchmark", 256, 0, 31_000),
+    "shared": lambda: text_job("seeded:qwen2-benchmark", 256, 192, 31_000),
+    "encoder_decoder": lambda: text_job("seeded:bart-benchmark", 128, 0, 700),
     "pipeline": pipeline_job,
     "rows": rows_job,
     "help": lambda: command_job("--help"),
