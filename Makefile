@@ -2,6 +2,7 @@
 # make run      a two-stage pipeline on prompts with shared prefixes, with its time saved
 # make test     lint and types beside the tests: what .ci/run calls
 # make bench    the benchmarks of benchmarks/, printed
+# make torture  the scripts of torture/: faults and hostile inputs, for hours
 #
 # The first target that needs it builds .venv, with the first of python3.13, python3.12 and
 # python3.11 that works, or with the one that is named: make PYTHON=/path/to/python3.11 test.
@@ -18,7 +19,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: install run test lint pytest bench clean which-python
+.PHONY: install run test lint pytest bench torture clean which-python
 
 install: $(STAMP)
 
@@ -61,6 +62,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/hybrid_memory.py
 	$(BIN)/python -m benchmarks.encoder_decoder_cpu
+
+torture: $(STAMP)
+	$(BIN)/python -m torture
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,9 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 PACKAGES = (*LAYERS, "stage_configs")
 SOURCES = [file for package in PACKAGES for file in modules(package)]
-TESTS = [file for folder in ("tests", "examples", "benchmarks") for file in modules(folder)]
+TESTS = [
+    file for folder in ("tests", "examples", "benchmarks", "torture") for file in modules(folder)
+]
 
 
 def relative(file: Path) -> str:
