@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # Examples that pass quickly alone miss any deadline on a busy machine. On CI every run draws the
@@ -69,14 +68,9 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
     from engine.native import NativeBuildError, load_kernels
     from omni.seeded.checkpoints import resolve_model
 
-    @cache
-    def build(name: str) -> str:
-        with FileLock(checkpoint_cache / f"{name}.lock"):
-            return resolve_model(f"seeded:{name}", cache_dir=checkpoint_cache)
-
-    with FileLock(checkpoint_cache / "kernels.lock"), suppress(NativeBuildError):
+    with suppress(NativeBuildError):
         load_kernels()
-    return build
+    return cache(lambda name: resolve_model(f"seeded:{name}", cache_dir=checkpoint_cache))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Optional C kernels for the CPU. Without a compiler everything runs with torch alone.
 
-``OMNI_NATIVE=0`` in the environment turns them off. Imports the prefix cache alone.
+``OMNI_NATIVE=0`` in the environment turns them off. Imports files and the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compiles the C kernels with the system's compiler, once per machine, source and compiler.
 
-The result is kept in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native`` under a
-hash of everything that it depends on. Two processes that build at once both write a file of
-their own and rename it to the same place: each finds a whole library there.
+The result is an entry of the cache in ``$OMNI_CACHE_DIR/native`` or
+``~/.cache/omni-pipeline/native``, under a hash of everything that it depends on; see
+:class:`~engine.files.disk_cache.DiskCache`. A damaged library is never loaded: it would end the
+process by a signal.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 
 __all__ = ["NativeBuildError", "compile_kernels", "find_compiler"]
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-_TIMEOUT_S = 120
+_LIBRARY = "kernels.so"
+# It takes seconds, and on a machine that is busy with other things many times as long.
+_TIMEOUT_S = 1200
 
 
 class NativeBuildError(RuntimeError):
@@ -47,10 +53,11 @@ def find_compiler() -> str:
 
 
 def compile_kernels() -> Path:
-    """The shared library, built if this is the first time.
+    """The shared library, built if this is the first time or what was built is damaged.
 
     Raises:
-        NativeBuildError: there is no compiler, or it failed; says what it printed.
+        NativeBuildError: there is no compiler, or it failed; says what it printed. Or the cache
+            cannot be used.
     """
     compiler = find_compiler()
     source = b"".join(path.read_bytes() for path in SOURCES)
@@ -60,26 +67,21 @@ def compile_kernels() -> Path:
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
-    library = _cache_folder() / f"{digest.hexdigest()}.so"
-    if not library.exists():
-        _build(compiler, library)
-    return library
-
-
-def _build(compiler: str, library: Path) -> None:
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-            objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
-            for source, target in zip(SOURCES, objects, strict=True):
-                _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)])
-            output = Path(folder, "kernels.so")
-            # Linked without -fopenmp: the OpenMP functions are then those that torch has loaded,
-            # so that there is one pool of threads, never two that fight over the cores.
-            _run([compiler, "-shared", *map(str, objects), "-o", str(output)])
-            os.replace(output, library)
-    except OSError as error:
-        raise NativeBuildError(f"cannot write to {library.parent}: {error}") from error
+        cache = DiskCache(cache_root() / "native")
+        return cache.entry(digest.hexdigest(), partial(_build, compiler)) / _LIBRARY
+    except CacheFolderError as error:
+        raise NativeBuildError(str(error)) from error
+
+
+def _build(compiler: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        objects = [Path(aside, f"{source.stem}.o") for source in SOURCES]
+        for source, target in zip(SOURCES, objects, strict=True):
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)])
+        # Linked without -fopenmp: the OpenMP functions are then those that torch has loaded,
+        # so that there is one pool of threads, never two that fight over the cores.
+        _run([compiler, "-shared", *map(str, objects), "-o", str(folder / _LIBRARY)])
 
 
 def _run(command: Sequence[str]) -> str:
@@ -92,11 +94,6 @@ def _run(command: Sequence[str]) -> str:
             f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}"
         )
     return done.stdout
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("OMNI_CACHE_DIR")
-    return (Path(root) if root else Path.home() / ".cache" / "omni-pipeline") / "native"
 
 
 def _cpu_features() -> str:

@@ -10,14 +10,13 @@ imported when one is built, which takes seconds.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.files.disk_cache import DiskCache, cache_root
 from omni.seeded.settings import SEEDED_WINDOW
 
 __all__ = ["BART_BENCHMARK", "SEEDED_MODELS", "SEEDED_PREFIX", "SeededModel", "resolve_model"]
@@ -125,15 +124,16 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
 
     Folders are kept under ``cache_dir``, by default ``$OMNI_CACHE_DIR`` or
     ``~/.cache/omni-pipeline``, in ``seeded/<name>-<version>``. The version changes with the code
-    here and with transformers, so that no old layout is ever picked up. Safe to call from several
-    processes: each builds aside, and the first to rename wins.
+    here and with transformers, so that no old layout is ever picked up. A folder that is damaged,
+    or that another user could have changed, is built anew; several processes may ask at once. See
+    :class:`~engine.files.disk_cache.DiskCache`.
 
     Args:
         reference: a model as stage configs give it: folder, hub id or ``seeded:<name>``.
         cache_dir: where to keep what is built.
 
     Raises:
-        ValueError: no seeded model has that name.
+        ValueError: no seeded model has that name, or the cache cannot be used.
     """
     if not reference.startswith(SEEDED_PREFIX):
         return reference
@@ -142,20 +142,8 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     if build is None:
         known = ", ".join(SEEDED_PREFIX + known_name for known_name in SEEDED_MODELS)
         raise ValueError(f"unknown seeded model {reference!r}; known are {known}")
-    root = cache_dir or os.environ.get("OMNI_CACHE_DIR") or Path.home() / ".cache/omni-pipeline"
-    parent = Path(root) / "seeded"
-    target = parent / f"{name}-{_version()}"
-    if not target.is_dir():
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=parent) as aside:
-            built = build(Path(aside) / "checkpoint")
-            try:
-                built.rename(target)
-            except OSError:
-                # Another process was first: its folder has the same bytes.
-                if not target.is_dir():
-                    raise
-    return str(target)
+    root = cache_root() if cache_dir is None else Path(cache_dir)
+    return str(DiskCache(root / "seeded").entry(f"{name}-{_version()}", build))
 
 
 def _version() -> str:

@@ -14,7 +14,7 @@ prefix_cache.blocks
 prefix_cache.layer_types, prefix_cache.stores
 prefix_cache.kv_cache
 prefix_cache
-engine.interface
+engine.interface, engine.files
 engine.resources, engine.checkpoints, engine.text, engine.media, engine.native, engine.sampling
 engine.requests
 engine.scheduling, engine.attention

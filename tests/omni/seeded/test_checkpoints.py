@@ -137,17 +137,15 @@ def test_model_is_built_once(tmp_path: Path):
     assert (folder / "config.json").stat().st_mtime_ns == stamp
 
 
-def test_concurrent_builders_leave_one_whole_folder(
+def test_of_several_at_once_one_builds_and_all_get_the_whole_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    together = threading.Barrier(3)
+    built: list[str | Path] = []
 
     def build(directory: str | Path) -> Path:
-        path = Path(directory)
-        path.mkdir()
-        (path / "config.json").write_text("whole")
-        together.wait(timeout=30)  # nobody renames before everybody has built
-        return path
+        built.append(directory)
+        (Path(directory) / "config.json").write_text("whole")
+        return Path(directory)
 
     monkeypatch.setitem(SEEDED_MODELS, "qwen2", build)
     results: list[str] = []
@@ -159,17 +157,30 @@ def test_concurrent_builders_leave_one_whole_folder(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 3
-    assert [f.name for f in (tmp_path / "seeded").iterdir()] == [Path(results[0]).name]
+    assert len(results) == 3 and len(built) == 1
+    assert {Path(result) for result in results} == set((tmp_path / "seeded").glob("qwen2-*"))
     assert (Path(results[0]) / "config.json").read_text() == "whole"
 
 
 def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def build(directory: str | Path) -> Path:
-        Path(directory).mkdir()
+        (Path(directory) / "config.json").write_text("half")
         raise OSError("disk full")
 
     monkeypatch.setitem(SEEDED_MODELS, "qwen2", build)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ValueError, match="disk full; set OMNI_CACHE_DIR"):
         resolve_model("seeded:qwen2", tmp_path)
-    assert list((tmp_path / "seeded").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "seeded").iterdir()] == [".lock"]
+
+
+def test_a_flipped_byte_is_found_and_the_model_built_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    weights = Path(resolve_model("seeded:qwen2", tmp_path)) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert resolve_model("seeded:qwen2", tmp_path) == str(weights.parent)
+    assert weights.read_bytes() == whole
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "built anew: model.safetensors is damaged" in record.getMessage()

@@ -1,0 +1,94 @@
+"""Reads JSON files of strangers: of bounded size and depth, every key once, no NaN."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["read_json_object"]
+
+_MIB = 2**20
+_MOST_BYTES = 64 * _MIB
+# Published configs nest four deep, tokenizers and chat templates no deeper than ten.
+_MOST_LEVELS = 64
+# A number with more digits than this is nobody's setting.
+_MOST_DIGITS = 40
+
+
+def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+    """Read a JSON file whose outermost value is an object.
+
+    Infinity is taken, which some published configs state as a limit; NaN is not.
+
+    Args:
+        file: to read.
+        most_bytes: of the file.
+
+    Raises:
+        ValueError: it is no regular file, too large, no UTF-8, no JSON, nested too deeply, names a
+            key twice, or holds NaN or a number with very many digits; names the file.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is no regular file")
+    size = file.stat().st_size
+    if size > most_bytes:
+        raise ValueError(f"{file} has {size} bytes; a file of its kind has at most {most_bytes}")
+    try:
+        text = file.read_bytes().decode("utf-8")
+        content = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_constant,
+            parse_int=_integer,
+        )
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ValueError(f"{file} is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    _check_depth(file, content)
+    return content
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} is there twice")
+        content[key] = value
+    return content
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        _refuse("NaN is no number")
+    return float(name)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        _refuse(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
+def _check_depth(file: Path, content: dict[str, Any]) -> None:
+    level: list[Any] = [content]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"{file} is nested more than {_MOST_LEVELS} levels deep")
