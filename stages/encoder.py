@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams
+from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams, TextPrompt
 from engine.interface.config import EngineConfig
 from stages.engine_stage import EngineStage
 from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
-    from engine import EncoderEngine, LLMEngine
+    from torch import Tensor
+
+    from engine import EncoderEngine, LLMEngine, Prompt
     from engine.encoder.pooling import Pooling
+    from engine.encoder.sentence_layout import SentenceLayout
 
 __all__ = ["EncoderStage", "EncoderStageConfig"]
 
@@ -28,11 +32,13 @@ class EncoderStageConfig(TokenStageConfig):
     Attributes:
         pooling: how the rows become the one row ``pooled``; ``auto`` takes what the checkpoint
             was made for.
+        normalize: whether that row gets length 1; None takes what the checkpoint was made for.
         final_output: ``tensors`` if the user gets this stage's tensors.
     """
 
     kind: Literal["encoder"]
     pooling: Literal["auto", "mean", "cls", "last", "pooler"] = "auto"
+    normalize: bool | None = None
     final_output: Annotated[tuple[Literal["tensors"], ...], OneOrMore] = ()
 
     def build_stage(self, name: str) -> EncoderStage:
@@ -41,6 +47,7 @@ class EncoderStageConfig(TokenStageConfig):
             name,
             self.engine_config(),
             pooling=self.pooling,
+            normalize=self.normalize,
             outputs=self.outputs,
             inputs=self.inputs,
             final_output=self.final_output,
@@ -54,11 +61,17 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     nothing, because every row depends on the whole input. An embedding model that is built on a
     causal decoder runs in an ``LLMEngine`` that generates nothing, where inputs share prefixes.
 
+    A checkpoint in the layout of sentence-transformers says by itself how long inputs may be, how
+    they are written, pooled and normalized; see :mod:`engine.encoder.sentence_layout`.
+
     Args:
         name, inputs, final_output: see :class:`~stages.stage.Stage`.
         engine: what to build the engine from; the checkpoint decides which engine.
-        pooling: how the rows become one: ``auto`` is the checkpoint's own pooler or the mean for
+        pooling: how the rows become one: ``auto`` is what a checkpoint in the layout of
+            sentence-transformers says; of others it is the checkpoint's own pooler or the mean for
             a bidirectional encoder, and the last token's row for a causal one.
+        normalize: whether the pooled row gets length 1; None is what such a layout says, and no
+            without one.
         outputs: of ``hidden_states``, ``pooled`` and what else the model makes, the tensors to
             hand on; None hands on all.
 
@@ -75,6 +88,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         engine: EngineConfig,
         *,
         pooling: Pooling = "auto",
+        normalize: bool | None = None,
         outputs: Collection[str] | None = None,
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("tensors",),
@@ -82,6 +96,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         # Only here: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
         from engine.encoder.pooling import resolve_pooling
+        from engine.encoder.sentence_layout import read_sentence_layout
         from engine.models.model_loader import is_supported, open_checkpoint
 
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
@@ -91,6 +106,14 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
             revision=engine.revision,
             trust_remote_code=engine.trust_remote_code,
         )
+        self._layout = read_sentence_layout(checkpoint.path, pooling)
+        self._normalize = normalize
+        if self._layout is not None:
+            pooling = self._layout.pooling
+            if normalize is None:
+                self._normalize = self._layout.normalize
+            if engine.max_model_len is None:
+                engine = engine.model_copy(update={"max_model_len": self._layout.max_seq_length})
         self._params: SamplingParams | None = None
         if is_supported(checkpoint.architecture):
             # Nothing is generated: a decoder runs its prompt only.
@@ -100,6 +123,12 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         else:
             self.engine = EncoderEngine(engine, output_names=self.outputs, pooling=pooling)
 
+    def add_request(self, request: StageRequest) -> None:
+        """Queue a request; see :class:`~stages.stage.Stage`."""
+        if self._layout is not None:
+            request = replace(request, prompt=_written(request.prompt, self._layout))
+        super().add_request(request)
+
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
         return self._params
 
@@ -108,13 +137,15 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
 
         finish_reason: FinishReason | None
         if isinstance(output, EncoderOutput):
-            tensors = output.tensors
+            tensors = dict(output.tensors)
             finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
         else:
             completion = output.outputs[0]
             tensors, finish_reason = dict(completion.tensors), completion.finish_reason
             if _HIDDEN_STATES in tensors:
                 tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
+        if _POOLED in tensors:
+            tensors[_POOLED] = self._embedding(tensors[_POOLED])
         return StageOutput(
             request_id=output.request_id,
             stage=self.name,
@@ -126,6 +157,23 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
             tensors=tensors,
             metrics=output.metrics,
         )
+
+    def _embedding(self, row: Tensor) -> Tensor:
+        """What a checkpoint makes of the pooled row, ``(D,)``."""
+        from engine.encoder.pooling import normalized  # only here, as in the constructor
+
+        for projection in () if self._layout is None else self._layout.projections:
+            row = projection.apply(row)
+        return normalized(row) if self._normalize else row
+
+
+def _written(prompt: Prompt, layout: SentenceLayout) -> Prompt:
+    """Text as the layout has it; ids, embeddings and chats as they are."""
+    if isinstance(prompt, str):
+        return layout.written(prompt)
+    if isinstance(prompt, TextPrompt):
+        return replace(prompt, prompt=layout.written(prompt.prompt))
+    return prompt
 
 
 def _rows_behind(outputs: Collection[str] | None) -> tuple[str, ...] | None:

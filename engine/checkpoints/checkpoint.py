@@ -27,6 +27,8 @@ _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Weights in the Hugging Face layout, configs, tokenizers and chat templates. Nothing pickled but
 # a speech model's voices, of which only tensors and numbers are read.
 _WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
+# Of the dense layers behind the pooling of an embedding model.
+_WANTED_FILES += ["*_Dense/model.safetensors"]
 # Buffers that old exports contain and that are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
 _LISTED = 8

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
-__all__ = ["Pooling", "pool", "resolve_pooling"]
+__all__ = ["Pooling", "normalized", "pool", "resolve_pooling"]
 
 Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
 """``mean`` of all rows, the first (``cls``), the ``last``, or the checkpoint's own ``pooler``;
@@ -58,3 +58,8 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
         pooled: Tensor = pooler(rows[None].to(device))[0].cpu()
         return pooled
     return _BY_NAME[pooling](rows)
+
+
+def normalized(row: Tensor) -> Tensor:
+    """``(D,)`` of length 1, its direction kept; in fp32, and back in the type that came."""
+    return nn.functional.normalize(row.float(), dim=-1).to(row.dtype)

@@ -15,6 +15,7 @@ SHOWN = {
     "custom_stage": ["has 4 words", "has 6 words"],
     "custom_transform": ["better (", "mood (4 in)", "at least 4 rows are needed, got"],
     "engine_alone": ["KV cache", "10 tokens in", "8 prompt tokens hit"],
+    "semantic_search": ["5 documents", "When does the tide come in?", "the same vectors: True"],
     "speak": ["0.08 s of sound, ", "thinker: 48 of", "both rounds sound the same"],
     "transcribe_then_summarize": ["transcriber: '", "summarizer: '", "both rounds said the same"],
     "verify_from_python": ["cached equals uncached: 4 of 4 requests compared", "stage 'reader'"],

@@ -1,0 +1,213 @@
+"""Reads how a checkpoint in the layout of sentence-transformers makes one vector of a text.
+
+::
+
+    modules.json                  which modules, in order:
+      ""             Transformer    sentence_bert_config.json: longest input, lower case
+      "1_Pooling"    Pooling        config.json: from one row per token to one
+      "2_Dense"      Dense          config.json, model.safetensors: a projection; there may be none
+      "3_Normalize"  Normalize      to length 1
+
+Nothing of it is code: a module of another type is refused, never imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.encoder.pooling import Pooling
+from engine.encoder.projection import Projection, load_projection
+
+__all__ = ["SentenceLayout", "read_sentence_layout"]
+
+_MODULES = "modules.json"
+_TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_PROMPTS = "config_sentence_transformers.json"
+_PACKAGE = "sentence_transformers."
+_LARGEST_FILE = 2**20
+
+_POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+# Before there was one key for all of them.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceLayout:
+    """What stands around a checkpoint's transformer.
+
+    Attributes:
+        pooling: how rows become one.
+        projections: what that goes through next, in order.
+        normalize: whether it has length 1 in the end.
+        max_seq_length: tokens of the longest input; None leaves it to the model.
+        lower_case: whether texts are read in lower case.
+        prefix: what every text begins with.
+    """
+
+    pooling: Pooling
+    projections: tuple[Projection, ...] = ()
+    normalize: bool = False
+    max_seq_length: int | None = None
+    lower_case: bool = False
+    prefix: str = ""
+
+    def written(self, text: str) -> str:
+        """A text as the model is to read it."""
+        plain = (self.prefix + text).strip()
+        return plain.lower() if self.lower_case else plain
+
+
+def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLayout | None:
+    """Read the layout of a checkpoint folder; None where it has no ``modules.json``.
+
+    Args:
+        folder: of the checkpoint.
+        pooling: in the place of its own, unless it is ``auto``.
+
+    Raises:
+        ValueError: a file cannot be read, or asks for what is not supported; names file and key.
+    """
+    if not (folder / _MODULES).is_file():
+        return None
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ValueError(
+            f"{folder / _MODULES}: its modules must begin with a Transformer and a Pooling, "
+            f"got {', '.join(kinds) or 'none'}"
+        )
+    (_, transformer), (_, pooling_folder), *rest = modules
+    if transformer != folder:
+        raise ValueError(
+            f"{folder / _MODULES}: the path of its Transformer must be the folder itself, "
+            f"got {transformer.name!r}"
+        )
+    settings = _transformer_settings(folder)
+    if pooling == "auto":
+        pooling = _pooling(pooling_folder / "config.json", bool(settings["prefix"]))
+    projections: list[Projection] = []
+    for position, (kind, path) in enumerate(rest, start=2):
+        if kind == "Dense":
+            projections.append(load_projection(path, _read_object(path / "config.json")))
+        elif kind != "Normalize" or position != len(modules) - 1:
+            raise ValueError(
+                f"{folder / _MODULES}: module {position} is a {kind}; behind the Pooling, what is "
+                "supported is Dense, and Normalize as the last"
+            )
+    return SentenceLayout(
+        pooling=pooling,
+        projections=tuple(projections),
+        normalize=kinds[-1] == "Normalize",
+        **settings,
+    )
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """The last name of each module's type, with its folder, in order."""
+    file = folder / _MODULES
+    entries = _read_json(file)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{file}: must be a list of modules, each a mapping")
+    entries.sort(key=lambda entry: _typed(file, entry, "idx", int))
+    found = []
+    for entry in entries:
+        kind, path = _typed(file, entry, "type", str), _typed(file, entry, "path", str)
+        if not kind.startswith(_PACKAGE):
+            raise ValueError(
+                f"{file}: type {kind!r} is code that the checkpoint brings, which is not run"
+            )
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(f"{file}: path {path!r} leads out of the checkpoint's folder")
+        found.append((kind.rpartition(".")[2], folder / path))
+    return found
+
+
+def _transformer_settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {"max_seq_length": None, "lower_case": False, "prefix": ""}
+    files = [folder / name for name in _TRANSFORMER_CONFIGS if (folder / name).is_file()]
+    if files:
+        config = _read_object(files[0])
+        longest = _optional(files[0], config, "max_seq_length", int)
+        if longest is not None and longest < 1:
+            raise ValueError(f"{files[0]}: max_seq_length must be at least 1, got {longest}")
+        settings["max_seq_length"] = longest
+        settings["lower_case"] = bool(_optional(files[0], config, "do_lower_case", bool))
+    prompts = folder / _PROMPTS
+    if prompts.is_file():
+        config = _read_object(prompts)
+        name = _optional(prompts, config, "default_prompt_name", str)
+        if name is not None:
+            named = _typed(prompts, config, "prompts", dict)
+            settings["prefix"] = _typed(prompts, named, name, str)
+    return settings
+
+
+def _pooling(file: Path, has_prefix: bool) -> Pooling:
+    config = _read_object(file)
+    if "pooling_mode" in config:
+        mode = config["pooling_mode"]
+        modes: Sequence[Any] = mode if isinstance(mode, list) else [mode]
+        key = "pooling_mode"
+    else:
+        flags = [flag for flag in config if flag.startswith("pooling_mode_") and config[flag]]
+        modes, key = [_FLAGS.get(flag, flag) for flag in flags], ", ".join(flags)
+    if len(modes) != 1:
+        raise ValueError(
+            f"{file}: exactly one way of pooling must be chosen, got {key or 'none'}; "
+            "set 'pooling' for the stage"
+        )
+    if modes[0] not in _POOLINGS:
+        raise ValueError(
+            f"{file}: {key} is {modes[0]!r}, and what is supported is {', '.join(_POOLINGS)}; "
+            "set 'pooling' for the stage"
+        )
+    if has_prefix and config.get("include_prompt") is False:
+        raise ValueError(
+            f"{file}: include_prompt is false, and a prompt that is left out of the pooling is "
+            "not supported"
+        )
+    return _POOLINGS[modes[0]]
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    found = _read_json(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must be a mapping, got {type(found).__name__}")
+    return found
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        size = file.stat().st_size
+        if size > _LARGEST_FILE:
+            raise ValueError(f"it has {size} bytes, and {_LARGEST_FILE} are the most")
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _optional(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
+    return None if config.get(key) is None else _typed(file, config, key, kind)
+
+
+def _typed(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = config.get(key)
+    # JSON's true is no number.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        got = "nothing" if key not in config else repr(value)[:80]
+        raise ValueError(f"{file}: {key} must be {kind.__name__}, got {got}")
+    return value
