@@ -18,7 +18,7 @@ from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder.encoder_queue import EncoderQueue
 from engine.encoder.encoder_request import EncoderRequest
 from engine.encoder.pooling import Pooling, pool, resolve_pooling
-from engine.inputs.admission import check_whole_input
+from engine.inputs.admission import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.config import EngineConfig
@@ -30,7 +30,7 @@ from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint
 from engine.resources.device import resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer, max_prompt_chars
 from prefix_cache import ContentSpan, content_hash, whole_input_hash
 
 __all__ = ["EncoderEngine"]
@@ -103,6 +103,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self.memory_plan = self._plan_memory(stored)
         self._store = EncoderOutputStore(self.memory_plan.num_blocks, config.block_size, stored)
         self._enable_prefix_caching = config.enable_prefix_caching
+        self._limits = self._input_limits()
         self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
         self._requests: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
@@ -130,14 +131,9 @@ class EncoderEngine(Engine[EncoderOutput]):
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
         refuse_items(prompt)
-        token_ids, embeds = resolve_prompt(
-            prompt,
-            self.tokenizer,
-            vocab_size=self._model.vocab_size,
-            hidden_size=self.hidden_size,
-            dtype=self._model.dtype,
-        )
-        self._check_fits(len(token_ids))
+        token_ids, embeds = resolve_prompt(prompt, self.tokenizer, self._limits)
+        budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
+        check_whole_input(len(token_ids), budget, usable_tokens)
         spans: tuple[ContentSpan, ...] = ()
         if embeds is not None:
             if not self._model.takes_embeds:
@@ -288,9 +284,21 @@ class EncoderEngine(Engine[EncoderOutput]):
         del self._requests[item.request.request_id]
         self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
 
-    def _check_fits(self, num_tokens: int) -> None:
-        budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
-        check_whole_input(num_tokens, self.max_model_len, budget, usable_tokens)
+    def _input_limits(self) -> InputLimits:
+        config, longest = self.config, self.max_model_len
+        return InputLimits(
+            max_model_len=longest,
+            hidden_size=self.hidden_size,
+            vocab_size=self._model.vocab_size,
+            num_logits=0,
+            block_size=config.block_size,
+            usable_tokens=self.memory_plan.num_tokens,
+            dtype=self.dtype,
+            max_prompt_chars=max_prompt_chars(
+                self.tokenizer, longest, config.limits.max_prompt_chars
+            ),
+            requests=config.limits,
+        )
 
     def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:
         known = {*self._model.row_nbytes, "pooled"}

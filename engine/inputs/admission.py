@@ -6,11 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.interface.limits import RequestLimits
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.prompt_positions import PromptPositions
+from engine.resources.byte_sizes import format_bytes
 from prefix_cache import KVCacheManager
 
-__all__ = ["Admission", "InputLimits", "check_whole_input"]
+__all__ = [
+    "Admission",
+    "InputLimits",
+    "check_encoder_prompt",
+    "check_item",
+    "check_whole_input",
+]
+
+_DEFAULTS = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,8 @@ class InputLimits:
         block_size: tokens per block.
         usable_tokens: tokens that the whole pool holds.
         dtype: type of prompt embeddings inside the model.
+        max_prompt_chars: of a prompt's text, see :func:`~engine.text.tokenizer.max_prompt_chars`.
+        requests: what the user set.
     """
 
     max_model_len: int
@@ -35,6 +47,29 @@ class InputLimits:
     block_size: int
     usable_tokens: int
     dtype: torch.dtype
+    max_prompt_chars: int = 2**22
+    requests: RequestLimits = _DEFAULTS
+
+    def check_length(self, num_prompt_tokens: int, num_wanted: int = 0) -> None:
+        """Refuse a prompt that is too long for the model, with so many tokens to generate.
+
+        Raises:
+            ValueError: says by how much.
+        """
+        if num_prompt_tokens + num_wanted > self.max_model_len:
+            room = f", and {num_wanted} to generate" if num_wanted else ""
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens{room}, but max_model_len is "
+                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+
+    def check_chars(self, num_chars: int) -> None:
+        """Refuse a text that is too long to be read; ``ValueError``."""
+        if num_chars > self.max_prompt_chars:
+            raise ValueError(
+                f"the prompt has {num_chars} characters, but at most {self.max_prompt_chars} are "
+                "read; shorten it, or raise engine.limits.max_prompt_chars"
+            )
 
 
 class Admission:
@@ -114,29 +149,53 @@ class Admission:
                 f"what the prompt shows reaches place {reach} on an axis, "
                 f"but max_model_len is {limit}; shorten it or raise max_model_len"
             )
-        if num_prompt_tokens + wanted > limit:
-            room = f", and {wanted} to generate" if wanted else ""
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens{room}, but max_model_len is "
-                f"{limit}; shorten the prompt or raise max_model_len"
-            )
+        self.limits.check_length(num_prompt_tokens, wanted)
         return ahead
 
 
-def check_whole_input(num_tokens: int, max_model_len: int, budget: int, usable_tokens: int) -> None:
-    """Refuse an input of an encoder engine that can never run.
+def check_encoder_prompt(num_tokens: int, longest: int) -> None:
+    """Refuse a prompt that is too long for the encoder of an encoder-decoder model.
+
+    Raises:
+        ValueError: says by how much.
+    """
+    if num_tokens > longest:
+        raise ValueError(
+            f"the encoder prompt has {num_tokens} tokens, but the model's encoder takes "
+            f"{longest} at most; shorten it"
+        )
+
+
+def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int) -> None:
+    """Refuse an image or the like whose rows the encoder cache could never hold.
+
+    Args:
+        num_rows: that a tower gives for it.
+        row_bytes: of each.
+        encoder_cache_bytes: what rows may take together.
+
+    Raises:
+        ValueError: says how much they take.
+    """
+    room = encoder_cache_bytes // row_bytes
+    if num_rows > room:
+        raise ValueError(
+            f"{num_rows} rows take {format_bytes(num_rows * row_bytes)} of the encoder cache, "
+            f"which has room for {room} rows; raise encoder_cache_bytes"
+        )
+
+
+def check_whole_input(num_tokens: int, budget: int, usable_tokens: int) -> None:
+    """Refuse an input of an encoder engine that can never run, though its model could read it.
 
     Args:
         num_tokens: of the input.
-        max_model_len: longest input.
         budget: most tokens of a step.
         usable_tokens: tokens that the whole store of outputs holds.
 
     Raises:
         ValueError: it is longer than one of these.
     """
-    if num_tokens > max_model_len:
-        raise ValueError(f"the input has {num_tokens} tokens, but max_model_len is {max_model_len}")
     if num_tokens > budget:
         raise ValueError(
             f"the input has {num_tokens} tokens, but max_num_batched_tokens is {budget}: a "

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import SupportsIndex
+
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from engine.inputs.admission import InputLimits
 from engine.inputs.encoder_inputs import describe_prompt
-from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, tokenize
+from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt, TokensPrompt
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
@@ -29,7 +33,7 @@ class DecoderPromptRule:
         config: of the checkpoint, as are the next two.
         generation_config: names tokens that the config may lack.
         tokenizer: None where there is none.
-        vocab_size: ids run from 0 to this.
+        limits: what a prompt has to stay within.
 
     Attributes:
         start_token_id: ``<DEC>``.
@@ -43,12 +47,12 @@ class DecoderPromptRule:
         config: PreTrainedConfig,
         generation_config: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
+        limits: InputLimits,
     ) -> None:
         self._config = config
         self._generation_config = generation_config
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._limits = limits
         self.start_token_id = self._first_named(*self._names_of_start)
 
     _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
@@ -93,18 +97,22 @@ class DecoderPromptRule:
 
     def _given(self, decoder: DecoderPrompt) -> list[int]:
         if isinstance(decoder, TokensPrompt):
-            return check_token_ids(decoder.prompt_token_ids, self._vocab_size)
+            return self._check(first_ids(decoder.prompt_token_ids, self._limits.max_model_len))
         if isinstance(decoder, WrittenPrompt):
-            return check_token_ids(self._tokenize(decoder), self._vocab_size)
+            return self._check(self._tokenize(decoder))
         raise ValueError(
             f"this model's decoder takes text or token ids, but the decoder prompt is "
             f"{describe_prompt(decoder)}"
         )
 
+    def _check(self, ids: Collection[SupportsIndex]) -> list[int]:
+        self._limits.check_length(len(ids))
+        return check_token_ids(ids, self._limits.vocab_size)
+
     def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
         """Ids of a text that is to go on: an end that only the tokenizer put there is dropped."""
-        ids = tokenize(decoder, self._tokenizer)
-        own = tokenize(decoder, self._tokenizer, as_it_is=True)
+        ids = tokenize(decoder, self._tokenizer, self._limits)
+        own = tokenize(decoder, self._tokenizer, self._limits, as_it_is=True)
         end = [self._tokenizer.eos_token_id] if self._tokenizer is not None else []
         return ids[:-1] if ids[-1:] == end and own[-1:] != end else ids
 

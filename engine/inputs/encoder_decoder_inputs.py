@@ -55,9 +55,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
         self._encoder: EncoderSide = encoder
         self._encoder_inputs = encoder_inputs(sources)
-        self._decoder_rule = decoder_rule(
-            config, generation, sources.tokenizer, encoder.input_vocab_size
-        )
+        self._decoder_rule = decoder_rule(config, generation, sources.tokenizer, sources.limits)
         self.suppress_token_ids = tuple(generation.suppress_tokens or ())
         self.begin_suppress_token_ids = tuple(generation.begin_suppress_tokens or ())
         self._text_is_for_decoder = text_is_for_decoder

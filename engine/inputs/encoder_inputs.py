@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
+from engine.inputs.admission import check_encoder_prompt
 from engine.inputs.prompt_processor import PromptSources
-from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, tokenize
+from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -105,6 +106,7 @@ class TextEncoderInputs(EncoderInputMaker):
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources.model)
         self._tokenizer = sources.tokenizer
+        self._limits = sources.limits
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Tokenize text, with the special tokens that the checkpoint's tokenizer adds.
@@ -113,21 +115,17 @@ class TextEncoderInputs(EncoderInputMaker):
             ValueError: the prompt is of another kind, empty, too long, or has unknown ids.
         """
         text: str | None = None
+        longest = self._encoder.max_encoder_len
         if isinstance(prompt, TokensPrompt):
-            given: Iterable[int] = prompt.prompt_token_ids
+            given = first_ids(prompt.prompt_token_ids, longest)
         elif isinstance(prompt, WrittenPrompt):
-            given = tokenize(prompt, self._tokenizer)
+            given = tokenize(prompt, self._tokenizer, self._limits)
             if not isinstance(prompt, ChatPrompt):
                 text = prompt if isinstance(prompt, str) else prompt.prompt
         else:
             raise self._refuse(prompt)
+        check_encoder_prompt(len(given), longest)
         token_ids = check_token_ids(given, self._encoder.input_vocab_size)
-        longest = self._encoder.max_encoder_len
-        if len(token_ids) > longest:
-            raise ValueError(
-                f"the encoder prompt has {len(token_ids)} tokens, but the model's encoder takes "
-                f"{longest} at most; shorten it"
-            )
         return EncoderInput(
             num_tokens=len(token_ids),
             content_hash=whole_input_hash(token_ids, salt=cache_salt),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.inputs.admission import Admission
-from engine.inputs.prompt_processor import PromptProcessor
+from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.request import Request
@@ -18,7 +19,20 @@ from engine.sampling.sampling_state import LogitsProcessor
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 
-__all__ = ["InputProcessor"]
+__all__ = ["Arrival", "InputProcessor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a request gets in the order in which requests come, however long they are prepared.
+
+    Attributes:
+        index: of its first completion in the order of arrival; the others follow.
+        seed: of its first completion.
+    """
+
+    index: int
+    seed: int
 
 
 class InputProcessor:
@@ -46,7 +60,22 @@ class InputProcessor:
         self._admission = admission
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = torch.Generator().manual_seed(seed)
-        self._arrivals = count()
+        self._num_arrived = 0
+
+    def arrive(self, params: SamplingParams) -> Arrival:
+        """Give a request its place and its seed, in the order of these calls.
+
+        Cheap, and for the thread that drives the engine; :meth:`process` may follow in another.
+
+        Raises:
+            ValueError: the parameters ask for more than is allowed.
+        """
+        self._admission.limits.requests.check_sampling(params)
+        first, self._num_arrived = self._num_arrived, self._num_arrived + params.n
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        return Arrival(first, seed)
 
     def process(
         self,
@@ -56,58 +85,83 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival: Arrival | None = None,
     ) -> list[Request]:
         """Build one request per completion (``params.n``).
+
+        With an arrival it changes nothing here, and may be called from any thread, also while
+        other calls and the engine's steps go on.
+
+        Args:
+            request_id: of all of them.
+            prompt: what they begin with.
+            params: how they go on.
+            priority: lower first.
+            cache_salt: blocks are shared only within one salt.
+            arrival: what :meth:`arrive` gave for them; None asks for it now.
 
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
                 ids, shows images that cannot be read or to a model that sees none, or could never
                 fit the pool; or the parameters ask for what the checkpoint cannot do.
         """
+        arrival = arrival or self.arrive(params)
         content = self._prompts.process(prompt, cache_salt=cache_salt)
-        token_ids, params = content.token_ids, self._with_suppressed(params)
-        choice, entry = content.prompt_choice, content.encoder_input
+        params = self._with_suppressed(params)
+        make = self._maker(content, params, priority, cache_salt)
+        sampling = self._sampling_state(
+            params,
+            () if content.embeds is not None else content.token_ids,
+            arrival.seed,
+            content.logits_processor,
+        )
+        return [
+            make(
+                request_id=request_id if params.n == 1 else f"{request_id}\x00{index}",
+                token_ids=list(content.token_ids),
+                arrival_index=arrival.index + index,
+                sampling=sampling.with_seed((arrival.seed + index) % 2**63),
+                text=CompletionText(self._tokenizer, params, self._eos_token_ids),
+            )
+            for index in range(params.n)
+        ]
+
+    def _maker(
+        self,
+        content: PromptContent,
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Callable[..., Request]:
+        """Makes the completions of a prompt: what they share is worked out, and known to fit."""
+        entry, choice, blocks = content.encoder_input, content.prompt_choice, None
+        num_prompt_tokens = len(content.token_ids)
         max_num_tokens = self._admission.max_num_tokens(
-            len(token_ids) + (0 if choice is None else choice.num_tokens),
+            num_prompt_tokens + (0 if choice is None else choice.num_tokens),
             params,
             content.positions,
             0 if entry is None else entry.num_tokens,
         )
-        blocks, seed = None, params.seed
-        if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
         if entry is not None:
             block_size = self._admission.limits.block_size
             blocks = EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
-        return [
-            Request(
-                request_id=request_id if params.n == 1 else f"{request_id}\x00{index}",
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                prompt_embeds=content.embeds,
-                params=params,
-                max_num_tokens=max_num_tokens,
-                priority=priority,
-                arrival_index=next(self._arrivals),
-                cache_salt=cache_salt,
-                sampling=self._sampling_state(
-                    params,
-                    () if content.embeds is not None else token_ids,
-                    (seed + index) % 2**63,
-                    content.logits_processor,
-                ),
-                text=CompletionText(self._tokenizer, params, self._eos_token_ids),
-                spans=content.spans,
-                encoder_input=entry,
-                encoder_view=content.encoder_view,
-                encoder_blocks=blocks,
-                multimodal_inputs=content.multimodal_inputs,
-                positions=content.positions,
-                streamed_rows=content.streamed_rows,
-                prompt_choice=choice,
-            )
-            for index in range(params.n)
-        ]
+        return partial(
+            Request,
+            num_prompt_tokens=num_prompt_tokens,
+            prompt_embeds=content.embeds,
+            params=params,
+            max_num_tokens=max_num_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            spans=content.spans,
+            encoder_input=entry,
+            encoder_view=content.encoder_view,
+            encoder_blocks=blocks,
+            multimodal_inputs=content.multimodal_inputs,
+            positions=content.positions,
+            streamed_rows=content.streamed_rows,
+            prompt_choice=choice,
+        )
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse what no request could run with.
@@ -115,6 +169,7 @@ class InputProcessor:
         Raises:
             ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
         """
+        self._admission.limits.requests.check_sampling(params)
         self._sampling_state(self._with_suppressed(params))
         CompletionText(self._tokenizer, params, self._eos_token_ids)
         self._admission.check_head(params)

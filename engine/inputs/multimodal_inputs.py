@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.inputs.admission import check_item
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
 from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
@@ -16,7 +17,6 @@ from engine.interface.prompts import Prompt, VideoFeatures
 from engine.requests.content_spans import item_spans
 from engine.requests.multimodal_input import Modality, MultiModalInput
 from engine.requests.prompt_positions import PromptPositions
-from engine.resources.byte_sizes import format_bytes
 
 __all__ = ["ItemSide", "MultiModalPromptProcessor"]
 
@@ -55,7 +55,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         self._model: ItemSide = sources.model
         self._makers = load_feature_makers(sources.checkpoint.path, self._model.towers)
         self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
-        self._max_item_tokens = sources.encoder_cache_bytes // self._row_bytes
+        self._cache_bytes = sources.encoder_cache_bytes
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Put each item that a prompt shows in the place of its placeholder.
@@ -68,6 +68,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         if content.embeds is not None:
             return content
         items = items_of(prompt, tuple(self._makers))
+        self._limits.requests.check_items(sum(map(len, items.values())))
         for modality, given in items.items():
             self._check_count(modality, content.token_ids, len(given))
         modality_of = {token_id: name for name, token_id in self._model.placeholders.items()}
@@ -86,6 +87,8 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
                 raise ValueError(f"{modality} {number}: {error}") from error
             inputs += entries
             expanded += ids
+            # Before the next one is read.
+            self._limits.check_length(len(expanded))
         table = self._model.position_ids(expanded, inputs)
         return PromptContent(
             expanded,
@@ -144,11 +147,6 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     ) -> MultiModalInput:
         features = self._makers[modality].make(item)
         length = self._model.towers[modality].num_rows(features)
-        if length > self._max_item_tokens:
-            needed = format_bytes(length * self._row_bytes)
-            raise ValueError(
-                f"{length} rows take {needed} of the encoder cache, which has room "
-                f"for {self._max_item_tokens} rows; raise encoder_cache_bytes"
-            )
+        check_item(length, self._row_bytes, self._cache_bytes)
         digest = features_hash(features, length, cache_salt)
         return MultiModalInput(modality, offset, length, digest, features)

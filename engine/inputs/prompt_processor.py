@@ -134,13 +134,6 @@ class PlainPromptProcessor(PromptProcessor):
         return self._resolve(prompt)
 
     def _resolve(self, prompt: Prompt) -> PromptContent:
-        limits = self._limits
-        token_ids, embeds = resolve_prompt(
-            prompt,
-            self._tokenizer,
-            vocab_size=limits.vocab_size,
-            hidden_size=limits.hidden_size,
-            dtype=limits.dtype,
-        )
-        spans = () if embeds is None else embeds_spans(embeds, limits.block_size)
+        token_ids, embeds = resolve_prompt(prompt, self._tokenizer, self._limits)
+        spans = () if embeds is None else embeds_spans(embeds, self._limits.block_size)
         return PromptContent(token_ids, spans, embeds=embeds)

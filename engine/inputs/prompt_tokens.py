@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from operator import index
 from typing import SupportsIndex, TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from engine.inputs.admission import InputLimits
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -23,33 +25,54 @@ from engine.interface.prompts import (
     TokensPrompt,
 )
 from engine.text.chat_template import render_chat
+from engine.text.template_process import TemplateLimits
+from engine.text.tokenizer import turn_of
 
-__all__ = ["WrittenPrompt", "check_rows", "check_token_ids", "resolve_prompt", "tokenize"]
+__all__ = [
+    "WrittenPrompt",
+    "check_rows",
+    "check_token_ids",
+    "first_ids",
+    "resolve_prompt",
+    "tokenize",
+]
 
+
+_DEEPEST = 64
+"""Levels of plain data in a chat message."""
 
 WrittenPrompt: TypeAlias = str | TextPrompt | ChatPrompt
 """What a tokenizer makes ids of."""
 
 
 def tokenize(
-    prompt: WrittenPrompt, tokenizer: PreTrainedTokenizerBase | None, *, as_it_is: bool = False
+    prompt: WrittenPrompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    limits: InputLimits,
+    *,
+    as_it_is: bool = False,
 ) -> list[int]:
     """Text or chat messages to token ids.
 
     Args:
         prompt: text or messages.
         tokenizer: of the checkpoint, or None.
+        limits: how long the text may be, and what a chat template may take; checked first.
         as_it_is: whether to leave out the special tokens that the tokenizer adds.
 
     Raises:
-        ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none.
+        ValueError: the checkpoint has no tokenizer, or no chat template, or the text is none or
+            too long.
     """
     if tokenizer is None:
         raise ValueError(
             "the checkpoint has no tokenizer: give prompt_token_ids or prompt_embeds, not text"
         )
     if isinstance(prompt, ChatPrompt):
-        text, add_special_tokens = render_chat(tokenizer, prompt.messages), False
+        limits.check_chars(_num_chars(prompt.messages))
+        template = limits.requests.template_seconds, limits.requests.template_bytes
+        bounds = TemplateLimits(limits.max_prompt_chars, *template)
+        text, add_special_tokens = render_chat(tokenizer, prompt.messages, bounds), False
     elif isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.prompt, prompt.add_special_tokens
         if not isinstance(add_special_tokens, bool):
@@ -62,6 +85,7 @@ def tokenize(
         text, add_special_tokens = prompt, True
     if not isinstance(text, str):
         raise ValueError(f"the prompt's text must be a str, got {type(text).__name__}")
+    limits.check_chars(len(text))
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -69,43 +93,60 @@ def tokenize(
             f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
         ) from error
     add_special_tokens = add_special_tokens and not as_it_is
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    with turn_of(tokenizer):
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
 
+def _num_chars(value: object) -> int:
+    """Characters of all texts in plain data; ``ValueError`` if it nests without end."""
+    total, left = 0, [(value, 0)]
+    while left:
+        each, depth = left.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, Mapping | list | tuple):
+            if depth > _DEEPEST:
+                raise ValueError(f"a chat message nests deeper than {_DEEPEST} levels")
+            inner = each.values() if isinstance(each, Mapping) else each
+            left += ((item, depth + 1) for item in inner)
+    return total
+
+
 def resolve_prompt(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    dtype: torch.dtype,
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, limits: InputLimits
 ) -> tuple[list[int], Tensor | None]:
     """Turn any form of prompt into token ids, or into zeros and the embeddings in their place.
 
     Args:
         prompt: what the user gave.
         tokenizer: of the checkpoint, or None.
-        vocab_size: ids run from 0 to this.
-        hidden_size: width of embeddings.
-        dtype: type that embeddings are cast to.
+        limits: what it has to stay within, and the type that embeddings are cast to.
 
     Returns:
         ``num_tokens`` ids, and ``(num_tokens, hidden_size)`` embeddings or None.
 
     Raises:
-        ValueError: the prompt is empty, of an unknown form, of the wrong width or type, holds
-            unknown ids or numbers that are not finite, or needs a tokenizer that is not there.
+        ValueError: the prompt is empty, of an unknown form, too long, of the wrong width or type,
+            holds unknown ids or numbers that are not finite, or needs a tokenizer where there is
+            none.
     """
     if isinstance(prompt, EmbedsPrompt):
-        embeds = check_rows(prompt.prompt_embeds, "prompt_embeds", hidden_size, dtype)
+        rows: object = prompt.prompt_embeds  # of a user, and may be anything
+        if isinstance(rows, Tensor) and rows.ndim:
+            limits.check_length(rows.shape[0])
+        embeds = check_rows(rows, "prompt_embeds", limits.hidden_size, limits.dtype)
         if not len(embeds):
             raise ValueError("the prompt is empty: at least one embedding row is needed")
         return [0] * len(embeds), embeds
     if isinstance(prompt, TokensPrompt):
-        return check_token_ids(prompt.prompt_token_ids, vocab_size), None
+        given = first_ids(prompt.prompt_token_ids, limits.max_model_len)
+        limits.check_length(len(given))
+        return check_token_ids(given, limits.vocab_size), None
     if isinstance(prompt, WrittenPrompt):
-        return check_token_ids(tokenize(prompt, tokenizer), vocab_size), None
+        ids = tokenize(prompt, tokenizer, limits)
+        limits.check_length(len(ids))
+        return check_token_ids(ids, limits.vocab_size), None
     kind = type(prompt).__name__
     if isinstance(prompt, ExplicitEncoderDecoderPrompt | AudioPrompt | ImagePrompt):
         if isinstance(prompt, ExplicitEncoderDecoderPrompt):
@@ -121,6 +162,20 @@ def resolve_prompt(
     raise ValueError(
         f"a prompt is a str, TextPrompt, ChatPrompt, TokensPrompt or EmbedsPrompt, got {kind}"
     )
+
+
+def first_ids(token_ids: Iterable[SupportsIndex], longest: int) -> Collection[SupportsIndex]:
+    """Ids to be counted: as they are, or one more than there may be of those that have no length.
+
+    Raises:
+        ValueError: they are nothing that could be gone through.
+    """
+    if isinstance(token_ids, Collection):
+        return token_ids
+    try:
+        return list(islice(token_ids, longest + 1))
+    except TypeError as error:
+        raise ValueError(f"prompt_token_ids must be integers: {error}") from error
 
 
 def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list[int]:

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from engine.interface.limits import RequestLimits
+
 __all__ = ["EngineConfig", "EngineSettings"]
 
 
@@ -35,6 +37,7 @@ class EngineSettings(BaseModel):
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
+        limits: what one request may ask for, at most.
         seed: of the engine's own generator, which seeds requests that bring no seed.
     """
 
@@ -56,6 +59,7 @@ class EngineSettings(BaseModel):
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
+    limits: RequestLimits = RequestLimits()
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

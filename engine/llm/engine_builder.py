@@ -28,7 +28,7 @@ from engine.resources.malloc_thresholds import keep_freed_memory
 from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 from engine.scheduling.encoder_cache_manager import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler
-from engine.text.tokenizer import eos_token_ids, load_tokenizer
+from engine.text.tokenizer import eos_token_ids, load_tokenizer, max_prompt_chars
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,
@@ -134,7 +134,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         encoder_cache=items.cache if items is not None else None,
     )
     _check_output_names(output_names, runner.warm_up(), manager)
-    limits = _input_limits(config, model, manager, choices)
+    limits = _input_limits(config, model, manager, choices, tokenizer)
     sources = PromptSources(checkpoint, model, tokenizer, limits, config.encoder_cache_bytes)
     return EngineParts(
         tokenizer=tokenizer,
@@ -223,8 +223,13 @@ def _input_processor(
 
 
 def _input_limits(
-    config: EngineConfig, model: CausalModel, manager: KVCacheManager, choices: _Choices
+    config: EngineConfig,
+    model: CausalModel,
+    manager: KVCacheManager,
+    choices: _Choices,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> InputLimits:
+    longest = max(choices.max_model_len, model.max_encoder_len)
     return InputLimits(
         max_model_len=choices.max_model_len,
         hidden_size=model.hidden_size,
@@ -233,6 +238,8 @@ def _input_limits(
         block_size=config.block_size,
         usable_tokens=manager.longest_sequence(choices.max_model_len),
         dtype=choices.dtype,
+        max_prompt_chars=max_prompt_chars(tokenizer, longest, config.limits.max_prompt_chars),
+        requests=config.limits,
     )
 
 

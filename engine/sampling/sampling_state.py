@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from copy import copy, deepcopy
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -82,6 +83,16 @@ class SamplingState:
         )
         self.logits_processor = logits_processor
         self._generated: list[int] = []
+
+    def with_seed(self, seed: int) -> SamplingState:
+        """The same for another completion of the prompt, as long as nothing was generated.
+
+        What is masked is worked out once for all completions.
+        """
+        other = copy(self)
+        other._seed, other._generated = seed, []
+        other.counts = deepcopy(self.counts)
+        return other
 
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
         """Take note of tokens by which the prompt turned out to go on."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from engine.text.template_process import (
+    TemplateLimitError,
+    TemplateLimits,
+    TemplateProcesses,
+    TemplateRefusalError,
+)
 
 __all__ = ["processor_chat_template", "render_chat"]
 
@@ -20,6 +27,10 @@ Form: TypeAlias = Literal["text", "parts"]
 _PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 _PART_TYPES = ("text", "image", "audio", "video")
 _MOST_TRIES = 16
+# A message's reasoning by its names, the one that templates read first, as transformers has them.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_PROCESSES = TemplateProcesses()
+_LIMITS = TemplateLimits()
 
 
 class _Shown(ValueError):
@@ -47,7 +58,68 @@ def processor_chat_template(folder: Path) -> Any:
     return None
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+class _Rendering:
+    """The tries of one prompt, which share what it may take.
+
+    Args:
+        tokenizer: of the checkpoint.
+        limits: for all of them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: TemplateLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._spent_s = 0.0
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """See :meth:`TemplateProcesses.render`."""
+        kind = type(self._tokenizer)
+        if kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            # A class that writes chats itself: transformers', or remote code that is trusted.
+            return self._by_tokenizer(messages)
+        left = replace(self._limits, seconds=max(self._limits.seconds - self._spent_s, 1e-3))
+        values = {
+            **self._tokenizer.special_tokens_map,
+            "messages": [_as_shown(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        template: Any = self._tokenizer.get_chat_template()
+        if not isinstance(template, str):
+            got = type(template).__name__
+            raise ValueError(f"the checkpoint's chat template must be text, got {got}")
+        text, seconds = _PROCESSES.render(template, values, left)
+        self._spent_s += seconds
+        return text
+
+    def _by_tokenizer(self, messages: Sequence[Message]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+            )
+        except Exception as error:  # as of a template
+            raise TemplateRefusalError(str(error), is_deliberate=False) from error
+
+
+def _as_shown(message: Message) -> dict[str, Any]:
+    """A message as transformers shows it to templates: without what is None."""
+    shown = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((shown[key] for key in _REASONING_KEYS if key in shown), None)
+    if reasoning is None:
+        return shown
+    return {"thinking": reasoning, **shown, "reasoning_content": reasoning}
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    limits: TemplateLimits = _LIMITS,
+) -> str:
     """Turn chat messages into a prompt that asks for the assistant's next message.
 
     Templates read a message's content as text, or as a list of parts, or as either, and not
@@ -56,17 +128,21 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
     first as they are, then, role by role, as text (parts of text joined by line breaks) or as one
     part. The first way in which all marks come out is taken.
 
+    The template comes with the checkpoint and is a program. It runs in a process of its own, which
+    is ended when it takes too much.
+
     Args:
         tokenizer: of the checkpoint.
         messages: each with ``role`` and ``content``, oldest first.
+        limits: what the template may take.
 
     Returns:
         The text, special tokens included: tokenize it without adding any.
 
     Raises:
         ValueError: no messages, a malformed one, no chat template, or the template refuses the
-            messages (roles that do not alternate, an image where it reads text) or leaves out what
-            one of them says (of an unknown role).
+            messages (roles that do not alternate, an image where it reads text), leaves out what
+            one of them says (of an unknown role), or takes more than it may.
     """
     if not messages:
         raise ValueError("a chat prompt needs at least one message")
@@ -77,13 +153,15 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    problems: list[Exception] = []
+    rendering, problems = _Rendering(tokenizer, limits), []
     for forms in _tries(messages):
         try:
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
-            _check_read(tokenizer, converted)
-            return _render(tokenizer, converted)
-        except Exception as error:  # a template is a program, the checkpoint's author's
+            _check_read(rendering, converted)
+            return rendering.render(converted)
+        except TemplateLimitError:
+            raise
+        except (TemplateRefusalError, ValueError) as error:
             problems.append(error)
     raise _most_telling(problems)
 
@@ -92,7 +170,8 @@ def _most_telling(problems: Sequence[Exception]) -> ValueError:
     """What to tell of the ways that failed; the first was that with the messages as they are."""
     first = problems[0]
     shown = next((each for each in problems if isinstance(each, _Shown)), None)
-    if shown is not None and not isinstance(first, TemplateError):
+    is_deliberate = isinstance(first, TemplateRefusalError) and first.is_deliberate
+    if shown is not None and not is_deliberate:
         return shown
     if isinstance(first, ValueError):
         return first
@@ -132,8 +211,8 @@ def _convert(index: int, message: Message, forms: Mapping[str, Form]) -> Message
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
-def _check_read(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-    """``ValueError`` if the template leaves words out, or whatever the template raises."""
+def _check_read(rendering: _Rendering, messages: Sequence[Message]) -> None:
+    """``ValueError`` if the template leaves words out, or what :class:`_Rendering` raises."""
     marks: dict[str, Message] = {}
 
     def mark(words: str, message: Message) -> str:
@@ -143,7 +222,7 @@ def _check_read(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         marks[f"mark {len(marks)} isn't a word"] = message
         return next(reversed(marks))
 
-    text = _render(tokenizer, [_marked(message, mark) for message in messages]).casefold()
+    text = rendering.render([_marked(message, mark) for message in messages]).casefold()
     for each, message in marks.items():
         if each not in text or repr(each) in text:
             raise ValueError(
@@ -164,14 +243,6 @@ def _marked(message: Message, mark: Callable[[str, Message], str]) -> Message:
         for part in content
     ]
     return {**message, "content": parts}
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-    )
 
 
 def _check_message(name: str, message: object) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.text.chat_template import processor_chat_template
 
-__all__ = ["eos_token_ids", "load_tokenizer"]
+__all__ = ["eos_token_ids", "load_tokenizer", "max_prompt_chars", "turn_of"]
 
 # Any of these means that the checkpoint brings a tokenizer.
 _TOKENIZER_FILES = (
@@ -21,6 +25,11 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+# What any prompt may have, and what none may without being asked for: see RequestLimits.
+_FEWEST_CHARS, _MOST_CHARS = 2**16, 2**22
+# Of tokenizers that are written in Python, and may not be used by two threads at once.
+_TURNS: WeakKeyDictionary[PreTrainedTokenizerBase, threading.Lock] = WeakKeyDictionary()
+_NEW_TURN = threading.Lock()
 
 
 def load_tokenizer(
@@ -46,6 +55,9 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
+        # The first call settles how it cuts and pads. Later ones only read, and several threads
+        # may make them at once.
+        tokenizer("a")
     # The formats' parsers raise whatever they like, bare Exception included.
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
@@ -53,6 +65,40 @@ def load_tokenizer(
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def max_prompt_chars(
+    tokenizer: PreTrainedTokenizerBase | None, num_tokens: int, setting: int | None
+) -> int:
+    """How many characters a prompt may have; a tokenizer would read them all to count its tokens.
+
+    Args:
+        tokenizer: of the checkpoint, or None.
+        num_tokens: of the longest prompt.
+        setting: what the user set; None derives it from the longest tokens that there are.
+    """
+    if setting is not None:
+        return setting
+    if tokenizer is None:
+        return _MOST_CHARS
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return min(max(_FEWEST_CHARS, num_tokens * longest), _MOST_CHARS)
+
+
+@contextmanager
+def turn_of(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Hold while the tokenizer is called in a thread that may not be the only one.
+
+    Those of the ``tokenizers`` library are called by any number at once, once they are loaded by
+    :func:`load_tokenizer`; others one by one.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        yield
+        return
+    with _NEW_TURN:
+        turn = _TURNS.setdefault(tokenizer, threading.Lock())
+    with turn:
+        yield
 
 
 def eos_token_ids(

@@ -8,12 +8,16 @@ from typing import Any
 
 import yaml
 
+from omni.documents.bounded_loader import BoundedLoader
 from omni.documents.document_error import ConfigError
+from omni.documents.document_limits import DocumentLimits
 
 __all__ = ["Place", "YamlDocument"]
 
 Place = tuple[str | int, ...]
 """Where a value stands: the keys and list indices that lead to it."""
+
+_LIMITS = DocumentLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +33,23 @@ class YamlDocument:
     lines: Mapping[Place, int]
 
     @classmethod
-    def parse(cls, text: str, source: str) -> YamlDocument:
+    def parse(cls, text: str, source: str, limits: DocumentLimits = _LIMITS) -> YamlDocument:
         """Parse a text as ``yaml.safe_load`` does, but refuse what that would silently accept.
 
         Args:
             text: the YAML.
             source: what to call it in errors.
+            limits: what it may ask for; checked before its values are made.
 
         Raises:
-            ConfigError: not YAML, a key that stands twice, or a key that is not a string (YAML 1.1
-                reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).
+            ConfigError: not YAML, beyond a limit, a key that stands twice, or a key that is not a
+                string (YAML 1.1 reads a bare ``on``, ``off``, ``yes`` and ``no`` as booleans).
         """
-        loader = yaml.SafeLoader(text)
+        loader = None
         try:
+            loader = BoundedLoader(text, source, limits)
             root = loader.get_single_node()
-            lines = dict(_walk(root, (), source, [])) if root is not None else {}
+            lines = dict(_walk(root, (), source)) if root is not None else {}
             data = loader.construct_document(root) if root is not None else None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -51,26 +57,30 @@ class YamlDocument:
             raise ConfigError(
                 f"{place}: not valid YAML: {error.problem or error.context}"
             ) from None
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{source}: not valid YAML: {error}") from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            character = error.character if isinstance(error.character, int) else 0
+            raise ConfigError(
+                f"{source}:{line}: not valid YAML: the character U+{character:04X} is not allowed"
+            ) from None
+        except ConfigError:
+            raise
+        except Exception as error:  # what makes values of tags, such as !!int, raises whatever
+            raise ConfigError(
+                f"{source}: not valid YAML: {type(error).__name__}: {error}"
+            ) from error
         finally:
-            loader.dispose()
+            if loader is not None:
+                loader.dispose()
         return cls(data, lines)
 
 
-def _walk(
-    node: yaml.Node, place: Place, source: str, above: list[yaml.Node]
-) -> Iterator[tuple[Place, int]]:
+def _walk(node: yaml.Node, place: Place, source: str) -> Iterator[tuple[Place, int]]:
     """Yield the line of every key and list item at and below ``node``."""
-    if any(node is ancestor for ancestor in above):
-        raise ConfigError(f"{source}:{node.start_mark.line + 1}: an alias contains itself")
-    above = [*above, node]
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*place, index), item.start_mark.line + 1
-            yield from _walk(item, (*place, index), source, above)
+            yield from _walk(item, (*place, index), source)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -90,4 +100,4 @@ def _walk(
                 )
             seen[key.value] = line
             yield (*place, key.value), line
-            yield from _walk(value, (*place, key.value), source, above)
+            yield from _walk(value, (*place, key.value), source)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from omni.documents.document_error import ConfigError
+from omni.documents.document_limits import DocumentLimits
 from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
 from omni.documents.yaml_document import YamlDocument
@@ -95,11 +96,22 @@ def _find(config: str | Path) -> tuple[str, str, Path | None]:
             "(a file of your own is given by its path, with .yaml)"
         )
     try:
-        return path.read_text(encoding="utf-8"), name, path.parent
+        return _text_of(path), name, path.parent
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: cannot be read: {error}") from None
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file, as far as it may be long; the parser refuses one that is longer."""
+    # Four bytes make a character at most, and one character beyond the limit is enough.
+    longest = 4 * (DocumentLimits().max_chars + 1)
+    with path.open("rb") as file:
+        content = file.read(longest + 1)
+    if len(content) > longest:
+        raise ConfigError(f"{path}: the file has more than {longest} bytes")
+    return content.decode("utf-8")
 
 
 def _override(data: dict[str, Any], place: str, value: Any) -> None:

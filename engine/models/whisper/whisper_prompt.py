@@ -77,7 +77,7 @@ class WhisperPromptRule(DecoderPromptRule):
 
     def _tokenize(self, decoder: WrittenPrompt) -> list[int]:
         """Text as it is: the tokenizer would put its own choice of language and task before it."""
-        return tokenize(decoder, self._tokenizer, as_it_is=True)
+        return tokenize(decoder, self._tokenizer, self._limits, as_it_is=True)
 
     def _default(self, encoder: EncoderPrompt | None) -> list[int]:
         ids, detects = self._plan(encoder)

@@ -27,6 +27,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.inputs.admission import InputLimits
 from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.models.seq2seq.t5 import T5PromptRule
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
@@ -47,11 +48,15 @@ def bart_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
+def limits(vocab_size: int) -> InputLimits:
+    return InputLimits(64, 8, vocab_size, vocab_size, 4, 64, torch.float32)
+
+
 def bart(**overrides: Any) -> DecoderPromptRule:
     config = BartConfig(**overrides)
     generation = GenerationConfig.from_model_config(config)
     generation.update(**overrides)
-    return DecoderPromptRule(config, generation, bart_tokenizer(), config.vocab_size)
+    return DecoderPromptRule(config, generation, bart_tokenizer(), limits(config.vocab_size))
 
 
 def test_the_default_is_the_start_token_and_bos() -> None:
@@ -136,7 +141,7 @@ def test_t5_begins_as_generate_has_it(start: int | None, given: tuple[int, ...] 
     # Without a start token of its own, generate() needs to be told; padding is T5's.
     generation = GenerationConfig.from_model_config(config)
     generation.update(**named)
-    rule = T5PromptRule(config, generation, None, 20)
+    rule = T5PromptRule(config, generation, None, limits(20))
     prompt = None if given is None else TokensPrompt(given)
     assert rule.prompt_ids("any", prompt) == out[0, :-1].tolist()
 
@@ -151,7 +156,7 @@ def whisper_rule(
     model: WhisperForConditionalGeneration, settings: dict[str, Any] | None = None
 ) -> WhisperPromptRule:
     return WhisperPromptRule(
-        model.config, generation_of(model, settings), None, model.config.vocab_size
+        model.config, generation_of(model, settings), None, limits(model.config.vocab_size)
     )
 
 
@@ -320,7 +325,8 @@ def test_whispers_decoder_text_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = build_whisper(tmp_path)
     model = WhisperForConditionalGeneration.from_pretrained(folder)
     known: Any = model.generation_config
-    rule = WhisperPromptRule(model.config, known, load_tokenizer(folder), model.config.vocab_size)
+    bounds = limits(model.config.vocab_size)
+    rule = WhisperPromptRule(model.config, known, load_tokenizer(folder), bounds)
     text = "<|startoftranscript|><|zh|><|translate|><|notimestamps|>"
     asked = AudioPrompt("any.wav", language="zh", task="translate")
     expected = rule.prompt_ids(asked, None)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.chat_template import render_chat
+from engine.text.chat_template import _as_shown, render_chat
+from engine.text.template_process import TemplateLimitError, TemplateLimits, TemplateProcesses
 from engine.text.tokenizer import load_tokenizer
 from tests.support.tokenizers import byte_level
 
@@ -249,17 +250,84 @@ def test_many_roles_cost_few_tries(
     use: Callable[[str], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ):
     tokenizer, calls = use("{{ '' }}"), []
-    apply = tokenizer.apply_chat_template
+    render = TemplateProcesses.render
 
-    def count(*arguments: Any, **options: Any) -> Any:
+    def count(*arguments: Any) -> Any:
         calls.append(True)
-        return apply(*arguments, **options)
+        return render(*arguments)
 
-    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    monkeypatch.setattr(TemplateProcesses, "render", count)
     messages = [{"role": f"role {number}", "content": "x"} for number in range(40)]
     with pytest.raises(ValueError, match="leaves out what a message of the role 'role 0' says"):
         render_chat(tokenizer, messages)
     assert len(calls) <= 17
+
+
+AS_TRANSFORMERS_SHOWS = (
+    "{{ messages | tojson }}{{ {'b': 'é', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n > 2 %}"
+    "{% break %}{% endif %}{{ m.content }}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}\n{% endfor %}",
+    "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ tools is none }}|{{ documents is none }}",
+    "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};"
+    "{% endfor %}",
+    "{% for m in messages %}{{ m.keys() | list | sort }}{% endfor %}",
+    "  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{{ dict(a=1) }}{{ range(3) | list }}",
+    "{{ strftime_now('%Y') }}{{ messages[0].content.split(' ')[0] | upper | trim }}",
+    "{% macro say(m) %}<{{ m.role }}>{{ caller() }}{% endmacro %}{% for m in messages %}"
+    "{% call say(m) %}{{ m['content'] | string }}{% endcall %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", AS_TRANSFORMERS_SHOWS)
+def test_templates_see_what_transformers_shows_them(
+    use: Callable[[str], PreTrainedTokenizerFast], template: str
+):
+    conversation: list[dict[str, Any]] = [
+        {"role": "user", "content": "Who is it?"},
+        {"role": "assistant", "content": "I.", "reasoning": "think", "tool_calls": None},
+        {"role": "user", "content": "Ünd?", "thinking": "a", "reasoning_content": "b"},
+    ]
+    tokenizer = use(template)
+    shown = [_as_shown(message) for message in conversation]
+    text, _ = TemplateProcesses().render(
+        template,
+        {
+            **tokenizer.special_tokens_map,
+            "messages": shown,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        },
+        TemplateLimits(),
+    )
+    theirs = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert text == theirs
+
+
+def test_all_tries_of_a_prompt_share_the_time_and_one_too_much_ends_them(
+    use: Callable[[str], PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[float] = []
+
+    def render(self: object, template: str, values: object, limits: TemplateLimits) -> Any:
+        asked.append(limits.seconds)
+        if len(asked) == 3:
+            raise TemplateLimitError("took more than it may")
+        return "nothing that was said", 0.5
+
+    monkeypatch.setattr(TemplateProcesses, "render", render)
+    with pytest.raises(TemplateLimitError):
+        render_chat(use("{{ 1 }}"), MESSAGES, TemplateLimits(seconds=1.2))
+    assert asked == pytest.approx([1.2, 0.7, 0.2])
+
+
+@pytest.mark.parametrize("template", [[{"name": "default", "template": "x"}], 3])
+def test_a_template_that_is_no_text_is_a_clear_error(
+    use: Callable[[Any], PreTrainedTokenizerFast], template: Any
+):
+    with pytest.raises(ValueError, match="chat template must be text, got (list|int)"):
+        render_chat(use(template), MESSAGES)
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])

@@ -1,0 +1,181 @@
+"""The program of the process in which chat templates run: jobs in, texts out, a line of JSON each.
+
+It is run by its path, with Python isolated, and imports jinja2 and no package of this project: it
+starts quickly, and what a template could get hold of is little. Templates see what transformers
+shows them: its filter ``tojson``, ``raise_exception``, ``strftime_now``, loop controls and the tag
+``generation``, in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+# Where jinja2 is, if not where an isolated Python looks.
+sys.path.extend(sys.argv[1:])
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+__all__ = ["main", "render"]
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what an assistant says; here it is a block like any other."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _PlainNamespace(Namespace):
+    """A namespace without names that could lead into Python's own parts."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        values = dict(*given, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+class _PlainDict:
+    """``dict`` to be called, and no more of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def render(
+    template: str, values: Mapping[str, Any], max_chars: int
+) -> tuple[str | None, str | None]:
+    """Render a template.
+
+    Returns:
+        The text; or None, and the limit that it went beyond.
+
+    Raises:
+        Exception: whatever the template raises.
+    """
+    pieces, num_chars = [], 0
+    try:
+        for piece in _compiled(template).generate(**values):
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                return None, "characters"
+            pieces.append(piece)
+        return "".join(pieces), None
+    except MemoryError:
+        return None, "memory"
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    if hasattr(signal, "SIGINT"):
+        # The terminal's interrupt is for the process that asks.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        job = json.loads(line)
+        _limit_memory(job["bytes"])
+        started = time.process_time()
+        # Its signal ends this process, wherever it is; the one that asks takes note.
+        _limit_time(job["seconds"])
+        answer = _answer(job)
+        _limit_time(0.0)
+        answer["seconds"] = time.process_time() - started
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        text, beyond = render(job["template"], job["values"], job["chars"])
+    except Exception as error:  # a template is a program, the checkpoint's author's
+        message = str(error) or type(error).__name__
+        return {"error": message[:2000], "refused": isinstance(error, TemplateError)}
+    return {"text": text} if beyond is None else {"beyond": beyond}
+
+
+def _limit_memory(num_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        num_bytes = min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_time(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _PlainDict(),
+        "namespace": _PlainNamespace,
+    }
+    return environment.from_string(template)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace must not have the name {name!r}: it begins with '_'")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a request may ask for is bounded, each bound is checked first, and each can be raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from engine import (
+    ChatPrompt,
+    EmbedsPrompt,
+    EngineConfig,
+    LLMEngine,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from engine.interface.limits import RequestLimits
+
+
+@pytest.fixture(scope="module")
+def engine(seeded: Callable[[str], str]) -> Iterator[LLMEngine]:
+    config = EngineConfig(
+        model=seeded("qwen2"),
+        block_size=4,
+        num_blocks=64,
+        max_model_len=32,
+        limits=RequestLimits(max_completions=3, max_logprobs=4, max_stop_strings=2),
+    )
+    engine = LLMEngine(config)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (dict(n=4), "n is 4, but at most 3 completions"),
+        (dict(n=10**30), "raise engine.limits.max_completions"),
+        (dict(logprobs=5), "logprobs is 5, but at most 4 tokens .* engine.limits.max_logprobs"),
+        (dict(stop=["a", "b", "c"]), "stop has 3 strings, .* engine.limits.max_stop_strings"),
+        (dict(stop=["x" * 1025]), "have 1025 characters, .* engine.limits.max_stop_chars"),
+    ],
+)
+def test_sampling_that_asks_for_too_much_is_refused_before_the_prompt_is_read(
+    engine: LLMEngine, params: dict[str, Any], told: str
+):
+    asked = SamplingParams(**params)
+    with pytest.raises(ValueError, match=told):
+        engine.check_sampling(asked)
+
+    class Unread:
+        """Whatever asks it for anything has begun to work."""
+
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"the prompt was read: {name}")
+
+    with pytest.raises(ValueError, match=told):
+        engine.add_request("r", Unread(), asked)  # type: ignore[arg-type]
+    assert engine.live_request_ids == ()
+
+
+def test_what_just_fits_runs(engine: LLMEngine):
+    params = SamplingParams(n=3, logprobs=4, stop=["\x00", "\x01"], max_tokens=2, seed=1)
+    (output,) = engine.generate("Hello", params)
+    assert len(output.outputs) == 3
+    assert [len(each.logprobs[0].top) for each in output.outputs if each.logprobs] == [4] * 3
+
+
+def refuse_to_tokenize(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a text that is too long was tokenized")
+
+
+def test_a_text_is_measured_before_it_is_tokenized(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(type(engine.tokenizer), "__call__", refuse_to_tokenize)
+    text = "a" * (2**16 + 1)
+    chat = ChatPrompt(({"role": "user", "content": [{"type": "text", "text": text}]},))
+    for prompt in (text, TextPrompt(text), chat):
+        with pytest.raises(ValueError, match="has 655.. characters, but at most 65536 are read"):
+            engine.add_request("r", prompt)
+
+
+def test_the_limit_of_characters_can_be_set(seeded: Callable[[str], str]):
+    limits = RequestLimits(max_prompt_chars=5)
+    engine = LLMEngine(
+        EngineConfig(model=seeded("qwen2"), max_model_len=32, num_blocks=32, limits=limits)
+    )
+    assert engine.generate("12345", SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="6 characters, .* raise engine.limits.max_prompt_chars"):
+        engine.generate("123456", SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="template makes of the messages has more than 5"):
+        engine.generate(ChatPrompt(({"role": "user", "content": "1"},)))
+    engine.close()
+
+
+class Counted:
+    """Ids that tell how many of them there are before they are gone through."""
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("ids that are too many were gone through")
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        TokensPrompt(Counted()),  # type: ignore[arg-type]
+        TokensPrompt(count()),  # type: ignore[arg-type]
+        # No memory lies behind so many rows, and none is taken to look at them.
+        EmbedsPrompt(torch.zeros(1, 64).expand(10**12, 64)),
+    ],
+    ids=["ids", "ids without an end", "rows"],
+)
+def test_ids_and_rows_are_counted_before_they_are_looked_at(engine: LLMEngine, prompt: Any):
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens, but max_model_len is 32"):
+        engine.add_request("r", prompt)
+
+
+def test_a_chat_that_nests_without_end_is_refused(engine: LLMEngine):
+    calls: list[Any] = []
+    calls.append(calls)
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    with pytest.raises(ValueError, match="nests deeper than 64 levels"):
+        engine.add_request("r", ChatPrompt((message,)))
+    nested: Any = "x"
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="nests deeper than 64 levels"):
+        engine.add_request("r", ChatPrompt(({"role": "user", "content": "x", "more": nested},)))
+
+
+def test_images_are_counted_before_any_is_opened(seeded: Callable[[str], str]):
+    with pytest.raises(ValueError, match="shows 3 images, .* engine.limits.max_items"):
+        RequestLimits(max_items=2).check_items(3)
+    limits = RequestLimits(max_items=1)
+    engine = LLMEngine(
+        EngineConfig(model=seeded("llava"), max_model_len=64, num_blocks=32, limits=limits)
+    )
+    prompt = TextPrompt("<image><image>", multi_modal_data={"image": ["no.png", "no.png"]})
+    with pytest.raises(ValueError, match="shows 2 images"):
+        engine.add_request("r", prompt)
+    engine.close()
+
+
+def test_no_image_is_opened_behind_one_with_which_the_prompt_is_too_long(
+    seeded: Callable[[str], str],
+):
+    engine = LLMEngine(EngineConfig(model=seeded("llava"), max_model_len=20, num_blocks=32))
+    pixels = torch.zeros(30, 30, 3, dtype=torch.uint8)
+    shown = {"image": [pixels, pixels, "no such file.png"]}
+    with pytest.raises(ValueError, match="the prompt has 3. tokens, but max_model_len is 20"):
+        engine.add_request("r", TextPrompt("<image>" * 3, multi_modal_data=shown))
+    engine.close()
