@@ -17,6 +17,8 @@ CONSTRAINTS := requirements/constraints.txt
 # Read from the constraints, so that the version stands in one place.
 TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 STAMP := $(VENV)/.installed
+# Not quiet: what it collects shows that the minutes of the first start are not lost.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := test
 .PHONY: install run test lint pytest bench torture clean which-python
@@ -25,13 +27,16 @@ install: $(STAMP)
 
 # torch goes first and alone: the constraint then keeps every later package from replacing it.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || { python=$$(.ci/python "$(PYTHON)") && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet $(TORCH) || { \
+	@echo "1/3 $(VENV): an environment of its own, about 1.5 GB with all that is in it"
+	@test -x $(BIN)/python || { python=$$(.ci/python "$(PYTHON)") && "$$python" -m venv $(VENV); }
+	@echo "2/3 $(TORCH), the largest part (some 200 MB)"
+	@$(PIP) $(TORCH) || { \
 		echo "$(TORCH) cannot be installed for $$($(BIN)/python --version)." \
 			"To try another Python: make clean, then make PYTHON=/path/to/python" >&2; \
 		exit 1; }
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
-	touch $@
+	@echo "3/3 omni-pipeline and what it needs (some 250 MB)"
+	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
 
 which-python:
 	@.ci/python "$(PYTHON)"
