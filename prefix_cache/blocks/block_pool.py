@@ -9,6 +9,13 @@ A block is in exactly one state::
 
 Blocks are cut from large pages, which go from one group to another; see
 :mod:`prefix_cache.blocks.page_arena`.
+
+Two requests may compute the same content, each in a block of its own. The newest is the one found,
+because a block is computed again only when something was missing from the older one. The older ones
+stay while requests hold them, and are found again when the newest is evicted::
+
+    hash ──► newest (held, or cached)      content that no table holds is kept once: an older block
+      └────► older ones (all held)         that is given back is free, the newest counts as used now
 """
 
 from __future__ import annotations
@@ -38,7 +45,8 @@ class BlockPool:
         arenas: where the pages are; every group lives in one of them.
 
     Attributes:
-        hash_table: (group id, hash) to the one block found by it.
+        hash_table: (group id, hash) to the block found by it: the newest of that content.
+        older: by the same keys, held blocks of equal content, the newest last; never empty.
         num_evictions: cached blocks whose content was given up for a new one.
 
     Attributes are for reading; only the methods change them.
@@ -47,6 +55,7 @@ class BlockPool:
     def __init__(self, arenas: Sequence[PageArena]) -> None:
         self.arenas = tuple(arenas)
         self.hash_table: dict[tuple[int, BlockHash], KVCacheBlock] = {}
+        self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
         self.num_evictions = 0
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
 
@@ -192,6 +201,8 @@ class BlockPool:
                 raise ValueError(f"block {block.block_id} is released, but not held")
             if block.ref_cnt > 1:
                 block.ref_cnt -= 1
+            elif self.older and block.block_hash is not None:
+                self._release_one_of_several(block, block.block_hash, priority)
             else:
                 self._arena_of[block.group_id].release(block, priority)
 
@@ -203,25 +214,29 @@ class BlockPool:
     def publish(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
         """Let a held block be found by its content. Call it after its rows are written.
 
-        The newest block wins: one that was found by the same hash so far loses it, because a
-        block is computed again only when something was missing from the older one.
+        The newest block wins, because a block is computed again only when something was missing
+        from the older one. That one is free now if no table holds it; if one does, it is found
+        again once the newest is gone.
 
         Raises:
             ValueError: for a block that no table holds, or that has another hash already.
         """
         if block.ref_cnt == 0:
             raise ValueError(f"block {block.block_id} is published, but not held")
-        if block.block_hash is not None and block.block_hash != block_hash:
-            raise ValueError(f"block {block.block_id} is full and published under another hash")
-        older = self.hash_table.get((block.group_id, block_hash))
-        if older is block:
+        if block.block_hash is not None:
+            if block.block_hash != block_hash:
+                raise ValueError(f"block {block.block_id} is full and published under another hash")
             return
+        key = (block.group_id, block_hash)
+        older = self.hash_table.get(key)
         if older is not None:
-            older.block_hash = None
-            if older.ref_cnt == 0:
+            if older.ref_cnt:
+                self.older.setdefault(key, []).append(older)
+            else:
+                older.block_hash = None
                 self._arena_of[older.group_id].drop_content(older)
         block.block_hash = block_hash
-        self.hash_table[(block.group_id, block_hash)] = block
+        self.hash_table[key] = block
 
     def reset(self) -> None:
         """Forget all content: no block can be found any more. References stay as they are."""
@@ -229,7 +244,34 @@ class BlockPool:
             block.block_hash = None
             if block.ref_cnt == 0:
                 self._arena_of[block.group_id].drop_content(block)
+        for blocks in self.older.values():
+            for block in blocks:
+                block.block_hash = None
         self.hash_table.clear()
+        self.older.clear()
+
+    def _release_one_of_several(
+        self, block: KVCacheBlock, block_hash: BlockHash, priority: int
+    ) -> None:
+        """Give a block back that may be one of several of equal content: the newest is kept."""
+        key = (block.group_id, block_hash)
+        arena, newest = self._arena_of[block.group_id], self.hash_table[key]
+        if block is newest:
+            arena.release(block, priority)
+            return
+        self._forget_older(key, block)
+        block.block_hash = None
+        arena.release(block, priority)
+        if newest.ref_cnt == 0:
+            # The content was in use until now, so it waits as what was given back now.
+            priority = max(priority, newest.key[0])
+            arena.hold(newest)
+            arena.release(newest, priority)
+
+    def _forget_older(self, key: tuple[int, BlockHash], block: KVCacheBlock) -> None:
+        self.older[key].remove(block)
+        if not self.older[key]:
+            del self.older[key]
 
     def _take(self, group_id: int, near: LargePage | None, rest: Mapping[int, int]) -> KVCacheBlock:
         """One block, leaving enough whole pages for the rest of an allocation."""
@@ -243,7 +285,20 @@ class BlockPool:
         block, evicted = arena.take(group_id, near, may_take_page)
         for old in evicted:
             if old.block_hash is not None:
-                del self.hash_table[(old.group_id, old.block_hash)]
+                self._forget_newest((old.group_id, old.block_hash))
                 old.block_hash = None
                 self.num_evictions += 1
         return block
+
+    def _forget_newest(self, key: tuple[int, BlockHash]) -> None:
+        """The newest block of a content is evicted; an older one that is held is found from now on.
+
+        No table holds what is evicted, and of what no table holds only the newest has a hash.
+        """
+        others = self.older.get(key)
+        if others is None:
+            del self.hash_table[key]
+            return
+        self.hash_table[key] = others.pop()
+        if not others:
+            del self.older[key]

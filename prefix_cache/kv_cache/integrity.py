@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock, LargePage
+from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import GroupPages, PageArena
@@ -170,12 +171,37 @@ def _check_hash_table(pool: BlockPool) -> None:
                 f"{block.block_id}, which has (group {block.group_id}, "
                 f"{_short(block.block_hash)})"
             )
-    blocks = (block for arena in pool.arenas for page in arena.pages for block in page.blocks)
-    num_hashed = sum(block.block_hash is not None for block in blocks)
-    if num_hashed != len(pool.hash_table):
+    for key, blocks in pool.older.items():
+        _check_older(pool, key, blocks)
+    num_older = sum(map(len, pool.older.values()))
+    blocks_of_pages = (b for arena in pool.arenas for page in arena.pages for b in page.blocks)
+    num_hashed = sum(block.block_hash is not None for block in blocks_of_pages)
+    if num_hashed != len(pool.hash_table) + num_older:
         raise IntegrityError(
-            f"blocks with a hash ({num_hashed}) != hash table entries ({len(pool.hash_table)})"
+            f"blocks with a hash ({num_hashed}) != hash table entries ({len(pool.hash_table)}) + "
+            f"older blocks of equal content ({num_older})"
         )
+
+
+def _check_older(
+    pool: BlockPool, key: tuple[int, BlockHash], blocks: Sequence[KVCacheBlock]
+) -> None:
+    """Blocks beside the one that is found: each another, held, and of the same content."""
+    group_id, block_hash = key
+    name = f"older blocks of group {group_id}, {_short(block_hash)}"
+    distinct = {*blocks, *filter(None, [pool.hash_table.get(key)])}
+    if not blocks or len(distinct) != len(blocks) + 1:
+        raise IntegrityError(
+            f"{name}: distinct blocks, with the one that is found ({len(distinct)}) != "
+            f"older ones ({len(blocks)}) + 1, or there are none"
+        )
+    for block in blocks:
+        if (block.group_id, block.block_hash) != key or block.ref_cnt == 0:
+            raise IntegrityError(
+                f"{name}: block {block.block_id} has (group {block.group_id}, "
+                f"{_short(block.block_hash)}) and ref_cnt ({block.ref_cnt}), expected the same "
+                "content, held"
+            )
 
 
 def _short(block_hash: bytes | None) -> str:

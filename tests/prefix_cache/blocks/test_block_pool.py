@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
 from prefix_cache.blocks.eviction_queue import EvictionQueue
 from prefix_cache.blocks.page_arena import PageArena
 from tests.support.tiny_kv_cache import cached_ids
@@ -142,11 +143,62 @@ def test_the_newest_block_of_a_hash_wins(older_is_held):
     if not older_is_held:
         pool.release([older])
     pool.publish(newer, digest(1))
-    assert pool.lookup(0, digest(1)) is newer and older.block_hash is None
+    assert pool.lookup(0, digest(1)) is newer
+    assert older.block_hash == (digest(1) if older_is_held else None)
     check_pool_integrity(pool, [[older, newer]] if older_is_held else [[newer]])
     if not older_is_held:
-        # Its content can no longer be found: it goes before blocks never used.
+        # It holds what is found elsewhere: it goes before blocks never used.
         assert ids(pool.allocate({0: 1})[0]) == ids([older])
+
+
+def several_of_one_content(pool: BlockPool, count: int) -> list[KVCacheBlock]:
+    blocks = pool.allocate({0: count})[0]
+    for block in blocks:
+        pool.publish(block, digest(1))
+    return blocks
+
+
+def test_an_older_block_that_is_held_is_found_again_when_the_newest_is_evicted():
+    pool = BlockPool.uniform(4)
+    oldest, older, newest = several_of_one_content(pool, 3)
+    held = {oldest, older, newest}
+    for gone, found in ((newest, older), (older, oldest)):
+        pool.release([gone])
+        assert pool.lookup(0, digest(1)) is gone, "cached, until its place is needed"
+        (other,) = pool.allocate({0: 1})[0]
+        assert other.block_id == gone.block_id and pool.lookup(0, digest(1)) is found
+        pool.publish(found, digest(1))  # that it is found already changes nothing
+        held = held - {gone} | {other}
+        check_pool_integrity(pool, [list(held)])
+    pool.release([oldest])
+    assert cached_ids(pool) == ids([oldest]) and not pool.older
+
+
+def test_content_that_no_table_holds_is_kept_once_and_counts_as_used_when_the_last_let_it_go():
+    pool = BlockPool.uniform(5)
+    older, newest = several_of_one_content(pool, 2)
+    (other,) = pool.allocate({0: 1})[0]
+    pool.publish(other, digest(2))
+    pool.release([newest, other])
+    assert cached_ids(pool) == ids([newest, other])
+    pool.release([older])
+    assert older.block_hash is None and not pool.older
+    assert cached_ids(pool) == ids([other, newest]), "it was in use longer than the other"
+    assert ids(pool.allocate({0: 3})[0]) == [older.block_id, 4, other.block_id]
+    assert pool.lookup(0, digest(1)) is newest
+
+
+def test_a_copy_that_was_worth_more_keeps_its_priority():
+    pool = BlockPool.uniform(4)
+    older, newest = several_of_one_content(pool, 2)
+    pool.release([newest], HIGH_PRIORITY)
+    pool.release([older], LOW_PRIORITY)
+    assert newest.key[0] == HIGH_PRIORITY
+    older, newest = several_of_one_content(pool, 2)
+    pool.release([newest], LOW_PRIORITY)
+    pool.release([older], HIGH_PRIORITY)
+    assert newest.key[0] == HIGH_PRIORITY
+    check_pool_integrity(pool, [])
 
 
 def test_publishing_twice_is_once_and_another_hash_is_an_error():
@@ -167,8 +219,9 @@ def test_reset_forgets_content_and_keeps_references():
     cache_blocks(pool, 2)
     held = pool.allocate({0: 1})[0]
     pool.publish(held[0], digest(9))
+    twins = several_of_one_content(pool, 2)
     pool.reset()
-    assert not pool.hash_table and cached_ids(pool) == []
-    assert pool.num_free() == 4 and held[0].ref_cnt == 1
-    check_pool_integrity(pool, [held])
+    assert not pool.hash_table and not pool.older and cached_ids(pool) == []
+    assert pool.num_free() == 2 and held[0].ref_cnt == 1
+    check_pool_integrity(pool, [held, twins])
     assert pool.num_evictions == 0

@@ -68,6 +68,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.pool = BlockPool.for_config(config)
         self.num_groups = len(config.groups)
         self.requests: list[Tables] = []
+        self.published: dict[tuple[int, BlockHash], set[KVCacheBlock]] = {}
 
     # Events.
 
@@ -129,6 +130,7 @@ class PagesMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 9:
             self.pool.reset()
+            self.published.clear()
 
     # Parts of events.
 
@@ -136,7 +138,9 @@ class PagesMachine(RuleBasedStateMachine):
         for table in tables.values():
             for offset, block in enumerate(table):
                 if block.block_hash is None:
-                    self.pool.publish(block, digest((first + offset) % 12))
+                    content = digest((first + offset) % 12)
+                    self.pool.publish(block, content)
+                    self.published.setdefault((block.group_id, content), set()).add(block)
 
     def allocate(self, tables: Tables, needs: dict[int, int], hits: Sequence[KVCacheBlock]) -> None:
         """All or nothing, exactly when the model says so; hits are touched first."""
@@ -162,6 +166,8 @@ class PagesMachine(RuleBasedStateMachine):
             assert not held & set(blocks), "nobody else holds them"
             assert all(b.block_hash is None and b.group_id == group_id for b in blocks)
             tables.setdefault(group_id, []).extend(blocks)
+            for with_content in self.published.values():
+                with_content.difference_update(blocks)
         self.requests.append(tables)
 
     def snapshot(self) -> list[object]:
@@ -189,6 +195,18 @@ class PagesMachine(RuleBasedStateMachine):
             queues += [[block.key for block in group.cached] for group in arena.groups.values()]
             for keys in queues:
                 assert keys == sorted(keys), "the order of eviction is the order of keys"
+
+    @invariant()
+    def content_is_found_as_long_as_any_block_of_it_is_there(self) -> None:
+        """Held by anybody, or cached since; never a block of other content, nor one handed out."""
+        held = {b for tables in self.requests for table in tables.values() for b in table}
+        for (group_id, content), blocks in self.published.items():
+            found = self.pool.lookup(group_id, content)
+            assert found in blocks if found is not None else not held & blocks
+        cached = {b for arena in self.pool.arenas for g in arena.groups.values() for b in g.cached}
+        assert cached <= {block for blocks in self.published.values() for block in blocks}
+        contents = [(block.group_id, block.block_hash) for block in cached]
+        assert len(contents) == len(set(contents)), "what nobody holds is kept once"
 
     def teardown(self) -> None:
         """When all are gone every page is free or cached, and any group can have all of them."""

@@ -281,6 +281,20 @@ class GroupMixMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             check_integrity(self.manager)
 
+    @invariant()
+    def what_a_request_has_published_and_holds_can_be_found(self) -> None:
+        """Whoever computed the same beside it, and whatever became of theirs."""
+        for request_id, request in getattr(self, "live", {}).items():
+            if self.manager.resets_before(request_id) < self.manager.num_resets:
+                continue
+            hashes = self.hashes(request.token_ids, request.encoder_content)
+            for group, kind in enumerate(self.kinds):
+                if kind in ("cross", "mamba"):  # not every block of these is published
+                    continue
+                table = self.manager.block_ids(request_id, group)
+                for index in range(request.num_computed // BLOCK_SIZE):
+                    assert not table[index] or self.manager.pool.lookup(group, hashes[index])
+
     def teardown(self) -> None:
         """When all are gone every large page is free or cached, and any group can have them all."""
         if not hasattr(self, "manager"):

@@ -33,6 +33,15 @@ def test_a_healthy_manager_passes():
     assert manager.block_ids("live") == [4, 5]
 
 
+def equal_content_twice(manager: KVCacheManager) -> list[KVCacheBlock]:
+    """The older ones of two blocks: "live" and "twin" hold one each."""
+    hashes = hashes_of(range(50, 58), 4)
+    manager.allocate_slots("twin", 4, block_hashes=hashes[:1])
+    manager.publish("twin", hashes[:1], 4)
+    check_integrity(manager)
+    return manager.pool.older[0, hashes[0]]
+
+
 def lose_a_free_page(manager: KVCacheManager) -> None:
     manager.pool.arenas[0].free_pages.pop()
 
@@ -93,6 +102,27 @@ def misdirect_a_hash(manager: KVCacheManager) -> None:
     manager.pool.hash_table[(0, hashes_of(PROMPT, 4)[1])] = wrong
 
 
+def forget_an_older_block(manager: KVCacheManager) -> None:
+    del equal_content_twice(manager)[:]
+
+
+def repeat_an_older_block(manager: KVCacheManager) -> None:
+    older = equal_content_twice(manager)
+    older.append(older[0])
+
+
+def mistake_an_older_block(manager: KVCacheManager) -> None:
+    older = equal_content_twice(manager)
+    older[0] = held_block(manager.pool, 5)
+
+
+def let_an_older_block_go(manager: KVCacheManager) -> None:
+    """As if a block that is given back were not taken out."""
+    (older,) = equal_content_twice(manager)
+    manager.pool.arenas[0].release(older, 1)
+    manager.coordinator.managers[0].block_tables["live"][0] = manager.pool.null_block(0)
+
+
 def skip_a_generation(manager: KVCacheManager) -> None:
     manager.pool.generations(0)[4] += 1
 
@@ -130,7 +160,14 @@ def orphan_a_table(manager: KVCacheManager) -> None:
         (invent_a_page_with_free_blocks, r"held pages with free blocks \[4\] != \[\]"),
         (cache_a_stranger, r"group 0: cached queue \(4\) != cached blocks \(3\)"),
         (keep_a_block_of_a_page_that_is_gone, r"block 6 of group 0 .* gone to others"),
-        (lose_a_hash, r"blocks with a hash \(4\) != hash table entries \(3\)"),
+        (
+            lose_a_hash,
+            r"blocks with a hash \(4\) != hash table entries \(3\) \+ older .* content \(0\)",
+        ),
+        (forget_an_older_block, r"older blocks .*distinct .*\(1\) != older ones \(0\) \+ 1, or"),
+        (repeat_an_older_block, r"older blocks .*distinct .*\(2\) != older ones \(2\) \+ 1, or"),
+        (mistake_an_older_block, r"older blocks .*: block 5 has \(group 0, None\) and ref_cnt \(1"),
+        (let_an_older_block_go, r"older blocks .*: block 4 has .* and ref_cnt \(0\), expected"),
         (misdirect_a_hash, r"hash table entry \(group 0, [0-9a-f]{12}\) leads to block 1, which"),
         (skip_a_generation, r"block 4 .*: generation \(1\) != generations\[4\] \(2\)"),
         (use_the_null_block, r"null block of group 0: ref_cnt \(0\), generation \(1\)"),

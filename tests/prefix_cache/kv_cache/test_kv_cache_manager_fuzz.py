@@ -1,8 +1,9 @@
 """Any sequence of events, against a model that keeps token lists and counts by brute force.
 
 The model knows no hashes, reference counts, generations or queues: it keeps for each prefix the
-block that was published for it last, for each block the rows written since it was handed out, and
-the cached blocks in the order in which they were given back.
+blocks that were published for it, for each block the rows written since it was handed out, and the
+cached blocks in the order in which they were given back. A prefix is found as long as any block of
+its content is there, held or cached; of those that nobody holds, one is kept.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         self.mirrored = {"h"} if restricted else {"h", "k"}
         self.known: set[str] = set()
         self.live: dict[str, Live] = {}
-        self.published: dict[tuple[int, ...], int] = {}
+        self.published: dict[tuple[int, ...], list[int]] = {}  # the newest last
         self.rows: dict[int, list[set[str]]] = {}
         self.cached: list[int] = []  # least recently used first
         self.num_evictions = 0
@@ -75,10 +76,10 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
     def expected_hit(self, token_ids: list[int]) -> list[int]:
         hit: list[int] = []
         for end in range(BLOCK_SIZE, len(token_ids), BLOCK_SIZE):
-            block_id = self.published.get(tuple(token_ids[:end]))
-            if block_id is None or any(self.wanted() - names for names in self.rows[block_id]):
+            blocks = self.published.get(tuple(token_ids[:end]))
+            if not blocks or any(self.wanted() - names for names in self.rows[blocks[-1]]):
                 break
-            hit.append(block_id)
+            hit.append(blocks[-1])
         return hit
 
     def expected_in_flight(self, token_ids: list[int], num_hit_blocks: int) -> bool:
@@ -100,7 +101,8 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
         assert set(evicted) <= set(new) and not set(new) & set(self.cached)
         self.num_evictions += num_evicted
-        self.published = {k: b for k, b in self.published.items() if b not in evicted}
+        for blocks in self.published.values():
+            blocks[:] = [block_id for block_id in blocks if block_id not in evicted]
         for block_id in new:
             self.rows[block_id] = [set() for _ in range(BLOCK_SIZE)]
 
@@ -239,17 +241,28 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             return
         for index in range(request.num_published, request.num_computed // BLOCK_SIZE):
             content = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
-            older = self.published.get(content)
-            if older in self.cached:
+            blocks = self.published.setdefault(content, [])
+            blocks.append(request.table[index])
+            for older in set(blocks) & set(self.cached):
                 self.cached.remove(older)
-            self.published[content] = request.table[index]
+                blocks.remove(older)
             request.num_published = index + 1
 
     def free(self, request_id: str) -> None:
         table = self.live.pop(request_id).table
         self.manager.free(request_id)
-        findable = set(self.published.values()) - self.held()
-        self.cached += [block_id for block_id in reversed(table) if block_id in findable]
+        held = self.held()
+        for block_id in reversed(table):
+            blocks = next((b for b in self.published.values() if block_id in b), None)
+            if block_id in held or blocks is None:
+                continue
+            newest = blocks[-1]
+            if block_id != newest:
+                blocks.remove(block_id)
+                if newest in held:
+                    continue
+                self.cached.remove(newest)
+            self.cached.append(newest)
 
     def check_outputs(self, request: Live, request_id: str) -> None:
         """Every row computed so far, cached or not, is right; a tensor lacking a row is absent."""
@@ -291,9 +304,13 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         assert stats.held == len(self.held())
         assert cached_ids(self.manager.pool) == self.cached
         assert stats.evictions == self.num_evictions
-        assert {block.block_id for block in self.manager.pool.hash_table.values()} == set(
-            self.published.values()
-        )
+        pool = self.manager.pool
+        assert {block.block_id for block in pool.hash_table.values()} == {
+            blocks[-1] for blocks in self.published.values() if blocks
+        }
+        assert {block.block_id for older in pool.older.values() for block in older} == {
+            block_id for blocks in self.published.values() for block_id in blocks[:-1]
+        }
 
     def teardown(self) -> None:
         for request_id in list(getattr(self, "live", ())):
