@@ -66,6 +66,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
 
     Raises:
         ValueError: the engine cannot be built as asked.
+        RuntimeError: the engine is another stage's, or closed.
     """
 
     final_output_kinds = ("text", "tensors")
@@ -81,14 +82,30 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("text",),
     ) -> None:
-        from engine import LLMEngine  # only here: configurations are checked without torch
-
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
         self._sampling = sampling if sampling is not None else SamplingParams()
-        self._owns_engine = isinstance(engine, EngineConfig)
-        self.engine = (
-            LLMEngine(engine, output_names=outputs) if isinstance(engine, EngineConfig) else engine
-        )
+        self._config = engine if isinstance(engine, EngineConfig) else None
+        if isinstance(engine, EngineConfig):
+            self.engine = self._build_engine()
+        else:
+            engine.ownership.claim(self, f"stage {name!r}")
+            self.engine = engine
+
+    def _build_engine(self) -> LLMEngine:
+        from engine import LLMEngine  # only here: configurations are checked without torch
+
+        assert self._config is not None
+        return LLMEngine(self._config, output_names=self.outputs)
+
+    def rebuild(self) -> None:
+        """Build the engine anew; see :class:`~stages.stage.Stage`.
+
+        Raises:
+            NotImplementedError: the engine came from outside, where others may have it, too.
+        """
+        if self._config is None:
+            raise NotImplementedError("it was given its engine, which its maker must build anew")
+        super().rebuild()
 
     @property
     def sampling(self) -> SamplingParams:
@@ -161,6 +178,9 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         )
 
     def close(self) -> None:
-        """Close the engine if this stage built it."""
-        if self._owns_engine:
-            self.engine.close()
+        """Close the engine if this stage built it, or give it back to its maker."""
+        if self._config is not None:
+            super().close()
+        else:
+            self.ownership.close()
+            self.engine.ownership.release(self)

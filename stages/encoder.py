@@ -93,35 +93,39 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("tensors",),
     ) -> None:
+        super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
+        self._config, self._given_pooling, self._given_normalize = engine, pooling, normalize
+        self._params: SamplingParams | None = None
+        self.engine = self._build_engine()
+
+    def _build_engine(self) -> EncoderEngine | LLMEngine:
         # Only here: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
         from engine.encoder.pooling import resolve_pooling
         from engine.encoder.sentence_layout import read_sentence_layout
         from engine.models.model_loader import is_supported, open_checkpoint
 
-        super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
+        config, pooling = self._config, self._given_pooling
         checkpoint = open_checkpoint(
-            engine.model,
-            part=engine.part,
-            revision=engine.revision,
-            trust_remote_code=engine.trust_remote_code,
+            config.model,
+            part=config.part,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
         self._layout = read_sentence_layout(checkpoint.path, pooling)
-        self._normalize = normalize
+        self._normalize = self._given_normalize
         if self._layout is not None:
             pooling = self._layout.pooling
-            if normalize is None:
+            if self._normalize is None:
                 self._normalize = self._layout.normalize
-            if engine.max_model_len is None:
-                engine = engine.model_copy(update={"max_model_len": self._layout.max_seq_length})
-        self._params: SamplingParams | None = None
-        if is_supported(checkpoint.architecture):
-            # Nothing is generated: a decoder runs its prompt only.
-            self._params = SamplingParams(max_tokens=0)
-            self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
-            self.engine = LLMEngine(engine, output_names=_rows_behind(self.outputs))
-        else:
-            self.engine = EncoderEngine(engine, output_names=self.outputs, pooling=pooling)
+            if config.max_model_len is None:
+                config = config.model_copy(update={"max_model_len": self._layout.max_seq_length})
+        if not is_supported(checkpoint.architecture):
+            return EncoderEngine(config, output_names=self.outputs, pooling=pooling)
+        # Nothing is generated: a decoder runs its prompt only.
+        self._params = SamplingParams(max_tokens=0)
+        self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
+        return LLMEngine(config, output_names=_rows_behind(self.outputs))
 
     def add_request(self, request: StageRequest) -> None:
         """Queue a request; see :class:`~stages.stage.Stage`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -25,9 +26,38 @@ class EngineStage(Stage, Generic[OutputT]):
 
     Attributes:
         engine: runs the model; set by the kind of stage, after it has checked what it is given.
+            There is none after a :meth:`rebuild` that failed.
     """
 
     engine: Engine[OutputT]
+    # What engines counted that this stage had before, and what of them was set since.
+    _counted: StageStats = StageStats()
+    _caching: bool | None = None
+
+    def _build_engine(self) -> Engine[OutputT]:
+        """Build the engine that the stage was configured with.
+
+        Raises:
+            NotImplementedError: the kind of stage does not say how.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} does not say how to build its engine")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its engine was interrupted while it mended itself."""
+        return hasattr(self, "engine") and self.engine.is_broken
+
+    def rebuild(self) -> None:
+        """Let go of the engine and build another one; see :class:`~stages.stage.Stage`."""
+        self.ownership.check()
+        if hasattr(self, "engine"):
+            self._counted, self._caching = self.stats(), self.engine.enable_prefix_caching
+            # Two engines may be more than the memory holds. What is in a circle is freed, too.
+            del self.engine
+        gc.collect()
+        self.engine = self._build_engine()
+        if self._caching is not None:
+            self.engine.enable_prefix_caching = self._caching
 
     @property
     def hidden_size(self) -> int | None:
@@ -41,6 +71,7 @@ class EngineStage(Stage, Generic[OutputT]):
 
     def add_request(self, request: StageRequest) -> None:
         """Queue a request; see :class:`~stages.stage.Stage`."""
+        self.ownership.check()
         self.engine.add_request(
             request.request_id,
             request.prompt,
@@ -70,6 +101,7 @@ class EngineStage(Stage, Generic[OutputT]):
 
     def step(self) -> list[StageOutput]:
         """Run one engine step over its requests."""
+        self.ownership.check()
         return [
             select_tensors(self._stage_output(output), self.outputs)
             for output in self.engine.step()
@@ -102,8 +134,10 @@ class EngineStage(Stage, Generic[OutputT]):
         self.engine.reset_prefix_cache()
 
     def stats(self) -> StageStats:
-        """Counters since the engine was built."""
-        return self.engine.stats()
+        """Counters since the stage was built, of the engines that it had before as well."""
+        if not hasattr(self, "engine"):
+            return self._counted
+        return self.engine.stats().following(self._counted)
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
@@ -114,8 +148,10 @@ class EngineStage(Stage, Generic[OutputT]):
         self.engine.check_integrity()
 
     def close(self) -> None:
-        """Close the engine."""
-        self.engine.close()
+        """Close the engine, if there is one."""
+        self.ownership.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
 
 
 def select_tensors(output: StageOutput, names: Collection[str] | None) -> StageOutput:

@@ -80,11 +80,14 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
         inputs: StageInputs | None = None,
         final_output: Collection[str] = ("audio",),
     ) -> None:
-        # Only here: configurations are checked without torch.
-        from engine import GeneratorEngine
-
         super().__init__(name, inputs=inputs, outputs=(), final_output=final_output)
-        self.engine = GeneratorEngine(config)
+        self._config = config
+        self.engine = self._build_engine()
+
+    def _build_engine(self) -> GeneratorEngine:
+        from engine import GeneratorEngine  # only here: configurations are checked without torch
+
+        return GeneratorEngine(self._config)
 
     @property
     def speakers(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import core_schema
 
 from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+from engine.interface.ownership import Ownership
 
 if TYPE_CHECKING:
     import torch
@@ -188,8 +189,8 @@ class StageInputs:
 class Stage(ABC):
     """One step of a pipeline. Stages know nothing of each other; the runtime connects them.
 
-    A stage is driven by one thread at a time: ``add_request``, ``abort`` and ``step`` are never
-    called at once.
+    A stage belongs to one pipeline, and is driven by one thread at a time: ``add_request``,
+    ``abort`` and ``step`` are never called at once.
 
     Args:
         name: unique in the pipeline.
@@ -199,6 +200,7 @@ class Stage(ABC):
             empty for a stage that only feeds others.
 
     Attributes:
+        ownership: which pipeline has it.
         final_output_kinds: which of these a kind of stage has to give.
         has_cache: whether a kind of stage keeps anything of a request for later ones. Where not,
             ``enable_prefix_caching`` says nothing, and no input token is ever a hit.
@@ -221,10 +223,11 @@ class Stage(ABC):
         unknown = sorted(set(final_output) - set(self.final_output_kinds))
         if unknown:
             raise ValueError(
-                f"stage {name!r}: final_output cannot be {unknown}; what the stage makes is "
+                f"final_output cannot be {unknown}; what the stage makes is "
                 f"{', '.join(self.final_output_kinds)}"
             )
         self.name = name
+        self.ownership = Ownership(f"stage {name!r}")
         self.inputs = inputs
         self.outputs = None if outputs is None else tuple(outputs)
         self.final_output = tuple(final_output)
@@ -306,7 +309,7 @@ class Stage(ABC):
             ValueError: this stage takes no chunks, or not this one; the request can only be
                 aborted then.
         """
-        raise ValueError(f"stage {self.name!r} takes its requests whole, not in chunks")
+        raise ValueError("it takes its requests whole, not in chunks")
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a live request cannot go on before its next chunk comes."""
@@ -324,11 +327,11 @@ class Stage(ABC):
             rows or no names at all while the request does not have them, such as after it gave its
             blocks back. Not asked of a stage whose ``outputs`` are ``()``.
         """
-        raise ValueError(f"stage {self.name!r} hands on its outputs whole, not in chunks")
+        raise ValueError("it hands on its outputs whole, not in chunks")
 
     def pause_request(self, request_id: str) -> None:
         """Let a live request rest, with all it holds, until it is resumed. Idempotent."""
-        raise ValueError(f"stage {self.name!r} cannot pause a request")
+        raise ValueError("it cannot pause a request")
 
     def resume_request(self, request_id: str) -> None:  # noqa: B027 - without pauses, no work
         """Let a paused request go on; one that is not paused, or not there, is ignored."""
@@ -362,6 +365,24 @@ class Stage(ABC):
     @abstractmethod
     def check_integrity(self) -> None:
         """Raise if blocks are not conserved; prints the equation that failed."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it knows that it cannot go on; its pipeline then calls :meth:`rebuild`."""
+        return False
+
+    def rebuild(self) -> None:
+        """Drop all that the stage holds, its requests too, and build it anew as it was built first.
+
+        The pipeline asks for it when a failure has left the stage in a state that nobody knows.
+        Settings that were changed since, such as :attr:`enable_prefix_caching`, are kept, and its
+        counters go on. What it held is freed before anything new is built.
+
+        Raises:
+            NotImplementedError: such a stage cannot be built anew, as by default.
+            Exception: whatever building it raises; it may be tried again.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} has no method rebuild")
 
     @abstractmethod
     def close(self) -> None:

@@ -126,6 +126,7 @@ class EncoderEngine(Engine[EncoderOutput]):
 
         The prompt is text, chat messages, token ids, or embeddings if the model takes them.
         """
+        self.ownership.check()
         if sampling is not None:
             self.check_sampling(sampling)
         if request_id in self._requests:
@@ -177,7 +178,8 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def abort(self, request_id: str) -> None:
         """Drop an input that waits; an unknown id is ignored."""
-        self._consistently(lambda: self._drop(request_id))
+        if not self.ownership.is_over:
+            self._consistently(lambda: self._drop(request_id), wait=True)
 
     def _drop(self, request_id: str) -> None:
         if request_id in self._requests:

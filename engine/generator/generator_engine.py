@@ -97,13 +97,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
         Utterances share nothing, so that ``cache_salt`` says nothing.
         """
+        self.ownership.check()
         if sampling is not None:
             self.check_sampling(sampling)
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
         prompt = _codec_prompt(prompt)
         codes = self._check_codes(prompt, num_before=0)
-        self._requests[request_id] = GeneratorRequest(
+        request = GeneratorRequest(
             request_id=request_id,
             speaker=self._model.choose_speaker(prompt.speaker),
             priority=priority,
@@ -114,6 +115,10 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             is_last=prompt.is_last,
             is_cut_off=prompt.is_cut_off,
         )
+        self._consistently(lambda: self._enter(request))
+
+    def _enter(self, request: GeneratorRequest) -> None:
+        self._requests[request.request_id] = request
 
     @property
     def takes_chunks(self) -> bool:
@@ -179,7 +184,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def abort(self, request_id: str) -> None:
         """Drop an utterance; an unknown id is ignored."""
-        self._requests.pop(request_id, None)
+        if not self.ownership.is_over:
+            self._consistently(lambda: self._requests.pop(request_id, None), wait=True)
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:

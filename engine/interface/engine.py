@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from engine.interface.ownership import Ownership
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +46,19 @@ class Engine(ABC, Generic[OutputT_co]):
     its caller has seen so, hence a call about one that is not live does nothing.
 
     One thread drives an engine. Every call leaves it consistent, also one that raises; one that
-    raises ``ValueError`` has changed nothing. Only ``step`` runs the model.
+    raises ``ValueError`` has changed nothing. Only ``step`` runs the model. Requests and steps are
+    refused, by a ``RuntimeError`` that says what to do, while another thread is in the engine,
+    after :meth:`close`, and in a process that was forked after the engine was built.
 
     Attributes:
+        ownership: who uses it.
         hidden_size: width of the embeddings it takes and of its ``hidden_states``; None without.
         dtype: element type of weights and activations.
         enable_prefix_caching: whether requests reuse what was computed for earlier ones; may be
             set while no request is live. Never changes an output.
     """
 
+    ownership: Ownership
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
@@ -60,6 +66,12 @@ class Engine(ABC, Generic[OutputT_co]):
     # last: what it noted under this mark has not been told to the caller if it is interrupted.
     _broken_by: str | None = None
     _call: object = None
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Note in which process it is built, whatever the constructor of a kind of engine does."""
+        engine = super().__new__(cls)
+        engine.ownership = Ownership(f"this {cls.__name__}")
+        return engine
 
     @abstractmethod
     def add_request(
@@ -121,17 +133,35 @@ class Engine(ABC, Generic[OutputT_co]):
         """
         return self._consistently(self._step)
 
-    def _consistently(self, call: Callable[[], T]) -> T:
-        """Make a call; let all requests begin anew if it is interrupted."""
+    @property
+    def is_broken(self) -> bool:
+        """Whether beginning anew was interrupted, so that requests and steps are refused."""
+        return self._broken_by is not None
+
+    def _consistently(self, call: Callable[[], T], *, wait: bool = False) -> T:
+        """Make a call; let all requests begin anew if it is interrupted.
+
+        Args:
+            call: to make while no other thread is in the engine.
+            wait: for one that is, instead of being refused.
+        """
+        self.ownership.check()
         if self._broken_by is not None:
             raise EngineBrokenError(self._broken_by)
+        has_entered = self.ownership.enter(wait=wait)
         self._call = object()
         try:
-            return call()
+            result = call()
+            # Here, since an interruption after the call must let all begin anew as well.
+            if has_entered:
+                self.ownership.leave()
+            return result
         except BaseException as error:
             self._broken_by = f"{type(error).__name__}: {error}"
             self._begin_anew()
             self._broken_by = None
+            if has_entered:
+                self.ownership.leave()
             raise
 
     @abstractmethod
@@ -173,6 +203,12 @@ class Engine(ABC, Generic[OutputT_co]):
         """Raise ``IntegrityError``, with the equation that failed, if anything was lost."""
 
     def close(self) -> None:
-        """Drop all requests. Weights and pages go with the last reference to the engine."""
-        for request_id in self.live_request_ids:
-            self.abort(request_id)
+        """Drop all requests and take no more; weights and pages go with the last reference.
+
+        May be called again. In a fork of the process that built the engine it does nothing.
+        """
+        if not self.ownership.is_over:
+            if self._broken_by is None:
+                for request_id in self.live_request_ids:
+                    self.abort(request_id)
+            self.ownership.close()

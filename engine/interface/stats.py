@@ -54,3 +54,13 @@ class EngineStats:
                 if each.name not in ("encoder_cache", "kv")
             }
         )
+
+    def following(self, earlier: EngineStats) -> EngineStats:
+        """Add both, as if one engine had gone on; ``encoder_cache`` and ``kv`` as read here."""
+        return self.plus(
+            **{
+                each.name: getattr(earlier, each.name)
+                for each in fields(self)
+                if each.name not in ("encoder_cache", "kv")
+            }
+        )

@@ -81,6 +81,7 @@ class LLMEngine(Engine[RequestOutput]):
         The prompt is text, chat messages, token ids, embeddings, or all or the first chunk of what
         a talker speaks.
         """
+        self.ownership.check()
         if request_id in self._groups:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
         if "\x00" in request_id:
@@ -152,7 +153,8 @@ class LLMEngine(Engine[RequestOutput]):
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; an unknown id is ignored."""
-        self._consistently(lambda: self._output_processor.abort(request_id))
+        if not self.ownership.is_over:
+            self._consistently(lambda: self._output_processor.abort(request_id), wait=True)
 
     def _begin_anew(self) -> None:
         self._output_processor.begin_anew(self._call)

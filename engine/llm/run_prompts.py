@@ -18,7 +18,7 @@ def run_prompts(
     sampling: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[RequestOutput]:
     """See :meth:`~engine.llm.llm_engine.LLMEngine.generate`."""
-    _check_idle(engine, "generate")
+    _check_free(engine, "generate")
     batch = [prompts] if isinstance(prompts, Prompt) else list(prompts)
     for prompt in batch:
         _check_whole(prompt)
@@ -30,6 +30,7 @@ def run_prompts(
         raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
     ids = [f"generate-{index}" for index in range(len(batch))]
     done: dict[str, RequestOutput] = {}
+    has_entered = engine.ownership.enter()
     try:
         for request_id, prompt, param in zip(ids, batch, params, strict=True):
             engine.add_request(request_id, prompt, param)
@@ -38,6 +39,8 @@ def run_prompts(
     finally:
         for request_id in ids:
             engine.abort(request_id)
+        if has_entered:
+            engine.ownership.leave()
     return [done[request_id] for request_id in ids]
 
 
@@ -45,7 +48,7 @@ def stream_prompt(
     engine: Engine[RequestOutput], prompt: Prompt, sampling: SamplingParams | None
 ) -> Iterator[RequestOutput]:
     """See :meth:`~engine.llm.llm_engine.LLMEngine.stream`."""
-    _check_idle(engine, "stream")
+    _check_free(engine, "stream")
     _check_whole(prompt)
     request_id = "stream"
     engine.add_request(request_id, prompt, sampling)
@@ -58,7 +61,13 @@ def stream_prompt(
         engine.abort(request_id)
 
 
-def _check_idle(engine: Engine[RequestOutput], method: str) -> None:
+def _check_free(engine: Engine[RequestOutput], method: str) -> None:
+    engine.ownership.check()
+    if (owner := engine.ownership.owner_name) is not None:
+        raise RuntimeError(
+            f"{method} drives the engine alone, but it belongs to {owner}: hand requests to the "
+            "pipeline, or build another engine"
+        )
     live = len(engine.live_request_ids)
     if live:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine import SamplingParams
+from engine.interface.ownership import Ownership
 from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
@@ -29,7 +30,8 @@ class Pipeline:
         Pipeline([writer, reader])        # reader.inputs.sources == ("writer",)
 
     Args:
-        stages: in any order. The pipeline takes them over: :meth:`close` closes them.
+        stages: in any order, of no other pipeline. This one takes them over: :meth:`close` closes
+            them.
         speaker: whose voice answers requests that name none; None leaves it to the checkpoint.
 
     Attributes:
@@ -37,8 +39,11 @@ class Pipeline:
         transforms: for every stage with inputs, the function that makes its prompt.
         consumers: for every stage the names of those that it feeds.
         speaker: as given.
+        ownership: which :class:`~omni.runtime.omni.Omni` runs it.
 
     Raises:
+        RuntimeError: a stage belongs to another pipeline, or is closed. The stages stay whose they
+            were, as after any error.
         ValueError: no stage, two of the same name, what :func:`check_graph` and
             :func:`check_tensors` refuse, several completions in a stage that feeds another, or an
             unknown speaker.
@@ -58,6 +63,8 @@ class Pipeline:
         self._check_completions()
         check_tensors(self.stages, transforms)
         self.check_speaker(speaker)
+        self.ownership = Ownership("this pipeline")
+        self._claim_stages()
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Pipeline:
@@ -159,10 +166,21 @@ class Pipeline:
         return params
 
     def close(self) -> None:
-        """Close every stage, even if one of them fails to."""
+        """Close every stage, even if one of them fails to. May be called again."""
+        if self.ownership.is_over:
+            return
+        self.ownership.close()
         with ExitStack() as closing:
             for stage in self.stages.values():
+                closing.callback(stage.ownership.close)
                 closing.callback(stage.close)
+
+    def _claim_stages(self) -> None:
+        with ExitStack() as claimed:
+            for stage in self.stages.values():
+                stage.ownership.claim(self, f"a pipeline of the stages {', '.join(self.order)}")
+                claimed.callback(stage.ownership.release, self)
+            claimed.pop_all()
 
     def _check_completions(self) -> None:
         for name, stage in self.stages.items():

@@ -55,6 +55,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._busy = False
         self._pauses = 0
+        self._lent_to: int | None = None
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
@@ -106,8 +107,10 @@ class Driver:
         """Hold the thread back while another caller drives the stages; requests queue up.
 
         Raises:
-            RuntimeError: requests are running, or the driver was stopped or has crashed.
+            RuntimeError: requests are running, another thread drives the stages, or the driver was
+                stopped or has crashed.
         """
+        thread = threading.get_ident()
         with self._changed:
             # Aborts that were handed in before still have to reach the stages.
             self._changed.wait_for(self._can_pause)
@@ -116,13 +119,36 @@ class Driver:
                 raise RuntimeError(
                     f"{len(self._live)} requests are running; wait for them or abort them first"
                 )
+            if self._pauses and self._lent_to != thread:
+                raise RuntimeError(
+                    "the pipeline is lent to another thread, which drives its stages (paused, "
+                    "verify): wait until it has given it back"
+                )
             self._pauses += 1
+            self._lent_to = thread
         try:
             yield
         finally:
             with self._changed:
                 self._pauses -= 1
                 self._changed.notify_all()
+
+    def check_can_wait(self) -> None:
+        """Refuse to let a thread wait for outputs that come only after it has gone on.
+
+        Raises:
+            RuntimeError: it drives the stages, as this driver's own or because they are lent to it.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a transform or a stage cannot wait for requests of the pipeline that runs it: "
+                "give it a stage of its own, or an Omni of its own"
+            )
+        if self._pauses and self._lent_to == threading.get_ident():
+            raise RuntimeError(
+                "the pipeline is lent to this thread (paused), and runs no requests until that "
+                "ends: leave the with block first"
+            )
 
     def stop(self) -> None:
         """End all requests with an error and stop the thread. May be called again."""

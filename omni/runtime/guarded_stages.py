@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from engine import CodecPrompt, Prompt, SpeechPrompt
 from omni.pipelines.pipeline import Pipeline
+from omni.runtime.broken_stages import BrokenStages
 from omni.runtime.live_request import LiveRequest
 from stages import Stage, StageOutput, StageRequest, TransformContext
 
@@ -16,10 +18,25 @@ __all__ = ["GuardedStages", "blamed_on"]
 _logger = logging.getLogger(__name__)
 
 
-class GuardedStages:
-    """Who is in which stage, and which stages can be used no more.
+@dataclass(slots=True)
+class _Stay:
+    """A request's time in one stage.
 
-    Whatever a stage or a transform raises becomes one error with the stage's name.
+    Attributes:
+        request: as the stage got it.
+        has_begun_anew: whether the stage broke under it before.
+    """
+
+    request: StageRequest
+    has_begun_anew: bool = False
+
+
+class GuardedStages:
+    """Who is in which stage, and what becomes of them if it breaks.
+
+    Whatever a stage or a transform raises becomes one error with the stage's name. A stage that
+    cannot be cleaned up after a failure is built anew. Of the requests that it had, those of which
+    nothing was told yet begin anew in it, once; the others fail.
 
     Args:
         pipeline: the stages; they must be idle.
@@ -30,9 +47,13 @@ class GuardedStages:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
+        pipeline.ownership.check()
         self.pipeline = pipeline
         self.inside: dict[str, dict[str, LiveRequest]] = {name: {} for name in pipeline.order}
-        self._broken: dict[str, str] = {}
+        self._stays: dict[tuple[str, str], _Stay] = {}
+        self._broken = BrokenStages()
+        # By stage, what is to be told to requests that it lost when it was built anew.
+        self._lost: dict[str, dict[str, str]] = {name: {} for name in pipeline.order}
 
     def has(self, live: LiveRequest) -> bool:
         """Whether any stage has a request."""
@@ -44,59 +65,127 @@ class GuardedStages:
         Raises:
             ValueError: the stage refused it, or can be used no more.
         """
-        if stage.name in self._broken:
-            raise ValueError(f"stage {stage.name!r}: {self._broken[stage.name]}")
+        if stage.name in self._broken and (failure := self._rebuild(stage)) is not None:
+            raise ValueError(f"stage {stage.name!r}: {failure}")
         live.waiting.discard(stage.name)
+        request = StageRequest(
+            request_id=live.request_id,
+            prompt=prompt,
+            sampling=live.sampling.get(stage.name),
+            priority=live.request.priority,
+            cache_salt=live.request.cache_salt,
+        )
         self.inside[stage.name][live.request_id] = live
+        self._stays[stage.name, live.request_id] = _Stay(request)
         with blamed_on(stage, live):
-            stage.add_request(
-                StageRequest(
-                    request_id=live.request_id,
-                    prompt=prompt,
-                    sampling=live.sampling.get(stage.name),
-                    priority=live.request.priority,
-                    cache_salt=live.request.cache_salt,
-                )
-            )
+            try:
+                stage.add_request(request)
+            except Exception as error:
+                if not stage.is_broken:
+                    raise
+                # Since earlier, perhaps: without requests there was nothing to tell it by.
+                self._broken.note(stage, error)
+                self._rebuild(stage)
+                if (failure := self._lost[stage.name].pop(live.request_id, None)) is not None:
+                    raise ValueError(failure) from error
 
-    def step(self, stage: Stage) -> tuple[list[StageOutput], str | None]:
-        """One unit of work of a stage: its outputs, and what went wrong if all of it did."""
+    def step(self, stage: Stage) -> tuple[list[StageOutput], Mapping[str, str]]:
+        """One unit of work of a stage.
+
+        Returns:
+            Its outputs; and ``request_id -> error`` of those requests that it has lost, which all
+            are still inside.
+        """
+        lost = self._lost[stage.name]
         if stage.name in self._broken:
-            return [], self._broken[stage.name]
-        try:
-            return stage.step(), None
-        except Exception as error:  # whatever it is, the other stages' requests go on
-            _logger.exception("stage %r failed in a step", stage.name)
-            return [], f"its step failed: {type(error).__name__}: {error}"
+            self._rebuild(stage)
+        elif not lost:
+            try:
+                return stage.step(), {}
+            except Exception as error:  # whatever it is, the other stages' requests go on
+                if stage.is_broken:
+                    self._broken.note(stage, error)
+                    self._rebuild(stage)
+                else:
+                    _logger.exception("stage %r failed in a step", stage.name)
+                    message = f"its step failed: {type(error).__name__}: {error}"
+                    lost.update(dict.fromkeys(self.inside[stage.name], message))
+        self._lost[stage.name] = {}
+        return [], lost
 
     def recover(self, stage: Stage) -> None:
-        """After a failed step, trust nothing that the stage had cached."""
+        """After a failed step, trust nothing that the stage had cached; it must be idle."""
         if stage.name in self._broken:
             return
         try:
             stage.reset_prefix_cache()
             stage.check_integrity()
         except Exception as error:
-            self._break(stage, error)
+            self._broken.note(stage, error)
+
+    def leave(self, live: LiveRequest, stage: Stage, *, has_failed: bool) -> None:
+        """A stage is done with a request."""
+        del self.inside[stage.name][live.request_id]
+        del self._stays[stage.name, live.request_id]
+        if not has_failed:
+            self._broken.note_success(stage)
 
     def resume(self, live: LiveRequest, stage: Stage) -> None:
         """Let a paused request go on."""
         live.paused.discard(stage.name)
+        if stage.name in self._broken:
+            return
         try:
             stage.resume_request(live.request_id)
-        except Exception as error:  # its requests end when it is next due
-            self._break(stage, error)
+        except Exception as error:  # its requests end, or begin anew, when it is next due
+            self._broken.note(stage, error)
 
     def abort(self, live: LiveRequest) -> None:
         """Take a request out of every stage that has it."""
         for name, inside in self.inside.items():
             if inside.pop(live.request_id, None) is None:
                 continue
+            del self._stays[name, live.request_id]
+            self._lost[name].pop(live.request_id, None)
             stage = self.pipeline.stages[name]
             try:
                 stage.abort(live.request_id)
             except Exception as error:  # the request is over either way; the stage may be as well
-                self._break(stage, error)
+                if name not in self._broken:
+                    self._broken.note(stage, error)
+
+    def _rebuild(self, stage: Stage) -> str | None:
+        """Build a broken stage anew, and see to the requests that it had.
+
+        Returns:
+            Why it can be used no more; None if it can.
+        """
+        inside, lost = self.inside[stage.name], self._lost[stage.name]
+        try:
+            told = self._broken.rebuild(stage)
+        except ValueError as error:
+            lost.update(dict.fromkeys(inside, str(error)))
+            return str(error)
+        for request_id, live in inside.items():
+            live.paused.discard(stage.name)
+            if request_id not in lost and not self._begin_anew(live, stage):
+                lost[request_id] = told
+        return None
+
+    def _begin_anew(self, live: LiveRequest, stage: Stage) -> bool:
+        """Hand a request to a stage once more, if nobody can tell the difference."""
+        stay = self._stays[stage.name, live.request_id]
+        # Of a prompt that came in chunks, those that were taken are gone.
+        if stay.has_begun_anew or stage.name in live.streams or live.was_told_of(stage):
+            return False
+        stay.has_begun_anew = True
+        try:
+            with blamed_on(stage, live):
+                stage.add_request(stay.request)
+        except ValueError:
+            _logger.exception("request %r could not begin anew", live.request_id)
+            return False
+        return True
 
     def prompt(
         self, live: LiveRequest, stage: Stage, sources: Sequence[StageOutput], *, first_row: int = 0
@@ -137,13 +226,6 @@ class GuardedStages:
                     "transform hands on the is_last of its context"
                 )
         return prompt
-
-    def _break(self, stage: Stage, error: Exception) -> None:
-        _logger.exception("stage %r cannot go on", stage.name)
-        self._broken[stage.name] = (
-            f"it cannot be used any more, since it could not be cleaned up after a failure: "
-            f"{type(error).__name__}: {error}"
-        )
 
 
 @contextmanager

@@ -53,6 +53,11 @@ class LiveRequest:
         """Whether a stage's next chunks should wait."""
         return any(stream.is_full for stream in self.streams_from(source))
 
+    def was_told_of(self, stage: Stage) -> bool:
+        """Whether anything that a stage made has reached the user, or a stage behind."""
+        handed_on = any(each.next_token or each.next_row for each in self.streams_from(stage.name))
+        return handed_on or stage.name in self.visible
+
     def show(self, stage: Stage, output: StageOutput) -> None:
         """Put what the user asked to get of a stage into the next output.
 

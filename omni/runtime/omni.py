@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from engine import Prompt
+from engine.interface.ownership import Ownership
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest
@@ -38,12 +39,13 @@ class Omni:
 
     Args:
         config: a pipeline, the config of one, the path of a YAML file, or the name of a YAML file
-            that is shipped. The pipeline's stages are closed with this object.
+            that is shipped. A pipeline is this object's from then on, and is closed with it.
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             those of the YAML file.
 
     Raises:
         ValueError: the config is wrong, or a stage cannot be built.
+        RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
 
     def __init__(
@@ -52,16 +54,26 @@ class Omni:
         *,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        given: object = config
+        if not isinstance(given, str | Path | PipelineConfig | Pipeline):
+            raise ValueError(
+                "config must be the name of a shipped pipeline, the path of a YAML file, a "
+                f"PipelineConfig or a Pipeline, got {given!r} ({type(given).__name__})"
+            )
         if overrides and not isinstance(config, str | Path):
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
             config = PipelineConfig.load(config, overrides=overrides)
         if isinstance(config, PipelineConfig):
             config = Pipeline.from_config(config)
+        self._ownership = Ownership("this Omni")
+        config.ownership.claim(self, "another Omni")
         self.pipeline = config
         self._driver = Driver(Orchestrator(self.pipeline))
         # Also runs when this object is dropped or the interpreter ends.
-        self._finalizer = weakref.finalize(self, _close, self._driver, self.pipeline)
+        self._finalizer = weakref.finalize(
+            self, _close, self._ownership, self._driver, self.pipeline
+        )
 
     def generate(
         self, requests: _Requests, *, on_progress: Callable[[OmniOutput], None] | None = None
@@ -78,7 +90,8 @@ class Omni:
 
         Raises:
             ValueError: ``requests`` is none of these.
-            RuntimeError: the pipeline is closed, or its driver crashed.
+            RuntimeError: the pipeline is closed, its driver crashed, or this thread drives the
+                pipeline itself; or this is a fork of the process that made it.
         """
         batch = _as_requests(requests)
         last: list[OmniOutput | None] = [None] * len(batch)
@@ -102,6 +115,7 @@ class Omni:
 
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
         """
+        self._ownership.check()
         batch = _as_requests(requests)
         news: asyncio.Queue[_News] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -119,6 +133,7 @@ class Omni:
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets a last output. Unknown ids are ignored."""
+        self._ownership.check()
         self._driver.abort(request_id)
 
     @contextmanager
@@ -126,8 +141,10 @@ class Omni:
         """Hold new requests back and lend out the pipeline, to reset, check or drive its stages.
 
         Raises:
-            RuntimeError: requests are running, or the pipeline is closed.
+            RuntimeError: requests are running, the pipeline is closed, or it is lent to another
+                thread.
         """
+        self._ownership.check()
         with self._driver.paused():
             yield self.pipeline
 
@@ -136,7 +153,10 @@ class Omni:
         return {name: stage.stats() for name, stage in self.pipeline.stages.items()}
 
     def close(self) -> None:
-        """End what is running with an error, stop the thread, close the stages."""
+        """End what is running with an error, stop the thread, close the stages.
+
+        May be called again. In a fork of the process that made this it does nothing.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -149,6 +169,8 @@ class Omni:
 
     def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniOutput], None, None]:
         """Every output with the position of its request in the batch."""
+        self._ownership.check()
+        self._driver.check_can_wait()
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
@@ -200,6 +222,8 @@ def _as_requests(requests: _Requests) -> list[OmniRequest]:
     return [each if isinstance(each, OmniRequest) else OmniRequest(each) for each in several]
 
 
-def _close(driver: Driver, pipeline: Pipeline) -> None:
-    driver.stop()
-    pipeline.close()
+def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline) -> None:
+    if not ownership.is_over:
+        ownership.close()
+        driver.stop()
+        pipeline.close()

@@ -118,7 +118,7 @@ class Orchestrator:
         """
         inside = self._guarded.inside[stage.name]
         moved: dict[str, OmniOutput | None] = {}
-        outputs, failure = self._guarded.step(stage)
+        outputs, lost = self._guarded.step(stage)
         for output in outputs:
             live = inside.get(output.request_id)
             if live is None:
@@ -126,13 +126,14 @@ class Orchestrator:
             ended = self._advance(live, stage, output)
             if ended is not None or stage.final_output:
                 moved[live.request_id] = ended
-        if failure is None and inside and not stage.has_unfinished_requests:
-            failure = "it lost the request: it has no work left, but never put it out"
-        if failure is not None:
-            for live in list(inside.values()):
-                moved[live.request_id] = self._end(live, f"stage {stage.name!r}: {failure}")
+        if not lost and inside and not stage.has_unfinished_requests:
+            message = "it lost the request: it has no work left, but never put it out"
+            lost = dict.fromkeys(inside, message)
+        for request_id, failure in lost.items():
+            moved[request_id] = self._end(inside[request_id], f"stage {stage.name!r}: {failure}")
+        if lost and not inside:
             self._guarded.recover(stage)
-        self._edges.has_moved |= bool(outputs) or failure is not None
+        self._edges.has_moved |= bool(outputs) or bool(lost)
         for request_id, error in self._edges.feed(stage).items():
             moved[request_id] = self._end(self._live[request_id], error)
         return moved
@@ -140,7 +141,7 @@ class Orchestrator:
     def _advance(self, live: LiveRequest, stage: Stage, output: StageOutput) -> OmniOutput | None:
         """Take note of what a stage put out; None if the request goes on."""
         if output.finished:
-            del self._guarded.inside[stage.name][live.request_id]
+            self._guarded.leave(live, stage, has_failed=_failure(output) is not None)
             if self._on_stage_output is not None:
                 self._on_stage_output(output)
         try:

@@ -23,6 +23,7 @@ from engine import (
     TokensPrompt,
 )
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
+from tests.support.idle_engine import drop_all
 
 HIDDEN = 64
 VOCAB = 768
@@ -323,7 +324,7 @@ def test_a_live_request_id_is_refused(bert_engine: EncoderEngine):
     bert_engine.add_request("same", TokensPrompt((5,)))
     with pytest.raises(ValueError, match="'same' is already in use"):
         bert_engine.add_request("same", TokensPrompt((6,)))
-    bert_engine.close()
+    drop_all(bert_engine)
     assert not bert_engine.has_unfinished_requests
 
 

@@ -26,6 +26,7 @@ from engine import (
     register_model_family,
 )
 from engine.models.registry import FAMILIES
+from tests.support.idle_engine import drop_all
 
 NUM_CODES, SAMPLES = 16, 3
 
@@ -126,7 +127,7 @@ def test_streamed_speech_is_that_of_the_whole(
     engine.extend_request("s", CodecPrompt((), is_last=True))
     pieces += drain(engine)["s"]
     assert torch.equal(torch.cat(pieces), expected)
-    engine.close()
+    drop_all(engine)
 
 
 def test_windows_need_nothing_at_their_sides(engine: GeneratorEngine) -> None:

@@ -24,6 +24,7 @@ from engine import (
 )
 from engine.models.qwen2_5_omni.code2wav import flow_times
 from prefix_cache import IntegrityError
+from tests.support.idle_engine import drop_all
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
 ATOL = 1e-6
@@ -58,7 +59,7 @@ def shared_engine(folder: str) -> GeneratorEngine:
 
 @pytest.fixture
 def engine(shared_engine: GeneratorEngine) -> GeneratorEngine:
-    shared_engine.close()
+    drop_all(shared_engine)
     return shared_engine
 
 
@@ -143,7 +144,7 @@ def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
 def test_streamed_sound_does_not_depend_on_how_the_codes_came(
     windowed: GeneratorEngine, data: st.DataObject, length: int, eager: bool
 ) -> None:
-    windowed.close()
+    drop_all(windowed)
     codes = random_codes(length)
     cuts = data.draw(st.lists(st.integers(0, length), max_size=8))
     expected = streamed(windowed, codes, [])

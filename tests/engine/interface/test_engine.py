@@ -21,6 +21,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
+from tests.support.idle_engine import drop_all
 
 LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
 TOKENS = TokensPrompt(tuple(range(30, 43)))
@@ -71,7 +72,7 @@ def test_calls_about_requests_that_are_not_live_do_nothing(
     if engine.takes_chunks:
         engine.extend_request("a", prompt)
     engine.add_request("b", prompt)
-    engine.close()
+    drop_all(engine)
     assert not engine.has_unfinished_requests
     engine.check_integrity()
 

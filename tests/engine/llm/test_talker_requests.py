@@ -20,6 +20,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from tests.support.idle_engine import drop_all
 from tests.support.speech import WIDTH, cut, made_up
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -38,7 +39,7 @@ def engine(seeded: Callable[[str], str]) -> LLMEngine:
 @pytest.fixture
 def live(engine: LLMEngine) -> LLMEngine:
     """With one request that has had its first chunk."""
-    engine.close()
+    drop_all(engine)
     engine.add_request("live", FIRST, GREEDY)
     return engine
 
@@ -124,13 +125,13 @@ def test_a_speech_may_end_before_its_text(live: LLMEngine) -> None:
 
 
 def test_a_reply_of_one_token_has_no_rows_and_is_spoken(engine: LLMEngine) -> None:
-    engine.close()
+    drop_all(engine)
     (output,) = engine.generate(made_up(0, 6, 0), GREEDY)
     assert output.error is None and len(output.outputs[0].token_ids) > 0
 
 
 def test_completions_share_the_rows_of_their_prompt(engine: LLMEngine) -> None:
-    engine.close()
+    drop_all(engine)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, n=2, ignore_eos=True)
     (whole,) = engine.generate(made_up(0, 6, 4), params)
     first, *rest = cut(made_up(0, 6, 4), (1,))
@@ -147,7 +148,7 @@ def test_completions_share_the_rows_of_their_prompt(engine: LLMEngine) -> None:
 
 
 def test_stop_tokens_end_it_and_its_begin_token_is_never_said(engine: LLMEngine) -> None:
-    engine.close()
+    drop_all(engine)
     talker = SamplingParams(temperature=5.0, max_tokens=30)
     ends = set()
     for family in range(40):

@@ -30,6 +30,7 @@ from engine import (
 from engine.requests.request import RequestStatus
 from prefix_cache import PageCopy
 from tests.support.encoder_decoder_requests import noise_image, tone
+from tests.support.idle_engine import drop_all
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
 
 Preemption = Literal["recompute", "swap"]
@@ -264,5 +265,5 @@ def test_a_preempted_request_can_be_aborted(
     if swap is not None:
         host = swap.pool.arenas[0]
         assert len(host.free_pages) == len(host.pages) - 1
-    engine.close()
+    drop_all(engine)
     engine.check_integrity()

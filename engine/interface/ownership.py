@@ -1,0 +1,122 @@
+"""Who may use a thing that keeps state: one owner, one thread at a time, in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+__all__ = ["Ownership"]
+
+# Between two looks at whether another thread has left.
+_PATIENCE_S = 0.001
+
+
+class Ownership:
+    """Refuses, in a sentence each, the uses that would corrupt an engine, a stage or a pipeline.
+
+    ::
+
+        built ──► claimed by one owner ──► released, or its owner is gone ──► claimed ──► ...
+          └──────────────────────────────► closed: of no more use
+
+    An owner is known by a weak reference: one that was dropped without a word owns nothing. What
+    was built before a fork is of no use in the child, which has none of the parent's threads, and
+    its locks and the pools of OpenMP as they stood at that moment; a call there would hang.
+
+    Args:
+        thing: of which this is the ownership, for messages: ``"this LLMEngine"``.
+    """
+
+    def __init__(self, thing: str) -> None:
+        self._thing = thing
+        self._pid = os.getpid()
+        self._claiming = threading.Lock()
+        self._owner: weakref.ref[object] | None = None
+        self._owner_name = ""
+        self._is_closed = False
+        self._inside: dict[str, int] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is closed, or belongs to a process that this one is a fork of."""
+        return self._is_closed or os.getpid() != self._pid
+
+    @property
+    def owner_name(self) -> str | None:
+        """The owner, as it was named when it claimed this; None while there is none."""
+        return None if self._owner is None or self._owner() is None else self._owner_name
+
+    def check(self) -> None:
+        """Refuse to go on with what is over.
+
+        Raises:
+            RuntimeError: it is closed, or was built before this process was forked.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self._thing} was built in process {self._pid} and cannot be used in its fork "
+                f"{os.getpid()}, which has none of its threads: build one in this process, or "
+                "start processes with the method 'spawn'"
+            )
+        if self._is_closed:
+            raise RuntimeError(f"{self._thing} is closed: build a new one")
+
+    def claim(self, owner: object, name: str) -> None:
+        """Make it someone's own, until :meth:`release`, or until they are gone.
+
+        Args:
+            owner: who.
+            name: what to call them in the message that a second one gets.
+
+        Raises:
+            RuntimeError: it has an owner, or is over.
+        """
+        self.check()
+        with self._claiming:
+            if self.owner_name is not None:
+                raise RuntimeError(
+                    f"{self._thing} belongs to {self._owner_name} already: build another one, or "
+                    "close that owner first"
+                )
+            self._owner, self._owner_name = weakref.ref(owner), name
+
+    def release(self, owner: object) -> None:
+        """Give it back; what belongs to somebody else is left as it is."""
+        if self._owner is not None and self._owner() is owner:
+            self._owner = None
+
+    def close(self) -> None:
+        """Let every further use be refused. May be called again."""
+        self._is_closed = True
+        self._owner = None
+
+    def enter(self, *, wait: bool = False) -> bool:
+        """Have it to this thread alone, until :meth:`leave`.
+
+        Args:
+            wait: for a thread that has it now, instead of being refused.
+
+        Returns:
+            Whether this began it; False if this thread has it already, and leaves it later.
+
+        Raises:
+            RuntimeError: another thread has it.
+        """
+        thread = threading.get_ident()
+        if self._inside.get("thread") == thread:
+            return False
+        # One call decides who of several is first.
+        while self._inside.setdefault("thread", thread) != thread:
+            if not wait:
+                raise RuntimeError(
+                    f"{self._thing} is in use by another thread: one thread drives an engine; "
+                    "Omni takes requests from any number of threads"
+                )
+            time.sleep(_PATIENCE_S)
+        return True
+
+    def leave(self) -> None:
+        """Let other threads in."""
+        self._inside.clear()
