@@ -102,6 +102,21 @@ def _bias_of(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     """The sequence's last tokens over its keys; ``mask`` is ``(queries, keys)``."""
+    if keys.isfinite().all() and values.isfinite().all():
+        return _attend_masked(query, keys, values, mask, scoring)
+    # Each query over nothing but what it sees: a weight of 0 would not hide NaN. The last key that
+    # it sees is its own, or of an encoder the last of all, so that distances stay as they are.
+    rows = [
+        _attend_masked(query[i : i + 1], keys[seen], values[seen], seen[seen][None], scoring)
+        for i, seen in enumerate(mask)
+    ]
+    return torch.cat(rows)
+
+
+def _attend_masked(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
+    """Scores of every query and key, and the hidden ones without weight."""
     queries_per_kv_head = query.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(queries_per_kv_head, dim=1)
     values = values.double().repeat_interleave(queries_per_kv_head, dim=1)

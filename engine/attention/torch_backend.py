@@ -10,7 +10,8 @@ read; they run as one where causality is all that limits what they see. All othe
 queries; see :mod:`engine.attention.query_tiles`.
 
 A bias by distance is added to the masks, in the type of the queries. Requests that have nothing to
-see (cross-attention without an encoder's output) are in no bucket and no prefill.
+see (cross-attention without an encoder's output) are in no bucket and no prefill. What a mask hides
+is hidden also where it is not finite; see :mod:`engine.attention.seen_values`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import layer_chunks, visible_blocks, write_kv
 from engine.attention.query_tiles import Prefill, QueryTile, TileMask, lay_out_prefill
 from engine.attention.scoring import Scoring, bias_at, bias_of_tile, soft_capped_attention
+from engine.attention.seen_values import attend_to_seen
 from engine.attention.visibility import first_visible
 from prefix_cache import LayerKVCache
 
@@ -168,8 +170,8 @@ class TorchBackend(AttentionBackend):
         for prefill in self._prefills:
             tokens = prefill.tokens
             if prefill.is_causal and scoring.only_scales:
-                output[tokens] = _sdpa(
-                    query[tokens], key[tokens], value[tokens], scoring.scale, is_causal=True
+                output[tokens] = _attend_causally(
+                    query[tokens], key[tokens], value[tokens], scoring.scale
                 )
                 continue
             if prefill.pages is None:
@@ -217,19 +219,24 @@ class TorchBackend(AttentionBackend):
         mask = bucket.mask
         if scoring.bias is not None:
             mask = bucket.mask_with(scoring.bias, num_kv_heads)
-        if scoring.softcap is not None:
-            return soft_capped_attention(
-                query[:, None], keys, values, mask[:, :, :, None], scoring.scale, scoring.softcap
-            )[:, 0]
-        folded = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        attended = F.scaled_dot_product_attention(
-            folded,
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask,
-            scale=scoring.scale,
-        )
-        return attended.reshape(batch, num_heads, head_dim)
+
+        def attend(keys: Tensor, values: Tensor) -> Tensor:
+            if scoring.softcap is not None:
+                capped, each_query = scoring.softcap, mask[:, :, :, None]
+                return soft_capped_attention(
+                    query[:, None], keys, values, each_query, scoring.scale, capped
+                )
+            folded = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+            attended = F.scaled_dot_product_attention(
+                folded,
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                attn_mask=mask,
+                scale=scoring.scale,
+            )
+            return attended.reshape(batch, 1, num_heads, head_dim)
+
+        return attend_to_seen(attend, keys, values, lambda: bucket.mask[:, 0] == 0)[:, 0]
 
     def _gather(self, pages: Tensor, kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
         """Keys and values of pages, ``(pages * block_size, num_kv_heads, head_dim)`` each.
@@ -268,17 +275,38 @@ class _Scratch:
         return torch.index_select(source, 0, index, out=output)
 
 
+def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """A whole request, every query of which sees the keys up to its own; in packed layout."""
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        return _sdpa(query, keys, values, scale, is_causal=True)
+
+    def sees() -> Tensor:
+        return torch.ones(len(query), len(query), dtype=torch.bool, device=query.device).tril_()
+
+    return attend_to_seen(attend, keys, values, sees)
+
+
 def _attend_tile(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
     """Neighbouring queries of one request, in packed layout ``(tokens, heads, head_dim)``."""
-    if scoring.softcap is None:
-        return _sdpa(query, keys, values, scoring.scale, mask=mask)
-    if mask is not None and mask.ndim == 3:
-        mask = mask.unflatten(0, (keys.shape[1], -1))
-    return soft_capped_attention(
-        query[None], keys[None], values[None], mask, scoring.scale, scoring.softcap
-    )[0]
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        if scoring.softcap is None:
+            return _sdpa(query, keys, values, scoring.scale, mask=mask)
+        by_head = mask
+        if mask is not None and mask.ndim == 3:
+            by_head = mask.unflatten(0, (keys.shape[1], -1))
+        return soft_capped_attention(
+            query[None], keys[None], values[None], by_head, scoring.scale, scoring.softcap
+        )[0]
+
+    if mask is None:
+        return attend(keys, values)
+    # A bias hides nothing: what is hidden is so for every head.
+    first_head = mask[0] if mask.ndim == 3 else mask
+    return attend_to_seen(attend, keys, values, lambda: first_head > float("-inf"))
 
 
 def _sdpa(

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.step import AttentionStep
+from engine.execution.finite_step import FiniteStep, PageContents
 from engine.execution.host_copy import HostCopy
 from engine.execution.input_batch import InputBatch, StepInputs
 from engine.execution.model_inputs import ModelInputBuilder, ModelInputs
@@ -18,6 +19,7 @@ from engine.execution.step_metadata import build_step_metadata
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
+from engine.resources.finite_numbers import are_finite
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
 from prefix_cache import ENCODER_HIDDEN_STATES, EncoderCache, KVCacheManager, PagedMemory
@@ -31,13 +33,13 @@ class SwapError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a step chose for one request.
+    """What a step chose for one request, or why the request failed in it.
 
     Attributes:
         request: the request that it is for.
-        token_id: the chosen token; None if no token could be chosen.
+        token_id: the chosen token; None if the request failed.
         logprobs: when asked for.
-        error: why no token could be chosen.
+        error: why it failed: no token could be chosen, or its rows are not finite.
     """
 
     request: Request
@@ -85,6 +87,7 @@ class ModelRunner:
         self._inputs = ModelInputBuilder(
             model, kv_cache_manager, memory, input_batch, encoder_cache, device
         )
+        self._contents = PageContents(memory)
         self._host_copy = HostCopy(device, max_num_batched_tokens)
         self._sampler = Sampler()
         self._bind_layers()
@@ -103,8 +106,12 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Run the scheduled tokens, write their output rows, sample where a prompt has ended.
 
+        Returns:
+            One entry for each request that samples, and for each that failed alone.
+
         Raises:
             SwapError: copying pages failed.
+            ValueError: an encoder or a tower gave rows that are not finite.
             Exception: whatever the model raises.
         """
         self._swap_pages(output)
@@ -117,9 +124,29 @@ class ModelRunner:
         self._run_towers(output.scheduled)
         tensors = self._forward(self._inputs.build(step, output.scheduled, encoded))
         self._start_host_copy(tensors)
+        check = self._check_later(step, output.scheduled, tensors)
         sampled = self._sample(step, output.scheduled, tensors["hidden_states"])
         self._write_outputs(step)
-        return sampled
+        # Asked only now that the sampler has waited for the device anyway.
+        errors = check.errors(step.query_start_loc.tolist())
+        if not errors:
+            return sampled
+        failed = {output.scheduled[place].request: error for place, error in errors.items()}
+        return [
+            *(each for each in sampled if each.request not in failed),
+            *(SampledToken(request, None, None, error) for request, error in failed.items()),
+        ]
+
+    def _check_later(
+        self,
+        step: StepInputs,
+        scheduled: Sequence[ScheduledRequest],
+        tensors: Mapping[str, Tensor],
+    ) -> FiniteStep:
+        """Queue the question whether all that the step made is finite."""
+        rows = self._mirrored(tensors) | {"hidden_states": tensors["hidden_states"]}
+        filled = self._contents.filled(step, [item.runs_encoder for item in scheduled])
+        return FiniteStep.of(rows, self._contents, filled)
 
     def _swap_pages(self, output: SchedulerOutput) -> None:
         """First out, then in: what comes in may go where something else came from."""
@@ -145,6 +172,8 @@ class ModelRunner:
         if not entries:
             return None
         rows = self._model.encode(entries)
+        if not are_finite([rows]):
+            raise ValueError("the encoder gave rows that are NaN or infinite")
         mirror = self._kv.encoder_outputs
         if mirror is not None:
             group_id = self._kv.coordinator.encoder_managers[0].group_id
@@ -152,9 +181,12 @@ class ModelRunner:
             mirror.write(slot_mapping, {ENCODER_HIDDEN_STATES: rows.cpu()})
         return rows
 
-    def _start_host_copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def _mirrored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mirrors = self._kv.stage_outputs.mirrors
-        self._host_copy.start({name: rows for name, rows in tensors.items() if mirrors(name)})
+        return {name: rows for name, rows in tensors.items() if mirrors(name)}
+
+    def _start_host_copy(self, tensors: Mapping[str, Tensor]) -> None:
+        self._host_copy.start(self._mirrored(tensors))
 
     def _write_outputs(self, step: StepInputs) -> None:
         """Mirror the tensors that ``HostCopy`` was started with. Publishing comes after this."""
@@ -208,7 +240,13 @@ class ModelRunner:
         items = [entry for item in scheduled for entry in item.items_to_encode]
         if not items or self._encoder_cache is None:
             return
-        for entry, rows in zip(items, self._model.encode_multimodal(items), strict=True):
+        encoded = self._model.encode_multimodal(items)
+        if not are_finite(encoded):
+            # Towers may run several items as one sequence, so that it is not known whose fault it
+            # is: each request tries again by itself.
+            kinds = " or ".join(sorted({entry.modality for entry in items}))
+            raise ValueError(f"the tower gave rows of {kinds} that are NaN or infinite")
+        for entry, rows in zip(items, encoded, strict=True):
             self._encoder_cache.fill(entry.content_hash, rows)
 
     def _forward(self, inputs: ModelInputs) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_loader import load_generator, open_checkpoint
 from engine.resources.byte_sizes import format_bytes
 from engine.resources.device import resolve_device
+from engine.resources.finite_numbers import are_finite
 from prefix_cache import IntegrityError
 
 __all__ = ["GeneratorEngine"]
@@ -279,7 +280,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             for request, window in batch
         ]
         samples, states = self._model.generate(chunks, self.config.generation)
-        if not samples.isfinite().all():
+        if not are_finite([samples]):
             raise ValueError("the vocoder gave samples that are not finite")
         return samples, states
 

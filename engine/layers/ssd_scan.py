@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.packed_layout import Chunks
+from engine.resources.finite_numbers import are_finite
 
 __all__ = ["SsdInputs", "ssd_scan", "ssd_step"]
 
@@ -88,9 +89,9 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     to_each = (sums[..., :, None] - sums[..., None, :]).float()
     size = chunks.size
     future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
-    weights = to_each.masked_fill_(future, -torch.inf).exp_()
-    weights *= (c @ b.transpose(-1, -2)).unsqueeze(2)
-    y = weights @ x
+    weights = to_each.exp_().mul_((c @ b.transpose(-1, -2)).unsqueeze(2))
+    # Last of all, so that nothing of a later token, be it NaN, is left in what an earlier one sees.
+    y = _weighted(weights.masked_fill_(future, 0.0), x)
 
     to_end = torch.exp((sums[..., -1:] - sums).float())
     brought = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
@@ -100,6 +101,24 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     from_start = torch.exp(sums.float())[..., None]
     y += from_start * (c.unsqueeze(2) @ before.unflatten(1, (num_groups, -1)).transpose(-1, -2))
     return chunks.unpad(y.flatten(1, 2).transpose(1, 2)), after
+
+
+def _weighted(weights: Tensor, x: Tensor) -> Tensor:
+    """``weights @ x``, and no later token that is not finite reaches an earlier one as 0 * NaN.
+
+    On CUDA, where looking means waiting, it may: see :func:`attend_to_seen` for what follows.
+
+    Args:
+        weights: ``(..., size, size)``, 0 where a token comes after the one that sees.
+        x: ``(..., size, head_dim)``.
+    """
+    y = weights @ x
+    if y.is_cuda or are_finite([y]):
+        return y
+    spoilt = ~x.isfinite().all(-1)
+    earlier = weights @ x.masked_fill(spoilt[..., None], 0.0)
+    is_reached = spoilt.cumsum(-1) > 0
+    return torch.where(is_reached[..., None], y, earlier)
 
 
 def _states_at_chunks(

@@ -138,7 +138,8 @@ class LLMEngine(Engine[RequestOutput]):
         except Exception as error:  # one request's fault, as a rule, and it is found out
             logger.exception("a step of %d tokens failed", scheduled.num_tokens)
             return self._recover(scheduled, error)
-        self._scheduler.complete(scheduled)
+        failed = {token.request for token in sampled if token.error is not None}
+        self._scheduler.complete(scheduled.without(failed))
         return self._output_processor.process(scheduled, sampled, self._call)
 
     def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:

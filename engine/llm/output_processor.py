@@ -113,13 +113,14 @@ class OutputProcessor:
         self.stats = self.stats.plus(generated_tokens=num_generated)
         for item in scheduled.scheduled:
             request = item.request
+            group = self._group_of[request.request_id]
             is_computed = request.num_computed_tokens == request.num_tokens
             if (
                 request.params.max_tokens == 0
                 and is_computed
+                and group.error is None
                 and request.status is RequestStatus.RUNNING
             ):
-                group = self._group_of[request.request_id]
                 moved[group.request_id] = group
                 self._finish(group, request, FinishReason.LENGTH)
         return [self._output(group) for group in moved.values()]

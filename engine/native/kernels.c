@@ -4,6 +4,7 @@
  * strides and bounds: nothing is checked here. All strides and offsets count floats. `threads` is
  * torch's thread count; GOMP_parallel is torch's own, so that both work in one pool of threads.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -168,15 +169,16 @@ INLINE void add_values(float *sums, float shrink, const float *weights, const fl
 
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* Where either is NaN, b. */
 INLINE vec larger(vec a, vec b) {
     const ivec is_a = a > b;
     return (vec)((is_a & (ivec)a) | (~is_a & (ivec)b));
 }
 
-/* exp_fast of sixteen values; adding 1.5 * 2^23 rounds to an integer. */
+/* exp_fast of sixteen values, NaN for NaN; adding 1.5 * 2^23 rounds to an integer. */
 INLINE vec exp_lanes(vec x) {
     const vec magic = (vec){0} + 12582912.0f;
-    x = larger(x, (vec){0} - 87.0f);
+    x = larger((vec){0} - 87.0f, x);
     const vec n = (x * 1.44269504f + magic) - magic;
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = (vec){0} + 1.9875691500e-4f;
@@ -194,10 +196,11 @@ INLINE vec exp_lanes(vec x) {
                             9 ^ w, 10 ^ w, 11 ^ w, 12 ^ w, 13 ^ w, 14 ^ w, 15 ^ w)
 
 /* Scores of a tile become weights relative to the largest score so far; those before `from` and
- * from `to` on are not seen. Returns the factor by which sums of earlier tiles shrink. */
+ * from `to` on are not seen: their weights say nothing, and are not to be used. Returns the factor
+ * by which sums of earlier tiles shrink. A score that is seen and is NaN makes `total` NaN. */
 INLINE float soften(float *scores, int from, int to, float *peak, float *total) {
-    for (int t = 0; t < from && t < LANES; t++) scores[t] = -INFINITY;
-    for (int t = to < 0 ? 0 : to; t < LANES; t++) scores[t] = -INFINITY;
+    for (int t = 0; t < from; t++) scores[t] = -INFINITY;
+    for (int t = to; t < LANES; t++) scores[t] = -INFINITY;
     vec s = *(vec *)scores;
     vec top = larger(s, FOLD(s, 8));
     top = larger(top, FOLD(top, 4));
@@ -277,11 +280,13 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
     const int heads = p->num_kv_heads * p->group;
     int64_t rows[LANES], next[LANES], begin = tokens[0].first, end = tokens[0].last;
     float scores[MAX_TOKENS][heads][LANES], shrink[MAX_TOKENS][heads];
+    int from[MAX_TOKENS], to[MAX_TOKENS]; /* which of a tile's keys a token sees */
     for (int i = 0; i < num_tokens; i++) {
         const Token *k = tokens + i;
         begin = k->first < begin ? k->first : begin;
         end = k->last > end ? k->last : end;
-        for (int h = 0; h < heads; h++) k->peak[h] = -INFINITY, k->total[h] = 0.0f;
+        /* Not -INFINITY: of a tile that is not seen, its difference to itself would be NaN. */
+        for (int h = 0; h < heads; h++) k->peak[h] = -FLT_MAX, k->total[h] = 0.0f;
         memset(k->sums, 0, sizeof(float) * (size_t)(heads * dim));
     }
     if (begin < end) find_rows(p, table, begin, end, next);
@@ -299,27 +304,30 @@ INLINE void attend(const Pages *p, const Token *tokens, int num_tokens, const in
         }
         for (int i = 0; i < num_tokens; i++) {
             const Token *k = tokens + i;
-            const int from = k->first > start ? (int)(k->first - start) : 0;
-            const int to = k->last - start < LANES ? (int)(k->last - start) : LANES;
+            const int64_t first = k->first - start, last = k->last - start;
+            from[i] = first < 0 ? 0 : first < LANES ? (int)first : LANES;
+            to[i] = last < 0 ? 0 : last < LANES ? (int)last : LANES;
             if (p->softcap > 0.0f) cap(scores[i][0], heads * LANES, p->softcap);
             if (p->bias) add_bias(p, scores[i], heads, k->position - start);
             for (int h = 0; h < heads; h++)
-                shrink[i][h] = soften(scores[i][h], from, to, k->peak + h, k->total + h);
+                shrink[i][h] = soften(scores[i][h], from[i], to[i], k->peak + h, k->total + h);
         }
-        const int count = end - start < LANES ? (int)(end - start) : LANES;
         for (int h = 0; h < heads; h++) {
             const float *values = p->values + h / p->group * dim;
             for (int token = 0; token < num_tokens; token++) {
-                const float *weights = scores[token][h], factor = shrink[token][h];
+                /* No value that is not seen is touched, however small its weight: it may be NaN. */
+                const float *weights = scores[token][h] + from[token], factor = shrink[token][h];
+                const int64_t *seen = rows + from[token];
+                const int count = to[token] - from[token];
                 float *sum = tokens[token].sums + h * dim;
                 int i = 0;
                 for (; i + 4 * LANES <= dim; i += 4 * LANES)
-                    add_values(sum + i, factor, weights, values + i, rows, count, 4);
+                    add_values(sum + i, factor, weights, values + i, seen, count, 4);
                 for (; i + LANES <= dim; i += LANES)
-                    add_values(sum + i, factor, weights, values + i, rows, count, 1);
+                    add_values(sum + i, factor, weights, values + i, seen, count, 1);
                 for (; i < dim; i++) {
                     sum[i] *= factor;
-                    for (int t = 0; t < count; t++) sum[i] += weights[t] * values[rows[t] + i];
+                    for (int t = 0; t < count; t++) sum[i] += weights[t] * values[seen[t] + i];
                 }
             }
         }

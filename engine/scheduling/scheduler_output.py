@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.request import Request
@@ -61,6 +62,13 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens of the step over all requests."""
         return sum(item.num_tokens for item in self.scheduled)
+
+    def without(self, failed: Collection[Request]) -> SchedulerOutput:
+        """The step as if requests that failed in it had not run: nothing of theirs is complete."""
+        if not failed:
+            return self
+        sound = (item for item in self.scheduled if item.request not in failed)
+        return replace(self, scheduled=tuple(sound))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,135 @@
+"""What a query does not see does not reach it, also where it is NaN or infinite; what it sees does.
+
+Everything that no query sees holds NaN as well: other pages, slots behind a sequence in its last
+block, positions that a window has passed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.reference import ReferenceBackend
+from engine.attention.registry import get_backend
+from engine.attention.scoring import Scoring
+from engine.layers.packed_layout import Chunks
+from engine.layers.ssd_scan import SsdInputs, ssd_scan
+from tests.support.attention_steps import BOUNDS, Bounds, Shape
+from tests.support.native_kernels import needs_kernels
+from tests.support.spoilt_steps import Spoilt, run_spoilt_step, sees
+
+NAN, INFINITY = float("nan"), float("inf")
+BACKENDS = pytest.mark.parametrize(
+    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
+)
+SHAPES = {
+    "prefill": Shape((40,), (40,), 4),
+    "decodes of unequal length": Shape((1, 1, 1, 1), (9, 33, 30, 2), 16),
+    "chunks after prefixes": Shape((6, 9), (26, 30), 4),
+    "mixed": Shape((1, 1, 5, 70), (12, 40, 21, 75), 16),
+    "several tiles": Shape((1, 259, 280), (18, 259, 300), 16, 4, 2, 8),
+    "odd head dim": Shape((1, 7, 70), (12, 19, 70), 4, 4, 2, 20),
+}
+SCORINGS = {
+    "scaled": Scoring(0.3),
+    "capped": Scoring(0.3, 5.0),
+    "biased": Scoring(0.3, None, torch.randn(4, 9, generator=torch.Generator().manual_seed(3))),
+}
+
+
+def backend_of(name: str, shape: Shape) -> AttentionBackend:
+    return get_backend(name, "cpu", torch.float32, shape.block_size)
+
+
+def assert_only_who_sees_it_is_touched(
+    name: str, shape: Shape, bounds: Bounds, scoring: Scoring, spoilt: Spoilt
+) -> None:
+    clean = run_spoilt_step(ReferenceBackend(), shape, bounds, scoring, None, unused=0.0)
+    assert clean.isfinite().all()
+    output = run_spoilt_step(backend_of(name, shape), shape, bounds, scoring, spoilt)
+    touched = sees(shape, bounds, spoilt)
+    torch.testing.assert_close(output[~touched], clean[~touched], atol=5e-5, rtol=5e-5)
+    if "value" in spoilt.parts:
+        assert not output[touched].isfinite().flatten(1).all(1).any()
+    elif math.isnan(spoilt.number):
+        # An infinite key may only say that it has no weight, and torch gives zeros where none has.
+        is_zero = (output[touched] == 0.0).flatten(1).all(1)
+        is_finite = output[touched].isfinite().flatten(1).all(1)
+        assert not (is_finite & ~is_zero).any()
+
+
+@BACKENDS
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_unused_memory_may_hold_anything(name: str, shape: Shape, scoring: Scoring):
+    for bounds in (BOUNDS["all"], BOUNDS["window of 3"]):
+        clean = run_spoilt_step(ReferenceBackend(), shape, bounds, scoring, None, unused=0.0)
+        for unused in (NAN, INFINITY):
+            backend = backend_of(name, shape)
+            output = run_spoilt_step(backend, shape, bounds, scoring, None, unused=unused)
+            torch.testing.assert_close(output, clean, atol=5e-5, rtol=5e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("parts", [("value",), ("key",), ("key", "value")], ids="-".join)
+def test_a_late_nan_leaves_earlier_tokens_and_other_requests_alone(
+    name: str, shape: Shape, scoring: Scoring, parts: tuple[str, ...]
+):
+    last = len(shape.seq_lens) - 1
+    for bounds in (BOUNDS["all"], BOUNDS["window of 16"]):
+        spoilt = Spoilt(last, shape.seq_lens[last] - 2, parts)
+        assert_only_who_sees_it_is_touched(name, shape, bounds, scoring, spoilt)
+
+
+@BACKENDS
+@given(st.data())
+@settings(max_examples=30)
+def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataObject):
+    query_lens = sorted(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
+    seq_lens = tuple(query_len + data.draw(st.integers(0, 40)) for query_len in query_lens)
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    shape = Shape(tuple(query_lens), seq_lens, block_size)
+    length = st.none() | st.integers(1, 50)
+    bounds = Bounds(window=data.draw(length), chunk_size=data.draw(length))
+    request = data.draw(st.integers(0, len(seq_lens) - 1))
+    spoilt = Spoilt(
+        request,
+        data.draw(st.integers(0, seq_lens[request] - 1)),
+        data.draw(st.sampled_from([("value",), ("key",), ("key", "value")])),
+        data.draw(st.sampled_from([NAN, INFINITY, -INFINITY])),
+    )
+    scoring = data.draw(st.sampled_from(list(SCORINGS.values())))
+    assert_only_who_sees_it_is_touched(name, shape, bounds, scoring, spoilt)
+
+
+@pytest.mark.parametrize("part", ["x", "a", "b", "c"])
+@pytest.mark.parametrize("place", [0, 3, 70, 99])
+def test_a_late_nan_of_a_recurrence_leaves_earlier_tokens_and_other_requests_alone(
+    part: str, place: int
+):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([30, 100, 5])
+    chunks = Chunks.of(lengths, torch.device("cpu"))
+    numbers = {
+        "x": torch.randn(135, 4, 8, generator=generator),
+        "a": -torch.rand(135, 4, generator=generator),
+        "b": torch.randn(135, 2, 6, generator=generator),
+        "c": torch.randn(135, 2, 6, generator=generator),
+    }
+    states = torch.randn(3, 4, 8, 6, generator=generator)
+    expected, expected_states = ssd_scan(SsdInputs(**numbers), states, chunks)
+    for number in (NAN, INFINITY):
+        spoilt = {name: tensor.clone() for name, tensor in numbers.items()}
+        spoilt[part][30 + place] = number
+        y, after = ssd_scan(SsdInputs(**spoilt), states, chunks)
+        others = [*range(30 + place), *range(130, 135)]
+        torch.testing.assert_close(y[others], expected[others])
+        torch.testing.assert_close(after[[0, 2]], expected_states[[0, 2]])
+        assert not y[30 + place].isfinite().all()
