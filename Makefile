@@ -1,5 +1,5 @@
 # make          the same as make test
-# make run      a two-stage pipeline on prompts with shared prefixes, with its time saved
+# make run      a text and a voice pipeline, what their caches save, and what to try next
 # make test     lint and types beside the tests: what .ci/run calls
 # make bench    the benchmarks of benchmarks/, printed
 # make torture  the scripts of torture/: faults and hostile inputs, for hours

@@ -147,6 +147,7 @@ class DiskCache:
         ) as aside:
             made = Path(aside, "made")
             made.mkdir()
+            logger.info("building %s/%.24s, once", self.root.name, folder.name)
             build(made)
             _seal(made)
             if was_there:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from omni import AutoregressiveStage, Pipeline
+from omni.commands import demo
 from omni.commands.cli import app
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
@@ -455,3 +457,14 @@ def test_demo_shows_texts_hits_and_time_saved(
     assert "input tokens from the cache" in result.stdout
     assert "cached equals uncached: 6 of 6" in result.stdout
     assert "Warm caches hit" in result.stdout
+    assert result.stdout.count("first sound after") == 2
+    assert " 0 of 81 input tokens" not in result.stdout  # the second turn hits the first
+
+
+@pytest.mark.parametrize("command", demo.NEXT)
+def test_what_the_demo_suggests_works_as_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = omni(*shlex.split(command))
+    assert result.exit_code == 0, result.output
