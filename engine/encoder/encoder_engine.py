@@ -29,7 +29,7 @@ from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint
 from engine.resources.device import resolve_device, resolve_dtype
-from engine.resources.finite_numbers import are_finite
+from engine.resources.finite_numbers import require_finite
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer, max_prompt_chars
 from prefix_cache import ContentSpan, content_hash, whole_input_hash
@@ -272,13 +272,10 @@ class EncoderEngine(Engine[EncoderOutput]):
     @torch.no_grad()
     def _gather(self, item: HeldInput, *, cached: bool) -> Mapping[str, Tensor]:
         rows = self._store.gather(item)
-        # All that is to be published, wanted or not; what is cached was looked at before.
-        if not cached:
-            _require_finite(rows)
+        if not cached:  # wanted or not, it is to be published; what is cached was looked at before
+            require_finite(rows)
         if "pooled" in self._output_names:
-            pooled = pool(self.pooling, rows["hidden_states"], self._model.pooler)
-            _require_finite({"pooled": pooled})
-            rows["pooled"] = pooled
+            rows["pooled"] = pool(self.pooling, rows["hidden_states"], self._model.pooler)
         return {name: tensor for name, tensor in rows.items() if name in self._output_names}
 
     def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
@@ -341,12 +338,6 @@ class EncoderEngine(Engine[EncoderOutput]):
                 name: num_blocks * nbytes for name, nbytes in sorted(block_nbytes.items())
             },
         )
-
-
-def _require_finite(tensors: Mapping[str, Tensor]) -> None:
-    if not are_finite(tensors.values()):
-        names = [name for name, tensor in tensors.items() if not are_finite([tensor])]
-        raise ValueError(f"its {' and '.join(sorted(names))} are NaN or infinite")
 
 
 def _max_model_len(config: EngineConfig, model: EncoderModel) -> int:

@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
+from engine.resources.finite_numbers import require_finite
+
 __all__ = ["Pooling", "normalized", "pool", "resolve_pooling"]
 
 Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
@@ -50,7 +52,16 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
 
     Returns:
         ``(D,)`` on the CPU.
+
+    Raises:
+        ValueError: what was pooled is not finite.
     """
+    pooled = _pool(pooling, rows, pooler)
+    require_finite({"pooled": pooled})
+    return pooled
+
+
+def _pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
     if pooling == "pooler":
         if pooler is None:
             raise ValueError("pooling 'pooler' was not resolved: there is no pooler")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-__all__ = ["are_finite", "total"]
+__all__ = ["are_finite", "require_finite", "total"]
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
@@ -25,3 +25,10 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether there is no NaN and no infinity in any of them; integers are finite."""
     tensors = list(tensors)
     return bool(total(tensors).isfinite()) or all(bool(x.isfinite().all()) for x in tensors)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` that names the tensors that hold NaN or infinity, if any do."""
+    if not are_finite(tensors.values()):
+        names = [name for name, tensor in tensors.items() if not are_finite([tensor])]
+        raise ValueError(f"its {' and '.join(sorted(names))} are NaN or infinite")
