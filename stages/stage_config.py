@@ -21,6 +21,8 @@ __all__ = [
     "TokenStageConfig",
     "parse_stage_config",
     "register_stage_kind",
+    "stage_kind_names",
+    "stage_kinds",
 ]
 
 ENTRY_POINTS = "omni_pipeline.stage_kinds"
@@ -157,14 +159,28 @@ def parse_stage_config(
     kind = str(data["kind"])
     config = _stage_kind(kind)
     if config is None:
-        names = dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names))
-        known = ", ".join(map(repr, names))
+        known = ", ".join(map(repr, stage_kind_names()))
         tags = {"discriminator": "'kind'", "tag": kind, "expected_tags": known}
         raise PydanticKnownError("union_tag_invalid", tags)
     if from_file:
         # From JSON, strict validation still takes a list for a tuple.
         return config.model_validate_json(json.dumps(data), strict=True, context=context)
     return config.model_validate(data, context=context)
+
+
+def stage_kind_names() -> tuple[str, ...]:
+    """All kinds that YAML files can name; those of installed packages are not loaded."""
+    return tuple(dict.fromkeys((*_KINDS, *entry_points(group=ENTRY_POINTS).names)))
+
+
+def stage_kinds() -> dict[str, type[StageConfig]]:
+    """All kinds with their configurations.
+
+    Raises:
+        ValueError: an installed package's kind cannot be loaded.
+    """
+    kinds = {name: _stage_kind(name) for name in stage_kind_names()}
+    return {name: config for name, config in kinds.items() if config is not None}
 
 
 def _stage_kind(name: str) -> type[StageConfig] | None:

@@ -74,5 +74,9 @@ def test_the_yaml_pipeline_runs_with_the_commands_shown(
 def test_the_table_of_commands_is_complete():
     text = (ROOT / "README.md").read_text("utf-8")
     listed = re.findall(r"^\| `omni (\w+)", text, re.M)
-    known = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    known = [
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback
+    ]
     assert sorted(listed) == sorted(known)

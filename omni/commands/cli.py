@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from omni.commands.command import CommandOptions, command
+from omni.commands.options import (
+    ExplainOptions,
+    ListOptions,
+    RunOptions,
+    ValidateOptions,
+    VerifyOptions,
+)
 from omni.commands.prompt_flags import PromptFlags
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.requests.output_writer import OutputWriter
     from omni.requests.request import OmniRequest
     from omni.requests.request_file import RequestError
 
@@ -27,137 +36,76 @@ __all__ = ["app"]
 app = typer.Typer(
     help="Multi-stage model pipelines with prefix caching that never changes what comes out.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Config: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="A pipeline's YAML file, or the name of a shipped one: two_step."
-    ),
-]
-Input: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object a line."),
-]
-Overrides: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="PLACE=VALUE",
-        help="Replace a value: stages.writer.engine.num_blocks=64. May be given several times.",
-    ),
-]
-Speaker: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Whose voice speaks, where a request does not say."),
-]
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"omni {version('omni-pipeline')}")
+        raise typer.Exit
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _RunOptions(PromptFlags, CommandOptions):
-    config: Config
-    input_file: Input = None
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir",
-            "-o",
-            metavar="DIR",
-            help="Write outputs.jsonl, tensors and sounds here instead of printing the texts.",
-        ),
-    ] = None
-    speaker: Speaker = None
-    overrides: Overrides = None
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress bar and no summary.")
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _ValidateOptions(CommandOptions):
-    config: Config
-    input_file: Input = None
-    overrides: Overrides = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _ExplainOptions(CommandOptions):
-    config: Config
-    load: Annotated[
+@app.callback()
+def main(
+    version: Annotated[
         bool,
-        typer.Option(
-            "--load/--no-load",
-            help="Load the models, to tell what each stage reserves; they must be here, or on "
-            "a hub that can be reached.",
-        ),
-    ] = True
-    overrides: Overrides = None
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Multi-stage model pipelines with prefix caching that never changes what comes out."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _VerifyOptions(PromptFlags, CommandOptions):
-    config: Config
-    input_file: Input = None
-    atol: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="How far tensor elements may be apart (in proportion in rows that exceed 1), "
-            "instead of measuring what rounding does.",
-        ),
-    ] = None
-    speaker: Speaker = None
-    overrides: Overrides = None
-
-
-@command(app, _RunOptions)
-def run(options: _RunOptions) -> bool:
+@command(app, RunOptions)
+def run(options: RunOptions) -> bool:
     """Run requests through a pipeline. Exit status 1 if any of them failed."""
+    _check_output_flags(options)
+    pipeline = _load(options, options.speaker)
+    given = _requests(pipeline, options, options.input_file)
     from omni.commands.run_command import run_requests
 
-    pipeline = _load(options.config, options.overrides, options.speaker)
-    requests = _requests(pipeline, options, options.input_file)
-    return run_requests(pipeline, requests, output_dir=options.output_dir, quiet=options.quiet)
+    with _writer(pipeline, given, options) as writer:
+        return run_requests(pipeline, given.requests, writer=writer, quiet=options.quiet)
 
 
-@command(app, _ValidateOptions)
-def validate(options: _ValidateOptions) -> bool:
+@command(app, ValidateOptions)
+def validate(options: ValidateOptions) -> bool:
     """Check a pipeline's YAML file, and a file of requests, without loading any model."""
-    pipeline = _load(options.config, options.overrides)
+    pipeline = _load(options)
     typer.echo(f"{options.config}: valid; stages: {', '.join(pipeline.topological_order())}")
     if options.input_file is not None:
-        requests = _read_file(pipeline, options.input_file)
+        requests = _read_file(pipeline, options.input_file).requests
         _refuse_bad_lines(requests)
         typer.echo(f"{options.input_file}: valid; requests: {len(requests)}")
     return True
 
 
-@command(app, _ExplainOptions)
-def explain(options: _ExplainOptions) -> bool:
+@command(app, ExplainOptions)
+def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, and what memory it reserves."""
     from omni.commands.explanation import describe_config, describe_memory, draw_graph
 
-    pipeline = _load(options.config, options.overrides)
+    pipeline = _load(options)
     typer.echo(f"{draw_graph(pipeline)}\n\n{describe_config(pipeline)}")
     if options.load:  # which takes a while, and fails without the models
         typer.echo(f"\n{describe_memory(pipeline)}")
     return True
 
 
-@command(app, _VerifyOptions)
-def verify(options: _VerifyOptions) -> bool:
+@command(app, VerifyOptions)
+def verify(options: VerifyOptions) -> bool:
     """Run your own requests with and without caches, and compare.
 
     Exit status 1 if anything differed or a request failed.
     """
+    pipeline = _load(options, options.speaker)
+    requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
     from omni.runtime.omni import Omni
     from omni.verification.verify import verify as verify_requests
 
-    pipeline = _load(options.config, options.overrides, options.speaker)
-    requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file))
     with Omni(pipeline) as omni:
         report = verify_requests(omni, requests, atol=options.atol)
     typer.echo("\n".join(report.lines()))
@@ -172,7 +120,39 @@ def demo(_: CommandOptions) -> bool:
     return run_demo()
 
 
-def _load(config: str, overrides: list[str] | None, speaker: str | None = None) -> PipelineConfig:
+@command(app, ListOptions, name="list")
+def list_names(options: ListOptions) -> bool:
+    """List what a YAML file can name: pipelines, models, architectures, transforms, kinds."""
+    from omni.commands.names import described_names
+
+    typer.echo("\n\n".join(described_names(options.what)))
+    return True
+
+
+@command(app, CommandOptions)
+def schema(_: CommandOptions) -> bool:
+    """Print the JSON Schema of a pipeline's YAML file, for editors and other programs."""
+    import json
+
+    from omni.pipelines.config_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Requests, and the SHA-256 of what they were given as."""
+
+    requests: list[OmniRequest | RequestError]
+    digest: str
+
+
+def _load(
+    options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
+    speaker: str | None = None,
+) -> PipelineConfig:
+    from omni.commands.flag_settings import with_sampling, with_speaker
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 
@@ -180,15 +160,13 @@ def _load(config: str, overrides: list[str] | None, speaker: str | None = None) 
     # the path, so that a folder of theirs cannot hide a package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    replaced = parse_overrides(overrides or [])
-    if speaker is not None:
-        replaced["speaker"] = speaker
-    return PipelineConfig.load(config, replaced)
+    pipeline = PipelineConfig.load(options.config, parse_overrides(options.overrides or []))
+    if isinstance(options, RunOptions | VerifyOptions):
+        pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)
+    return pipeline if speaker is None else with_speaker(pipeline, speaker)
 
 
-def _requests(
-    pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None
-) -> list[OmniRequest | RequestError]:
+def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None) -> _Given:
     if flags.given == (input_file is not None):
         raise ValueError(
             "give either --chat, --prompt, --audio or --encoder-prompt, once or several times, or "
@@ -196,14 +174,19 @@ def _requests(
         )
     if input_file is not None:
         return _read_file(pipeline, input_file)
-    return [*flags.requests()]
+    return _Given([*flags.requests()], flags.digest())
 
 
-def _read_file(pipeline: PipelineConfig, input_file: Path) -> list[OmniRequest | RequestError]:
+def _read_file(pipeline: PipelineConfig, input_file: Path) -> _Given:
+    import hashlib
+
     from omni.requests.request_file import read_requests
 
     sampling = {name: stage.own_sampling for name, stage in pipeline.stages.items()}
-    return read_requests(input_file, sampling)
+    digest = hashlib.sha256()
+    # As text: a file may be given as "-".
+    requests = read_requests(os.fspath(input_file), sampling, digest.update)
+    return _Given(requests, digest.hexdigest())
 
 
 def _refuse_bad_lines(requests: list[OmniRequest | RequestError]) -> list[OmniRequest]:
@@ -214,3 +197,29 @@ def _refuse_bad_lines(requests: list[OmniRequest | RequestError]) -> list[OmniRe
     if bad:
         raise ValueError("\n".join(bad))
     return good
+
+
+def _check_output_flags(options: RunOptions) -> None:
+    if options.resume and options.overwrite:
+        raise ValueError("--resume keeps outputs and --overwrite replaces them: give one of them")
+    if options.output_dir is None and (options.resume or options.overwrite):
+        flag = "--resume" if options.resume else "--overwrite"
+        raise ValueError(f"{flag} is about the outputs in --output-dir: give that too")
+
+
+def _writer(
+    pipeline: PipelineConfig, given: _Given, options: RunOptions
+) -> OutputWriter | nullcontext[None]:
+    """What writes into the folder, if there is one; a folder that will not do is found now."""
+    if options.output_dir is None:
+        return nullcontext()
+    from omni.requests.output_writer import Existing, OutputWriter
+    from omni.requests.run_record import RunRecord
+
+    existing = Existing.RESUME if options.resume else Existing.REFUSE
+    return OutputWriter(
+        options.output_dir,
+        {name: stage.final_output for name, stage in pipeline.stages.items() if stage.final_output},
+        RunRecord.of(pipeline, given.digest, len(given.requests)),
+        Existing.OVERWRITE if options.overwrite else existing,
+    )

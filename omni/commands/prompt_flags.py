@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,6 +93,11 @@ class PromptFlags:
         """Whether any of the flags was given."""
         wanted = (self.prompts, self.chats, self.audio, self.encoder_prompts, self.images)
         return any(wanted) or self.decoder_prompt is not None or self.language is not None
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of all that was given: the same flags are the same requests."""
+        given = {field.name: getattr(self, field.name) for field in fields(PromptFlags)}
+        return hashlib.sha256(json.dumps(given, default=os.fspath).encode()).hexdigest()
 
     def requests(self) -> list[OmniRequest]:
         """The requests, with made-up ids.

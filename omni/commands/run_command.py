@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from omni.commands.command import Stopped
+from omni.commands.interrupts import exit_status
+from omni.commands.run_progress import RunProgress
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.output_writer import OutputWriter
 from omni.requests.request import OmniOutput, OmniRequest
@@ -26,18 +26,18 @@ def run_requests(
     config: PipelineConfig,
     requests: Sequence[OmniRequest | RequestError],
     *,
-    output_dir: Path | None = None,
+    writer: OutputWriter | None = None,
     quiet: bool = False,
 ) -> bool:
-    """Run what can be run, and tell what became of every request, in their order.
+    """Run what can be run and is not done yet, and tell what became of every request as it ends.
 
-    Texts go to the standard output, or to files in ``output_dir``; errors, progress and the
-    summary go to the standard error.
+    Texts go to the standard output, or to the writer; errors, progress and the summary go to the
+    standard error.
 
     Args:
         config: the pipeline.
         requests: each has a request id; those of runnable ones are unique.
-        output_dir: where to write, instead of printing the texts.
+        writer: where to write, instead of printing the texts.
         quiet: neither progress bar nor summary.
 
     Returns:
@@ -45,35 +45,113 @@ def run_requests(
 
     Raises:
         ValueError: the pipeline cannot be built.
-        OSError: the output cannot be written.
+        Stopped: it was interrupted, or the output cannot be written; says what was done.
     """
-    final_output = {name: stage.final_output for name, stage in config.stages.items()}
-    final_output = {name: forms for name, forms in final_output.items() if forms}
-    texts: dict[int, str] = {}
-    errors: dict[int, str] = {}
-    start = time.perf_counter()
-    with (
-        Omni(config) as omni,
-        OutputWriter(output_dir, final_output) if output_dir else nullcontext() as writer,
-        _progress(len(requests), shown=not quiet) as advance,
-    ):
-        for position, output in _outputs(omni, requests):
-            if writer is not None:
-                writer.write(position, output)
+    run = _Run(requests, writer, quiet=quiet)
+    if writer is None or writer.num_done < len(requests):
+        run.through(config)
+    if writer is not None:
+        run.finish(writer)
+    return not run.num_failed
+
+
+class _Run:
+    """Requests on their way, and how many are through."""
+
+    def __init__(
+        self,
+        requests: Sequence[OmniRequest | RequestError],
+        writer: OutputWriter | None,
+        *,
+        quiet: bool,
+    ) -> None:
+        self._requests = requests
+        self._writer = writer
+        self._quiet = quiet
+        self.num_done = self._num_kept = writer.num_done if writer else 0
+        self.num_failed = self._num_failed_before = writer.num_failed if writer else 0
+
+    def through(self, config: PipelineConfig) -> None:
+        """Run what is not done."""
+        start = time.perf_counter()
+        progress = RunProgress(len(self._requests), self._num_kept, shown=not self._quiet)
+        try:
+            with progress, Omni(config) as omni:
+                progress.begin()
+                for position, output in self._outputs(omni):
+                    self._take(position, output, progress)
+                stats = omni.stats()
+        except KeyboardInterrupt as interrupt:
+            message = f"interrupted: {self._what_was_done()}"
+            raise Stopped(message, exit_status(interrupt)) from interrupt
+        if not self._quiet:
+            seconds = time.perf_counter() - start
+            num_run = len(self._requests) - self._num_kept
+            num_failed = self.num_failed - self._num_failed_before
+            Console(stderr=True).print(summary_table(num_run, num_failed, stats, seconds))
+
+    def finish(self, writer: OutputWriter) -> None:
+        """Put the lines in order, and say where they are."""
+        try:
+            writer.finish()
+        except OSError as error:
+            raise self._not_written(error) from error
+        except KeyboardInterrupt as interrupt:
+            message = f"interrupted: {self._what_was_done()}"
+            raise Stopped(message, exit_status(interrupt)) from interrupt
+        if not self._quiet:
+            kept = f", {self._num_kept} of them before" if self._num_kept else ""
+            typer.echo(
+                f"{writer.location}: {self.num_done} requests{kept}, {self.num_failed} failed",
+                err=True,
+            )
+
+    def _outputs(self, omni: Omni) -> Iterator[tuple[int, OmniOutput]]:
+        """Yield every request's last output with its position: wrong lines first, others as they
+        end.
+
+        An output with an error does not stop the others.
+        """
+        runnable = []
+        position_of = {}
+        for position, request in enumerate(self._requests):
+            if self._writer is not None and self._writer.is_done(position):
+                continue
+            if isinstance(request, RequestError):
+                yield position, OmniOutput(request.request_id, {}, True, request.message)
             else:
-                texts[position] = format_output(output)
-            if output.error is not None:
-                errors[position] = f"{output.request_id}: error: {output.error}"
-            advance()
-        stats = omni.stats()
-    for position in sorted(texts):
-        typer.echo(texts[position])
-    for position in sorted(errors):
-        typer.echo(errors[position], err=True)
-    if not quiet:
-        seconds = time.perf_counter() - start
-        Console(stderr=True).print(summary_table(len(requests), len(errors), stats, seconds))
-    return not errors
+                position_of[request.request_id] = position
+                runnable.append(request)
+        for output in omni.stream(runnable):
+            if output.finished:
+                yield position_of[output.request_id], output
+
+    def _take(self, position: int, output: OmniOutput, progress: RunProgress) -> None:
+        if self._writer is not None:
+            try:
+                error = self._writer.write(position, output)
+            except OSError as failure:
+                raise self._not_written(failure) from failure
+        else:
+            error = output.error
+            progress.echo(format_output(output))
+        self.num_done += 1
+        if error is not None:
+            self.num_failed += 1
+            progress.echo(f"{output.request_id}: error: {error}", err=True)
+        progress.advance()
+
+    def _not_written(self, error: OSError) -> Stopped:
+        where = f"{error.filename}: " if error.filename else ""
+        return Stopped(f"error: {where}{error.strerror or error}; {self._what_was_done()}")
+
+    def _what_was_done(self) -> str:
+        done = f"{self.num_done} of {len(self._requests)} requests are done"
+        if self._writer is None:
+            return f"{done}, and stand above" if self.num_done else done
+        if not self.num_done:
+            return done
+        return f"{done}, in {self._writer.location}; the same command with --resume does the rest"
 
 
 def format_output(output: OmniOutput) -> str:
@@ -108,26 +186,6 @@ def summary_table(
     return table
 
 
-def _outputs(
-    omni: Omni, requests: Sequence[OmniRequest | RequestError]
-) -> Iterator[tuple[int, OmniOutput]]:
-    """Yield every request's last output with its position: wrong lines first, others as they end.
-
-    An output with an error does not stop the others.
-    """
-    runnable = []
-    position_of = {}
-    for position, request in enumerate(requests):
-        if isinstance(request, RequestError):
-            yield position, OmniOutput(request.request_id, {}, True, request.message)
-        else:
-            position_of[request.request_id] = position
-            runnable.append(request)
-    for output in omni.stream(runnable):
-        if output.finished:
-            yield position_of[output.request_id], output
-
-
 def _format_stage(output: StageOutput) -> Iterator[str]:
     if output.completions:
         for index, (text, _, _) in enumerate(output.completions):
@@ -143,13 +201,3 @@ def _format_stage(output: StageOutput) -> Iterator[str]:
         for name, tensor in output.tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             yield f"{name}: {dtype} {tuple(tensor.shape)}"
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar while requests run, where a person looks on; yields what advances it by one."""
-    console = Console(stderr=True)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda: bar.advance(task)

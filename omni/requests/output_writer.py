@@ -1,86 +1,154 @@
-"""Writes ``outputs.jsonl``, and tensors and sounds beside it."""
+"""Writes what becomes of requests, each as soon as it is known, so that nothing is lost."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors.torch import save_file
-from torch import Tensor
-
-from engine import TokenLogprobs
-from engine.media.wav_file import write_wav
+from omni.requests.journal import JOURNAL, Journal, JournalPlace
+from omni.requests.output_folder import OutputFolder
+from omni.requests.output_line import OutputLines, file_name, files_of
 from omni.requests.request import OmniOutput
-from stages import StageOutput
+from omni.requests.run_record import RUN_RECORD, RunRecord
 
-__all__ = ["OutputWriter", "file_name"]
+__all__ = ["OUTPUTS", "Existing", "OutputWriter", "file_name"]
+
+OUTPUTS = "outputs.jsonl"
+
+
+class Existing(Enum):
+    """What becomes of outputs that a folder has already."""
+
+    REFUSE = "refuse"
+    RESUME = "resume"
+    OVERWRITE = "overwrite"
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    place: JournalPlace | None
+    failed: bool
 
 
 class OutputWriter:
-    """Writes each request's output as soon as it and all before it are there.
+    """Writes each request's output as soon as it is there, and all in their order in the end.
 
     ::
 
-        directory/outputs.jsonl                                    one line per request, in order
-        directory/tensors/<request>/<stage>.<tensor>.safetensors   one tensor per file
-        directory/audio/<request>/<stage>.wav                      one sound per file
+        directory/run.json                what is run, to know it again
+        directory/outputs.partial.jsonl   a line per request that is done, as they end
+        directory/outputs.jsonl           in the end, in the requests' order, in its place
+        directory/tensors/, audio/        files that the lines name
 
-    A line is written whole and flushed, after the files that it names: however a run ends, every
-    line of ``outputs.jsonl`` is complete and true. An ``outputs.jsonl`` of an earlier run is
-    replaced.
+    A line is written whole, after the files that it names, and handed to the operating system at
+    once: however a run ends, its lines are complete and true. Each is a line of ``outputs.jsonl``
+    with the request's ``position`` before it. Nothing is written, and nothing of an earlier run
+    removed, before the first request is done.
 
     Args:
-        directory: made if missing.
+        directory: made if missing, and locked: one run at a time.
         final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
             ``audio``.
+        record: what is to be run.
+        existing: what to do about outputs in the directory. Those of a run that is resumed are
+            kept, but for requests whose files are gone.
 
     Raises:
+        ValueError: there are outputs and ``existing`` refuses them; or they are of something else
+            than what is to be resumed, or damaged; or another run writes into the directory.
         OSError: the directory cannot be made or written to.
     """
 
-    def __init__(self, directory: str | Path, final_output: Mapping[str, tuple[str, ...]]) -> None:
-        self._directory = Path(directory)
-        self._final_output = final_output
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._directory / "outputs.jsonl", "w", encoding="utf-8")  # noqa: SIM115
-        self._next = 0
-        self._waiting: dict[int, str] = {}
+    def __init__(
+        self,
+        directory: str | Path,
+        final_output: Mapping[str, tuple[str, ...]],
+        record: RunRecord,
+        existing: Existing = Existing.REFUSE,
+    ) -> None:
+        self._record = record
+        self._folder = OutputFolder(directory)
+        self._lines = OutputLines(self._folder, final_output)
+        self._journal: Journal | None = None
+        self._done: dict[int, _Done] = {}
+        self._finished = False
+        try:
+            self._take_over(existing)
+        except BaseException:
+            self.close()
+            raise
 
-    def write(self, position: int, output: OmniOutput) -> None:
-        """Take a finished request's output.
+    @property
+    def num_done(self) -> int:
+        """How many requests have their line, those of the run before included."""
+        return len(self._done)
 
-        Its tensors and sounds are written now, its line when those of all earlier positions are.
+    @property
+    def num_failed(self) -> int:
+        """How many of these have an error."""
+        return sum(done.failed for done in self._done.values())
+
+    @property
+    def location(self) -> Path:
+        """The file in which the lines are now."""
+        return self._folder.path / (OUTPUTS if self._finished else JOURNAL)
+
+    def is_done(self, position: int) -> bool:
+        """Whether a request needs not be run."""
+        return position in self._done
+
+    def write(self, position: int, output: OmniOutput) -> str | None:
+        """Write a finished request's output: its tensors and sounds, then its line.
 
         Args:
             position: of the request among all, from 0.
             output: what became of it.
 
+        Returns:
+            The error in its line, if it has one.
+
         Raises:
-            ValueError: this position has been written.
-            OSError: the disk is full or the like.
+            ValueError: this position has been written, or there is no such request.
+            OSError: the disk is full or the like. Of this request nothing is kept.
         """
-        if position < self._next or position in self._waiting:
+        if position in self._done:
             raise ValueError(f"the output at position {position} has been written already")
-        line = self._line(output)
-        self._waiting[position] = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
-        while self._next in self._waiting:
-            self._file.write(self._waiting.pop(self._next))
-            self._next += 1
-        self._file.flush()
+        if not 0 <= position < self._record.num_requests:
+            raise ValueError(f"position {position} of {self._record.num_requests} requests")
+        journal = self._begun()
+        line = {"position": position} | self._lines.line(output)
+        place = journal.append(_encoded(line))
+        error: str | None = line["error"]
+        self._done[position] = _Done(place, error is not None)
+        return error
+
+    def finish(self) -> None:
+        """Put the lines in the requests' order in ``outputs.jsonl``; the journal goes.
+
+        Raises:
+            ValueError: not all requests are done.
+            OSError: the disk is full or the like. The journal is whole then.
+        """
+        missing = self._record.num_requests - self.num_done
+        if missing:
+            raise ValueError(f"{missing} of {self._record.num_requests} requests are not done")
+        if self._finished:
+            return
+        self._folder.write(OUTPUTS, self._put_in_order)
+        self._finished = True
+        self._folder.sync()
+        self._close_journal()
+        self._folder.remove(JOURNAL)
 
     def close(self) -> None:
-        """Write what still waits for an earlier request that never came, and close the file."""
-        for position in sorted(self._waiting):
-            self._file.write(self._waiting.pop(position))
-        self._file.close()
+        """Let go of the folder. What was written stays."""
+        self._close_journal()
+        self._folder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,90 +156,114 @@ class OutputWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _line(self, output: OmniOutput) -> dict[str, Any]:
-        return {
-            "request_id": output.request_id,
-            "error": output.error,
-            "stages": {
-                name: self._stage(stage, self._final_output[name])
-                for name, stage in output.stages.items()
-                if name in self._final_output
-            },
-        }
+    def _take_over(self, existing: Existing) -> None:
+        journal_size = self._size_of(JOURNAL)
+        interrupted, whole = bool(journal_size), self._size_of(OUTPUTS) is not None
+        if existing is Existing.OVERWRITE or not (interrupted or whole):
+            return
+        if existing is Existing.REFUSE:
+            mend = "go on with --resume, or " if interrupted else ""
+            raise ValueError(
+                f"{self._folder.path}: has the outputs of an earlier run"
+                f"{', which was cut short' if interrupted else ''}; {mend}replace them with "
+                "--overwrite, or give another --output-dir"
+            )
+        self._check_same_run()
+        if interrupted:
+            self._resume()
+        else:
+            self._find_finished()
 
-    def _stage(self, output: StageOutput, wanted: tuple[str, ...]) -> dict[str, Any]:
-        """Describe one stage's output; a field that does not apply is absent."""
-        line: dict[str, Any] = {}
-        if "text" in wanted and output.text is not None:
-            line["text"] = output.text
-        if output.text is not None or output.token_ids:
-            line["token_ids"] = list(output.token_ids)
-        if output.finish_reason is not None:
-            line["finish_reason"] = output.finish_reason.value
-        if output.encoder_prompt_token_ids is not None:
-            line["encoder_prompt_token_ids"] = list(output.encoder_prompt_token_ids)
-        line["num_prompt_tokens"] = output.num_prompt_tokens
-        line["num_cached_tokens"] = output.num_cached_tokens
-        if output.logprobs is not None:
-            line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
-        if output.completions:
-            line["completions"] = [
-                {"text": text, "token_ids": list(ids), "finish_reason": reason and reason.value}
-                for text, ids, reason in output.completions
-            ]
-        if "tensors" in wanted and output.tensors:
-            line["tensors"] = {
-                name: self._save(output, name, tensor) for name, tensor in output.tensors.items()
-            }
-        if "audio" in wanted and (sound := output.audio) is not None:
-            write = partial(write_wav, waveform=sound)
-            line["audio"] = self._write("audio", output, ".wav", write)
-        line["metrics"] = {
-            name: round(value, 6)
-            for name, value in asdict(output.metrics).items()
-            if value is not None
-        }
+    def _size_of(self, name: str) -> int | None:
+        """Bytes in a file; None if it is not there."""
+        try:
+            return os.lstat(self._folder.path / name).st_size
+        except FileNotFoundError:
+            return None
+
+    def _check_same_run(self) -> None:
+        path = self._folder.path
+        content = self._folder.read(RUN_RECORD)
+        if content is None:
+            raise ValueError(
+                f"{path}: cannot be resumed: there is no {RUN_RECORD} that says what was run; "
+                "replace the outputs with --overwrite"
+            )
+        try:
+            differences = self._record.differences(RunRecord.parse(content))
+        except ValueError as error:
+            raise ValueError(f"{path}: cannot be resumed: {error}") from None
+        if differences:
+            raise ValueError(
+                f"{path}: cannot be resumed, since something else is run now: {differences}. Run "
+                "what was run then, replace the outputs with --overwrite, or give another "
+                "--output-dir"
+            )
+
+    def _resume(self) -> None:
+        self._journal = Journal(self._folder)
+        for number, (place, content) in enumerate(self._journal.lines(), start=1):
+            line = self._parsed(content, JOURNAL, number)
+            position = line.pop("position", None)
+            if not isinstance(position, int) or not 0 <= position < self._record.num_requests:
+                raise self._damaged(JOURNAL, number)
+            if all(self._folder.holds(file) for file in files_of(line)):
+                self._done[position] = _Done(place, line["error"] is not None)
+
+    def _find_finished(self) -> None:
+        lines = (self._folder.read(OUTPUTS) or b"").splitlines(keepends=True)
+        for number, content in enumerate(lines, start=1):
+            line = self._parsed(content, OUTPUTS, number)
+            self._done[number - 1] = _Done(None, line["error"] is not None)
+        if len(lines) != self._record.num_requests:
+            raise self._damaged(OUTPUTS, len(lines))
+        self._finished = True
+
+    def _parsed(self, content: bytes, name: str, number: int) -> dict[str, Any]:
+        """Read a line that an earlier run wrote."""
+        try:
+            line: dict[str, Any] = json.loads(content)
+            if not isinstance(line["request_id"], str) or not isinstance(line["error"], str | None):
+                raise self._damaged(name, number)
+            files = files_of(line)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise self._damaged(name, number) from None
+        if not all(isinstance(file, str) for file in files):
+            raise self._damaged(name, number)
         return line
 
-    def _save(self, output: StageOutput, name: str, tensor: Tensor) -> str:
-        rows = {name: tensor.contiguous()}
-        ending = f".{file_name(name)}.safetensors"
-        return self._write("tensors", output, ending, lambda file: save_file(rows, file))
+    def _damaged(self, name: str, number: int) -> ValueError:
+        return ValueError(
+            f"{self._folder.path / name}:{number}: cannot be resumed: this is not what a run "
+            "wrote; replace the outputs with --overwrite"
+        )
 
-    def _write(
-        self, folder: str, output: StageOutput, ending: str, write: Callable[[Path], None]
-    ) -> str:
-        """Write one file of a stage's output; return its path from the output directory."""
-        relative = Path(folder, file_name(output.request_id), file_name(output.stage) + ending)
-        target = self._directory / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed, so that no half-written file ever has the name.
-        aside = target.with_suffix(".partial")
-        write(aside)
-        os.replace(aside, target)
-        return relative.as_posix()
+    def _begun(self) -> Journal:
+        """The journal; the first line of a run clears away what it replaces."""
+        if self._journal is None:
+            self._folder.remove(OUTPUTS)
+            self._folder.remove(JOURNAL)
+            content = self._record.model_dump_json(indent=1).encode()
+            self._folder.write(RUN_RECORD, lambda file: file.write_bytes(content))
+            self._journal = Journal(self._folder)
+        return self._journal
 
+    def _put_in_order(self, file: Path) -> None:
+        assert self._journal is not None
+        with open(file, "wb") as ordered:
+            for _, done in sorted(self._done.items()):
+                assert done.place is not None
+                line = json.loads(self._journal.line_at(done.place))
+                del line["position"]
+                ordered.write(_encoded(line))
+            ordered.flush()
+            os.fsync(ordered.fileno())
 
-def file_name(text: str) -> str:
-    """Turn any text into one safe and short part of a path; different texts stay different.
-
-    Plain lower-case names stay as they are. All others keep what can be kept and end in ``~`` and
-    a hash: those with a slash, a dot, upper case (some file systems see no difference), ...
-    """
-    if re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text):
-        return text
-    kept = re.sub(r"[^a-z0-9_-]+", "_", text.lower())[:48].strip("_")
-    return f"{kept}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
-    return {
-        "token_id": entry.token_id,
-        "logprob": _number(entry.logprob),
-        "top": [[token_id, _number(logprob)] for token_id, logprob in entry.top],
-    }
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
 
-def _number(value: float) -> float | None:
-    """Give null for the minus infinity of a token that cannot be: JSON has no such number."""
-    return value if math.isfinite(value) else None
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"

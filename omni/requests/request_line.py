@@ -10,16 +10,21 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from engine import AudioTask
 from omni.documents.document_error import PlacedError
 
-__all__ = ["AudioFile", "ChatMessage", "ContentPart", "PromptForm", "RequestLine"]
+__all__ = [
+    "AudioFile",
+    "ChatMessage",
+    "ContentPart",
+    "ImageUrl",
+    "InputAudio",
+    "PromptForm",
+    "RequestLine",
+]
 
-FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
+FORMS = ("prompt", "messages", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
 ITEM_KEYS = ("audio", "images")
-FORMS_WITH_ITEMS = ("prompt", "prompt_token_ids")
-KEYS_OF_FILES = (
-    *("image", "images", "image_url", "audio", "audio_url", "input_audio"),
-    *("path", "url", "file"),
-)
+FORMS_WITH_ITEMS = ("prompt", "messages", "prompt_token_ids")
+KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "path", "url", "file")
 """Keys by which a part carries its file in other programs."""
 
 
@@ -44,13 +49,43 @@ class _Strict(BaseModel):
         return [key for key in keys if getattr(self, key) is not None]
 
 
+class ImageUrl(_Strict):
+    """Where an image is, as in OpenAI's requests.
+
+    Attributes:
+        url: a file, or the image itself as a data URL (``data:image/png;base64,...``).
+        detail: taken and not heeded: the checkpoint's processor decides on the size.
+    """
+
+    url: str = Field(min_length=1)
+    detail: str | None = None
+
+
+class InputAudio(_Strict):
+    """Sound itself, as in OpenAI's requests.
+
+    Attributes:
+        data: the content of a file of sound, in base64.
+        format: of the file: ``wav``, ``mp3``, ...
+    """
+
+    data: str = Field(min_length=1)
+    format: str = Field(pattern="^[A-Za-z0-9]{1,16}$")
+
+
+_OF_TYPE = {"text": "text", "image_url": "image_url", "input_audio": "input_audio"}
+"""What a part of a type carries; other types carry nothing."""
+
+
 class ContentPart(_Strict):
     """A part of what is said.
 
     Attributes:
-        type: ``text``, or ``image`` or ``audio``: the next of the line's, which the chat template
-            puts a placeholder for.
+        type: ``text``; ``image`` or ``audio``: the next of the line's, which the chat template
+            puts a placeholder for; or ``image_url`` or ``input_audio``, which bring their own.
         text: of a part that is text.
+        image_url: of a part of that type.
+        input_audio: of a part of that type.
     """
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -58,13 +93,24 @@ class ContentPart(_Strict):
         "files go into the request's 'images' and 'audio' lists, in the order of their parts",
     )
 
-    type: Literal["text", "image", "audio"]
+    type: Literal["text", "image", "audio", "image_url", "input_audio"]
     text: str | None = None
+    image_url: (
+        Annotated[
+            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[ImageUrl, Tag("mapping")],
+            _text_or("mapping", (dict, BaseModel), "a file, or a mapping that has it as 'url'"),
+        ]
+        | None
+    ) = None
+    input_audio: InputAudio | None = None
 
     @model_validator(mode="after")
-    def _text_belongs_to_text(self) -> ContentPart:
-        if (self.type == "text") != (self.text is not None):
-            raise ValueError("a part of type text has a text, and no other part has")
+    def _carries_what_its_type_says(self) -> ContentPart:
+        wanted = _OF_TYPE.get(self.type)
+        for key in _OF_TYPE:
+            if (key == wanted) != (getattr(self, key) is not None):
+                article = "an" if key[0] in "aeiou" else "a"
+                raise ValueError(f"a part of type {key} has {article} {key}, and no other part has")
         return self
 
 
@@ -74,13 +120,18 @@ class ChatMessage(_Strict):
     Attributes:
         role: who speaks: ``system``, ``user``, ``assistant`` or what the chat template knows.
         content: what is said: text, or parts in order.
+        name: of the speaker, for templates that know it.
     """
 
     role: str
+    name: str | None = None
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("list")],
         _text_or("list", (list, tuple), "text or a list of parts"),
     ]
+
+
+Messages: TypeAlias = Annotated[tuple[ChatMessage, ...], Field(min_length=1)]
 
 
 class AudioFile(_Strict):
@@ -109,18 +160,19 @@ class _Forms(_Strict):
 
     Attributes:
         prompt: text, or chat messages for the checkpoint's chat template.
+        messages: chat messages; another name for the same.
         prompt_token_ids: token ids, used as they are.
         prompt_embeds: a safetensors file with one tensor ``(tokens, hidden)``.
     """
 
     prompt: (
         Annotated[
-            Annotated[str, Tag("text")]
-            | Annotated[tuple[ChatMessage, ...], Field(min_length=1), Tag("list")],
+            Annotated[str, Tag("text")] | Annotated[Messages, Tag("list")],
             _text_or("list", (list, tuple), "text or a list of chat messages"),
         ]
         | None
     ) = None
+    messages: Messages | None = None
     prompt_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, min_length=1
     )
@@ -158,7 +210,8 @@ class RequestLine(_Forms):
         images: likewise: image files, or one for the encoder of a vision model.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same
             forms as ``encoder_prompt``. Absent means the model's default.
-        sampling: fields of ``SamplingParams`` by stage name.
+        sampling: fields of ``SamplingParams``: for one stage under its name, or, without one, for
+            every stage that samples.
         priority: lower runs earlier.
         cache_salt: only requests with the same salt share cached blocks.
         speaker: whose voice, in a pipeline that speaks.
@@ -169,7 +222,7 @@ class RequestLine(_Forms):
     decoder_prompt: OneSide | None = None
     images: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     audio: tuple[OneAudio, ...] | None = None
-    sampling: dict[str, dict[str, Any]] = {}
+    sampling: dict[str, Any] = {}
     priority: int = 0
     cache_salt: str | None = None
     speaker: str | None = Field(default=None, min_length=1)

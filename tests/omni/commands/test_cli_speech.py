@@ -112,7 +112,7 @@ def test_a_chat_says_and_shows_what_a_file_of_requests_does_in_messages(
     made = []
     for flags in (["--input", requests], ["--chat", "What?", *shown]):
         out = tmp_path / "out"
-        result = omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q")
+        result = omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q", "--overwrite")
         assert result.exit_code == 0, result.stderr
         for line in stages(out):
             told = [line["thinker"][key] for key in ("token_ids", "num_prompt_tokens")]
@@ -142,7 +142,7 @@ def test_without_files_a_chat_is_text_for_any_template(tmp_path: Path) -> None:
     short = ["--set", "stages.writer.sampling.max_tokens=4"]
     told = []
     for flags in (["--chat", "hello"], ["--input", requests]):
-        result = omni("run", "two_step", *flags, *short, "-o", tmp_path, "-q")
+        result = omni("run", "two_step", *flags, *short, "-o", tmp_path, "-q", "--overwrite")
         assert result.exit_code == 0, result.stderr
         told += [(line["writer"]["token_ids"], line["writer"]["num_prompt_tokens"])
                  for line in stages(tmp_path)]  # fmt: skip
@@ -179,7 +179,8 @@ def test_streaming_changes_neither_text_nor_codes(tmp_path: Path, chunk_size: st
         edges = [f"stages.{name}.inputs.chunk_size={size}" for name in ("talker", "code2wav")]
         talker = "stages.talker.final_output=tensors"
         flags = [flag for each in (*edges, talker) for flag in ("--set", each)]
-        result = omni("run", "omni_speech", "-p", "Say it.", *SHORT, *flags, "-o", tmp_path, "-q")
+        files = ["-o", tmp_path, "-q", "--overwrite"]
+        result = omni("run", "omni_speech", "-p", "Say it.", *SHORT, *flags, *files)
         assert result.exit_code == 0, result.stderr
         (line,) = stages(tmp_path)
         told.append([line[name]["token_ids"] for name in ("thinker", "talker")])

@@ -243,8 +243,8 @@ MISTAKES = {
     ),
     "no prompt": (
         {"request_id": "r"},
-        "exactly one of prompt, prompt_token_ids, prompt_embeds, encoder_prompt, audio, images "
-        "must be given, got none",
+        "exactly one of prompt, messages, prompt_token_ids, prompt_embeds, encoder_prompt, audio, "
+        "images must be given, got none",
     ),
     "two prompts": (
         {"prompt": "a", "prompt_token_ids": [1]},
@@ -273,11 +273,12 @@ MISTAKES = {
     ),
     "a part of text without text": (
         {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
-        "prompt[0].content[0]: a part of type text has a text",
+        "prompt[0].content[0]: a part of type text has a text, and no other part has",
     ),
     "a part of an unknown type": (
         {"prompt": [{"role": "user", "content": [{"type": "smell"}]}]},
-        "prompt[0].content[0].type: should be 'text', 'image' or 'audio', got 'smell'",
+        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'image_url' or "
+        "'input_audio', got 'smell'",
     ),
     "audio beside embeddings": (
         {"audio": ["a.wav"], "prompt_embeds": "x.safetensors"},
@@ -293,7 +294,7 @@ MISTAKES = {
     ),
     "no image": ({"images": []}, "images: must be a list of exactly one file, got 0"),
     "audio that is no list": ({"audio": "a.wav"}, "audio: should be a"),
-    "audio that is not there": ({"audio": ["no.wav"]}, "no.wav' cannot be read: there is no such"),
+    "audio that is not there": ({"audio": ["no.wav"]}, "no.wav' cannot be read: No such file"),
     "an image that is not there": ({"images": ["no.png"]}, "no.png' cannot be read"),
     "an unknown key of audio": (
         {"audio": [{"file": "a.wav", "langauge": "en"}]},
@@ -322,8 +323,8 @@ MISTAKES = {
     ),
     "an encoder prompt in two forms": (
         {"encoder_prompt": {"prompt": "x", "prompt_token_ids": [1]}},
-        "encoder_prompt: exactly one of prompt, prompt_token_ids, prompt_embeds must be given, "
-        "got prompt and prompt_token_ids",
+        "encoder_prompt: exactly one of prompt, messages, prompt_token_ids, prompt_embeds must be "
+        "given, got prompt and prompt_token_ids",
     ),
     "an encoder prompt in no form": ({"encoder_prompt": {}}, "encoder_prompt: exactly one of"),
     "an unknown key of an encoder prompt": (
@@ -361,7 +362,7 @@ MISTAKES = {
     ),
     "sampling that is no mapping": (
         {"prompt": "x", "sampling": {"writer": 3}},
-        "sampling.writer: should be a",
+        "sampling.writer: should be a mapping of its fields, got 3",
     ),
     "a file of embeds that is not there": ({"prompt_embeds": "no.safetensors"}, "cannot be read"),
 }

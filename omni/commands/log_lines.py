@@ -1,0 +1,58 @@
+"""What the packages log, as lines for the person at the terminal."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["shown_log"]
+
+_LOGGER = "omni"
+_QUIET = -1
+_LEVELS = {_QUIET: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}
+
+
+@contextmanager
+def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
+    """Write the log to the standard error for as long as the context lasts.
+
+    Args:
+        verbosity: -1 for errors only, 0 for warnings too, 1 for what is decided, such as which
+            kernels run, 2 for all.
+        tracebacks: whether an exception is shown with where it was raised.
+    """
+    logger = logging.getLogger(_LOGGER)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines(tracebacks=tracebacks))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(_LEVELS.get(verbosity, logging.DEBUG))
+    # Not once more through a handler of the root logger, which a library may have put there.
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class _Lines(logging.Formatter):
+    """``warning: what happened``, in one line unless tracebacks are wanted."""
+
+    def __init__(self, *, tracebacks: bool) -> None:
+        super().__init__("%(levelname)s: %(message)s")
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record."""
+        shown = copy.copy(record)
+        shown.levelname = record.levelname.lower()
+        if not self._tracebacks and record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            shown.msg = f"{record.getMessage()}: {type(error).__name__}: {error}"
+            shown.args = ()
+            shown.exc_info = shown.exc_text = shown.stack_info = None
+        return super().format(shown)

@@ -1,0 +1,164 @@
+"""What the commands take, as their help tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import typer
+
+from omni.commands.command import CommandOptions
+from omni.commands.prompt_flags import PromptFlags
+
+__all__ = [
+    "ExplainOptions",
+    "ListOptions",
+    "RunOptions",
+    "SamplingFlags",
+    "ValidateOptions",
+    "VerifyOptions",
+]
+
+
+def _complete_config(incomplete: str) -> list[str]:
+    """Names of shipped pipelines, for the shell; it offers files by itself."""
+    from omni.pipelines.config_file import shipped_configs
+
+    return [name for name in shipped_configs() if name.startswith(incomplete)]
+
+
+Config: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A pipeline's YAML file, or the name of a shipped one: two_step.",
+        autocompletion=_complete_config,
+    ),
+]
+Input: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="FILE",
+        help="Requests, one JSON object a line; - is the standard input.",
+    ),
+]
+Overrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PLACE=VALUE",
+        help="Replace a value: stages.writer.engine.num_blocks=64. May be given several times.",
+    ),
+]
+Speaker: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Whose voice speaks, where a request does not say."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SamplingFlags:
+    """Flags that change how every stage samples that does; a request's own word counts more."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens to generate at most, in every stage that samples, where a request does "
+            "not say.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Of every stage that samples, where a request does not say; 0 is greedy.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RunOptions(PromptFlags, SamplingFlags, CommandOptions):
+    """Of ``omni run``."""
+
+    config: Config
+    input_file: Input = None
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir",
+            "-o",
+            metavar="DIR",
+            help="Write outputs.jsonl, tensors and sounds here instead of printing the texts.",
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with a run into --output-dir that was cut short, if there is."
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the outputs that --output-dir has.")
+    ] = False
+    speaker: Speaker = None
+    overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ValidateOptions(CommandOptions):
+    """Of ``omni validate``."""
+
+    config: Config
+    input_file: Input = None
+    overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ExplainOptions(CommandOptions):
+    """Of ``omni explain``."""
+
+    config: Config
+    load: Annotated[
+        bool,
+        typer.Option(
+            "--load/--no-load",
+            help="Load the models, to tell what each stage reserves; they must be here, or on "
+            "a hub that can be reached.",
+        ),
+    ] = True
+    overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VerifyOptions(PromptFlags, SamplingFlags, CommandOptions):
+    """Of ``omni verify``."""
+
+    config: Config
+    input_file: Input = None
+    atol: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="How far tensor elements may be apart (in proportion in rows that exceed 1), "
+            "instead of measuring what rounding does.",
+        ),
+    ] = None
+    speaker: Speaker = None
+    overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ListOptions(CommandOptions):
+    """Of ``omni list``."""
+
+    what: Annotated[
+        Literal["pipelines", "models", "architectures", "transforms", "kinds"] | None,
+        typer.Argument(
+            metavar="[WHAT]",
+            help="pipelines, models, architectures, transforms or kinds; all of them if left out.",
+        ),
+    ] = None

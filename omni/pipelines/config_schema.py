@@ -1,0 +1,90 @@
+"""The JSON Schema of a pipeline's YAML file, for editors and other programs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
+
+from omni.pipelines.pipeline_config import PipelineConfig
+from stages.stage import OneOrMore
+from stages.stage_config import stage_kinds
+
+__all__ = ["config_schema"]
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.M)
+_YAML_NAMES = {"sources": "from"}
+"""Attributes that are called otherwise in YAML."""
+
+
+class _YamlSchema(GenerateJsonSchema):
+    """What our own validators let through besides: one name in the place of a list of one."""
+
+    def function_before_schema(
+        self, schema: core_schema.BeforeValidatorFunctionSchema
+    ) -> JsonSchemaValue:
+        """Widen the schema of a list behind a validator."""
+        inner = super().function_before_schema(schema)
+        if inner.get("type") != "array":
+            return inner
+        forms = [inner, inner["items"]]
+        if schema["function"]["function"] is OneOrMore.func:
+            forms.append({"type": "null"})
+        return {"anyOf": forms}
+
+
+def config_schema() -> dict[str, Any]:
+    """Describe what a YAML file may say: keys, types and bounds, for each known kind of stage.
+
+    What depends on several places (edges, transforms, whether models fit) is for
+    ``omni validate`` to check.
+
+    Returns:
+        A schema of draft 2020-12; each stage is of the kind that its ``kind`` names.
+    """
+    kinds = stage_kinds()
+    models: list[type[BaseModel]] = [PipelineConfig, *kinds.values()]
+    places, schema = models_json_schema(
+        [(model, "validation") for model in models], schema_generator=_YamlSchema
+    )
+    definitions: dict[str, Any] = schema["$defs"]
+    for name, definition in definitions.items():
+        _describe(definition, name)
+    pipeline: dict[str, Any] = definitions.pop(PipelineConfig.__name__)
+    pipeline["properties"]["stages"]["additionalProperties"] = {
+        "type": "object",
+        "required": ["kind"],
+        "properties": {"kind": {"enum": list(kinds)}},
+        "allOf": [
+            {
+                "if": {"required": ["kind"], "properties": {"kind": {"const": kind}}},
+                "then": places[model, "validation"],
+            }
+            for kind, model in kinds.items()
+        ],
+    }
+    head = {"$schema": _DIALECT}
+    return head | pipeline | {"title": "omni pipeline", "$defs": definitions}
+
+
+def _describe(definition: dict[str, Any], name: str) -> None:
+    """Give every key the words that its class has for it, and the class its first sentence."""
+    words = inspect.cleandoc(definition.get("description", ""))
+    told = {
+        _YAML_NAMES.get(key, key): " ".join(text.replace("``", "").split())
+        for key, text in _ATTRIBUTE.findall(words)
+    }
+    properties: Mapping[str, dict[str, Any]] = definition.get("properties", {})
+    for key, described in properties.items():
+        described.pop("title", None)
+        if key in told and "description" not in described:
+            described["description"] = told[key]
+    if words:
+        definition["description"] = words.partition("\n\n")[0].replace("``", "")
+    definition["title"] = name

@@ -1,0 +1,288 @@
+"""What ``omni run`` leaves behind however it ends, and what it says then; no model is run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from omni.commands import run_command
+from omni.commands.cli import app
+from tests.support.scripted_omni import ScriptedOmni
+
+NUMBER = 7
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedOmni]:
+    class Scripted(ScriptedOmni):
+        pass
+
+    monkeypatch.setattr(run_command, "Omni", Scripted)
+    return Scripted
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    lines = [json.dumps({"prompt": f"prompt {number}"}) for number in range(NUMBER)]
+    lines[2] = "{"
+    lines[4] = '{"prompt": "please fail"}'
+    path.write_text("\n".join(lines))
+    return path
+
+
+def omni(*arguments: str | Path, stdin: str | None = None) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    content = path.read_bytes()
+    assert content.endswith(b"\n")
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def raise_at(number: int, error: BaseException) -> Any:
+    def before(done: int) -> None:
+        if done == number:
+            raise error
+
+    return staticmethod(before)
+
+
+def test_success_says_where_the_files_are(requests: Path, tmp_path: Path) -> None:
+    result = omni("run", "two_step", "-i", requests, "-o", tmp_path / "out")
+    assert result.exit_code == 1, "two of them failed"
+    assert f"{tmp_path / 'out' / 'outputs.jsonl'}: 7 requests, 2 failed\n" in result.stderr
+    lines = read(tmp_path / "out/outputs.jsonl")
+    assert [line["request_id"] for line in lines] == [f"line-{number + 1}" for number in range(7)]
+    assert result.stdout == ""
+
+
+def test_an_interrupted_run_says_what_was_done_and_is_resumed(
+    requests: Path, tmp_path: Path, scripted: type[ScriptedOmni]
+) -> None:
+    out = tmp_path / "out"
+    command = ("run", "two_step", "-i", requests, "-o", out)
+    scripted.before = raise_at(2, KeyboardInterrupt())
+    result = omni(*command)
+    assert result.exit_code == 130
+    assert "interrupted: 3 of 7 requests are done, in " in result.stderr
+    assert f"{out / 'outputs.partial.jsonl'}; the same command with --resume" in result.stderr
+    assert [line["position"] for line in read(out / "outputs.partial.jsonl")] == [2, 6, 4]
+
+    refused = omni(*command)
+    assert refused.exit_code == 2
+    assert "was cut short; go on with --resume" in refused.stderr
+    assert scripted.built == 1, "before models are loaded"
+
+    scripted.before = raise_at(1, KeyboardInterrupt())
+    assert "4 of 7 requests are done" in omni(*command, "--resume").stderr
+    del scripted.before
+    result = omni(*command, "--resume")
+    assert result.exit_code == 1
+    assert "7 requests, 4 of them before, 2 failed" in result.stderr
+    assert "requests: 3, failed: 0" in result.stderr
+    disturbed = (out / "outputs.jsonl").read_bytes()
+    assert not (out / "outputs.partial.jsonl").exists()
+
+    omni(*command, "--overwrite")
+    assert (out / "outputs.jsonl").read_bytes() == disturbed
+
+    built = scripted.built
+    result = omni(*command, "--resume")
+    assert result.exit_code == 1, "as when it ended"
+    assert "7 requests, 7 of them before, 2 failed" in result.stderr
+    assert scripted.built == built, "there is nothing to run"
+
+
+def test_an_interruption_before_anything_is_done_leaves_nothing(
+    requests: Path, tmp_path: Path, scripted: type[ScriptedOmni]
+) -> None:
+    requests.write_text('{"prompt": "x"}')
+    scripted.before = raise_at(0, KeyboardInterrupt())
+    result = omni("run", "two_step", "-i", requests, "-o", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted: 0 of 1 requests are done\n"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_sigterm_ends_a_run_like_an_interruption(
+    requests: Path, tmp_path: Path, scripted: type[ScriptedOmni]
+) -> None:
+    assert threading.current_thread() is threading.main_thread()
+
+    def before(done: int) -> None:
+        if done == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    scripted.before = staticmethod(before)
+    handler = signal.getsignal(signal.SIGTERM)
+    result = omni("run", "two_step", "-i", requests, "-o", tmp_path / "out")
+    assert result.exit_code == 143
+    assert "interrupted: 3 of 7 requests are done" in result.stderr
+    assert len(read(tmp_path / "out/outputs.partial.jsonl")) == 3
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_without_a_folder_texts_come_as_they_end(
+    requests: Path, scripted: type[ScriptedOmni]
+) -> None:
+    scripted.before = raise_at(3, KeyboardInterrupt())
+    result = omni("run", "two_step", "-i", requests)
+    assert result.exit_code == 130
+    shown = [line for line in result.stdout.splitlines() if line.startswith("===")]
+    assert shown == ["=== line-3", "=== line-7", "=== line-5", "=== line-2"]
+    assert "line-3: error: " in result.stderr
+    assert "interrupted: 4 of 7 requests are done, and stand above" in result.stderr
+
+
+@pytest.mark.parametrize("fails", [1, 2, 5])
+def test_a_full_disk_says_what_was_done_and_is_resumed(
+    fails: int, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    real, lines = os.write, 0
+
+    def write(descriptor: int, data: Any) -> int:
+        nonlocal lines
+        if not bytes(data).startswith(b'{"position"'):
+            return real(descriptor, data)
+        lines += 1
+        if lines < fails:
+            return real(descriptor, data)
+        real(descriptor, bytes(data)[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    command = ("run", "two_step", "-i", requests, "-o", out)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        result = omni(*command)
+    assert result.exit_code == 1
+    assert f"outputs.partial.jsonl: No space left on device; {fails - 1} of 7" in result.stderr
+    content = (out / "outputs.partial.jsonl").read_bytes()
+    assert (content.count(b"\n") == fails - 1 and b"\n" in content[-1:]) or not content
+    assert omni(*command, "--resume").exit_code == 1
+    disturbed = (out / "outputs.jsonl").read_bytes()
+    omni(*command, "--overwrite")
+    assert (out / "outputs.jsonl").read_bytes() == disturbed
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--resume"], "--resume is about the outputs in --output-dir: give that too"),
+        (["--overwrite"], "--overwrite is about the outputs in --output-dir"),
+        (["-o", "out", "--resume", "--overwrite"], "give one of them"),
+    ],
+)
+def test_flags_that_say_nothing_are_told(flags: list[str], told: str) -> None:
+    result = omni("run", "two_step", "-p", "x", *flags)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+CHANGES = {
+    "another prompt": (["-p", "y"], "the requests: 1 then, 2 now"),
+    "another limit": (
+        ["--max-tokens", "3"],
+        "stages.writer.sampling.max_tokens: 32 then, 3 now; "
+        "stages.reader.sampling.max_tokens: 16 then, 3 now",
+    ),
+    "another temperature": (["--temperature", "1"], "sampling.temperature: 0.0 then, 1.0 now"),
+    "another setting": (
+        ["--set", "stages.writer.engine.num_blocks=64"],
+        "stages.writer.engine.num_blocks: 512 then, 64 now",
+    ),
+    "a speaker": (["--speaker", "Ethan"], "speaker: None then, 'Ethan' now"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_something_else_is_not_resumed(change: str, tmp_path: Path) -> None:
+    flags, told = CHANGES[change]
+    command = ("run", "two_step", "-p", "x", "-o", tmp_path)
+    assert omni(*command).exit_code == 0
+    assert omni(*command, "--resume").exit_code == 0
+    result = omni(*command, *flags, "--resume")
+    assert result.exit_code == 2
+    assert "something else is run now" in result.stderr
+    for part in told.split("; "):
+        assert part in result.stderr
+
+
+def test_the_standard_input_is_read_and_resumed(
+    tmp_path: Path, scripted: type[ScriptedOmni]
+) -> None:
+    scripted.before = raise_at(1, KeyboardInterrupt())
+    command = ("run", "two_step", "--input", "-", "-o", tmp_path)
+    lines = '{"prompt": "a"}\n{"prompt": "b"}\n'
+    assert omni(*command, stdin=lines).exit_code == 130
+    del scripted.before
+    assert omni(*command, "--resume", stdin=lines + "\n").exit_code == 2
+    assert omni(*command, "--resume", stdin=lines).exit_code == 0
+    assert [line["request_id"] for line in read(tmp_path / "outputs.jsonl")] == ["line-1", "line-2"]
+
+
+def test_a_request_file_whose_name_is_no_utf8_runs_to_its_end(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.jsonl"))
+    path.write_text('{"prompt": "a"}\n{\n{"prompt": "b"}\n')
+    result = omni("run", "two_step", "-i", path, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    first, bad, second = read(tmp_path / "out/outputs.jsonl")
+    assert first["error"] is None and second["error"] is None
+    assert "r\\udcff.jsonl:2:2: not valid JSON" in bad["error"]
+
+
+def test_letters_that_the_terminal_cannot_show_end_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    app(["run", "two_step", "-p", "Gr\xfc\xdfe \u4e16", "-q"], standalone_mode=False)
+    assert b"said Gr\xfc\xdfe \\u4e16\n" in shown.getvalue()
+
+
+def test_what_nobody_foresaw_is_told_without_a_traceback(
+    scripted: type[ScriptedOmni], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("the driver has crashed")
+    error.__cause__ = KeyError("k")
+    scripted.before = raise_at(0, error)
+    result = omni("run", "two_step", "-p", "x")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "error: RuntimeError: the driver has crashed: KeyError: 'k' (not foreseen; "
+    )
+    monkeypatch.setenv("OMNI_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="has crashed"):
+        omni("run", "two_step", "-p", "x")
+    monkeypatch.delenv("OMNI_TRACEBACK")
+    with pytest.raises(RuntimeError, match="has crashed"):
+        omni("run", "two_step", "-p", "x", "-vv")
+
+
+def test_the_bar_shows_what_is_left(
+    requests: Path, scripted: type[ScriptedOmni], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    result = omni("run", "two_step", "-i", requests)
+    assert "loading models" in result.stderr
+    assert "7/7" in result.stderr
+    assert "left" in result.stderr
+    assert sys.stdout is not None and "7/7" not in result.stdout
+    assert "7/7" not in omni("run", "two_step", "-i", requests, "-q").stderr

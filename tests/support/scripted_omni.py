@@ -1,0 +1,59 @@
+"""A pipeline that says what it was asked, without a model: for what goes on around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from engine import FinishReason
+from omni.requests.request import OmniOutput, OmniRequest
+from stages import StageOutput, StageStats
+
+__all__ = ["ScriptedOmni"]
+
+
+class ScriptedOmni:
+    """Stands in for ``Omni``; requests end in the reverse order, two by two.
+
+    Args:
+        config: of the pipeline that it plays: two_step.
+
+    Attributes:
+        built: how many there have been.
+        before: called with the number of requests that ended, before the next one does.
+    """
+
+    built = 0
+    before: Callable[[int], object] = staticmethod(lambda _: None)
+
+    def __init__(self, config: Any) -> None:
+        type(self).built += 1
+
+    def stream(self, requests: Sequence[OmniRequest]) -> Iterator[OmniOutput]:
+        """Yield a last output of each."""
+        order = [*requests[::-2], *requests[-2::-2]]
+        for number, request in enumerate(order):
+            type(self).before(number)
+            assert request.request_id is not None
+            yield OmniOutput(request.request_id, {}, finished=False)
+            if "fail" in str(request.prompt):
+                yield OmniOutput(request.request_id, {}, finished=True, error="as it was asked to")
+                continue
+            reader = StageOutput(
+                request.request_id,
+                "reader",
+                finished=True,
+                text=f"said {request.prompt}",
+                token_ids=(1, 2),
+                finish_reason=FinishReason.STOP,
+            )
+            yield OmniOutput(request.request_id, {"reader": reader}, finished=True)
+
+    def stats(self) -> dict[str, StageStats]:
+        """Nothing was counted."""
+        return {"writer": StageStats(), "reader": StageStats()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
