@@ -12,9 +12,11 @@ import stages
 from tests.support.import_graph import ROOT
 
 HEAVY = ("torch", "transformers", "tokenizers", "xformers", "huggingface_hub")
+OF_THE_SERVER = ("fastapi", "starlette", "uvicorn", "websockets", "prometheus_client")
 LIGHT = {
     "a package": "import engine, stages, omni",
     "a prompt": "from engine import EngineConfig, SamplingParams, TokensPrompt; TokensPrompt((1,))",
+    "help": "from omni.commands.cli import app; app(['--help'], standalone_mode=False)",
     "validate": (
         "from omni.commands.cli import app\n"
         "app(['validate', 'two_step'], standalone_mode=False)\n"
@@ -25,9 +27,23 @@ LIGHT = {
 
 @pytest.mark.parametrize("case", LIGHT)
 def test_light_work_imports_no_heavy_library(case: str) -> None:
-    check = f"found = set({HEAVY}) & set(sys.modules)\nassert not found, found"
+    check = f"found = set({HEAVY + OF_THE_SERVER}) & set(sys.modules)\nassert not found, found"
     code = f"import sys\n{LIGHT[case]}\n{check}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_a_server_answers_before_it_imports_a_heavy_library() -> None:
+    code = (
+        "import sys\nfrom omni.pipelines.pipeline_config import PipelineConfig\n"
+        "from omni.server.http_server import HttpServer, bind\n"
+        "from omni.server.serving.pipeline_server import PipelineServer\n"
+        "from omni.server.serving.settings import ServerSettings\n"
+        "settings = ServerSettings(port=0)\n"
+        "server = PipelineServer([PipelineConfig.load('two_step')], settings)\n"
+        "HttpServer(server, bind(settings)).listener.close()\n"
+        f"found = set({HEAVY}) & set(sys.modules)\nassert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("package", [engine, stages])

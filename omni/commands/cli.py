@@ -24,6 +24,7 @@ from omni.commands.options import (
     VerifyOptions,
 )
 from omni.commands.prompt_flags import PromptFlags
+from omni.commands.serve_command import ServeOptions
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -110,6 +111,16 @@ def verify(options: VerifyOptions) -> bool:
         report = verify_requests(omni, requests, atol=options.atol)
     typer.echo("\n".join(report.lines()))
     return report.equal and not report.failures
+
+
+@command(app, ServeOptions)
+def serve(options: ServeOptions) -> bool:
+    """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
+    from omni.commands.serve_command import serve_pipelines
+
+    # All of them are checked before anything starts.
+    serve_pipelines([_load(ValidateOptions(config=each)) for each in options.configs], options)
+    return True
 
 
 @command(app, CommandOptions)

@@ -71,9 +71,12 @@ class OmniOutput:
             this output.
         finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
+        refused: whether it failed because it could not run as it was asked for: it is the asker's
+            to mend, and no stage has begun.
     """
 
     request_id: str
     stages: Mapping[str, StageOutput]
     finished: bool
     error: str | None = None
+    refused: bool = False

@@ -220,7 +220,12 @@ class Driver:
                 _logger.exception("request %r could not be added", ticket.request_id)
             message = str(error) if isinstance(error, ValueError) else repr(error)
             self._submitted.remove(ticket)
-            self._tell(ticket, OmniOutput(ticket.request_id, {}, finished=True, error=message))
+            self._tell(
+                ticket,
+                OmniOutput(
+                    ticket.request_id, {}, finished=True, error=message, refused=_is_askers(error)
+                ),
+            )
         else:
             self._submitted.remove(ticket)
             self._live[ticket.request_id] = ticket
@@ -266,3 +271,8 @@ class Driver:
             self._changed.notify_all()
         for ticket in waiting:
             self._tell(ticket, error)
+
+
+def _is_askers(error: Exception) -> bool:
+    """Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well."""
+    return isinstance(error, ValueError) and isinstance(error.__cause__, ValueError | None)

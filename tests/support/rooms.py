@@ -37,7 +37,9 @@ stage_configs, omni.documents
 omni.seeded
 omni.pipelines, omni.requests
 omni.runtime
-omni.verification
+omni.verification, omni.server.serving
+omni.server.openai
+omni.server
 omni.commands
 omni
 """

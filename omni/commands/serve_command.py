@@ -1,0 +1,136 @@
+"""``omni serve``: pipelines behind an HTTP server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from omni.commands.command import CommandOptions
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.server.serving.settings import ServerSettings
+
+__all__ = ["ServeOptions", "serve_pipelines"]
+
+_KEY_VARIABLE = "OMNI_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ServeOptions(CommandOptions):
+    """Options of ``omni serve``; what each is for stands in its help."""
+
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG...",
+            help="YAML files of pipelines, or names of shipped ones; the name of each is its "
+            "model id.",
+        ),
+    ]
+    host: Annotated[
+        str, typer.Option(metavar="NAME", help="Where to listen; 0.0.0.0 for all networks.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help="Let in only who sends it; may be given several times. Better in "
+            f"${_KEY_VARIABLE}, with commas between several: others see what is typed here.",
+        ),
+    ] = None
+    allow_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="URL",
+            help="Let web pages of another host ask, such as https://example.org; may be given "
+            "several times.",
+        ),
+    ] = None
+    max_running_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Of each pipeline at once; else as many as its stages together can run.",
+        ),
+    ] = None
+    max_waiting_requests: Annotated[
+        int,
+        typer.Option(min=0, help="Behind these, per pipeline; one more is answered with 429."),
+    ] = 64
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Of one request, in MiB.")] = 64
+    request_timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request, with waiting.")
+    ] = 600.0
+    stop_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="For what still runs when the server is to stop."
+        ),
+    ] = 30.0
+
+
+def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        ValueError: an option is wrong, the port cannot be had, a model cannot be loaded, or the
+            extra ``serve`` is not installed.
+    """
+    try:
+        from omni.server.http_server import HttpServer, bind, url_of
+    except ImportError as error:
+        raise ValueError(
+            f"omni serve needs packages that are not installed ({error.name}): "
+            "pip install 'omni-pipeline[serve]'"
+        ) from error
+    from omni.server.serving.pipeline_server import PipelineServer
+
+    settings = _settings(options)
+    server = PipelineServer(configs, settings)
+    listener = bind(settings)
+    names = ", ".join(server.pipelines)
+    # Of use to programs too: with --port 0 they cannot know where it is.
+    told = f"serving {names} at {url_of(listener)}"
+    HttpServer(server, listener, lambda: typer.echo(told, err=True)).run()
+    if server.is_loading:
+        # A thread cannot be ended, and an interpreter that ends below one that loads libraries
+        # crashes. Nothing has run yet that could be lost.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _settings(options: ServeOptions) -> ServerSettings:
+    from pydantic import SecretStr, ValidationError
+
+    from omni.documents.schema_error import explain_validation_error
+    from omni.server.serving.settings import ServerLimits, ServerSettings
+
+    keys = options.api_keys or os.environ.get(_KEY_VARIABLE, "").split(",")
+    given = {
+        "host": options.host,
+        "port": options.port,
+        "api_keys": tuple(SecretStr(key.strip()) for key in keys if options.api_keys or key),
+        "allow_origins": tuple(options.allow_origins or ()),
+        "limits": ServerLimits(
+            max_running_requests=options.max_running_requests,
+            max_waiting_requests=options.max_waiting_requests,
+            max_body_bytes=options.max_body_mib * 2**20,
+            request_timeout_s=options.request_timeout,
+            stop_timeout_s=options.stop_timeout,
+        ),
+    }
+    try:
+        return ServerSettings.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(explain_validation_error(error, ServerSettings, given)) from None

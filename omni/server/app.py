@@ -1,0 +1,82 @@
+"""The application: every address of the server, and what it answers when something is wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from omni.server.openai.routes import router as openai_router
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.guard import Guard
+from omni.server.serving.pipeline_server import PipelineServer
+
+__all__ = ["create_app"]
+
+_logger = logging.getLogger(__name__)
+
+
+def create_app(server: PipelineServer) -> FastAPI:
+    """Make the ASGI application of a server.
+
+    Args:
+        server: its pipelines are loaded when the application starts, and closed when it ends.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.start_loading()
+        yield
+        await server.close()
+
+    # Its pages of documentation would fetch scripts from elsewhere.
+    app = FastAPI(title="omni", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    app.add_middleware(Guard, settings=server.settings)
+    app.add_exception_handler(ApiError, _tell_api_error)
+    app.add_exception_handler(HTTPException, _tell_http_error)
+    app.add_exception_handler(Exception, _tell_mistake)
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.include_router(openai_router)
+    return app
+
+
+async def _health(request: Request) -> Response:
+    server: PipelineServer = request.app.state.server
+    pipelines = {
+        name: {"status": pipeline.state.value, "error": pipeline.error}
+        for name, pipeline in server.pipelines.items()
+    }
+    return JSONResponse(
+        {"status": server.status, "pipelines": pipelines},
+        HTTPStatus.OK if server.status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+
+
+async def _tell_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(
+        error.to_json(), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+async def _tell_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ApiError(
+        HTTPStatus(error.status_code),
+        f"{request.method} {request.url.path!r:.80}: {error.detail}",
+        headers=error.headers,
+    )
+    return await _tell_api_error(request, told)
+
+
+async def _tell_mistake(request: Request, _: Exception) -> Response:
+    """The exception itself goes to the log: it may name what is nobody else's business."""
+    told = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
+    return await _tell_api_error(request, told)

@@ -1,0 +1,158 @@
+"""Listens on a port, and stops gracefully."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from omni.server.app import create_app
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.settings import ServerSettings
+
+__all__ = ["HttpServer", "bind", "url_of"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the port, so that one that is taken is found before anything is loaded.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host!r} cannot be found: {error.strerror or error}") from error
+    try:
+        # Otherwise a port could not be taken again for a minute after a server has stopped.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Only now is it certain: two may bind one port, but only one listens.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ValueError(_cannot_bind(host, port, error)) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a server is that listens there."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer:
+    """A server of pipelines on a port.
+
+    Args:
+        pipelines: what to serve; they are loaded when the server runs.
+        listener: of :func:`bind`; closed in the end.
+        on_start: called when connections are answered, and signals end the server well.
+    """
+
+    def __init__(
+        self,
+        pipelines: PipelineServer,
+        listener: socket.socket,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        limits = pipelines.settings.limits
+        self.pipelines = pipelines
+        self.listener = listener
+        self.on_start = on_start
+        pipelines.on_failure = self.stop
+        self._uvicorn = _Uvicorn(
+            pipelines,
+            uvicorn.Config(
+                create_app(pipelines),
+                ws="websockets-sansio",
+                ws_max_size=limits.max_body_bytes,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
+            ),
+        )
+
+    def run(self) -> None:
+        """Serve until a signal comes, or :meth:`stop` is called.
+
+        The first signal lets running requests finish, for as long as the limits say; the second
+        does not wait.
+
+        Raises:
+            Exception: what kept a pipeline from being loaded.
+        """
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """The same in a loop that runs; signals are handled in the main thread only."""
+        self._uvicorn.on_start = self.on_start
+        await self._uvicorn.serve(sockets=[self.listener])
+        if self.pipelines.failure is not None:
+            raise self.pipelines.failure
+
+    def stop(self) -> None:
+        """Let running requests finish, and end; from any thread."""
+        self.pipelines.is_stopping = True
+        self._uvicorn.should_exit = True
+
+    @property
+    def has_started(self) -> bool:
+        """Whether connections are answered."""
+        return bool(self._uvicorn.started)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Ends well on a signal: the caller decides with which exit status."""
+
+    def __init__(self, pipelines: PipelineServer, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._pipelines = pipelines
+        self.on_start: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        try:
+            before = {each: signal.signal(each, self.handle_exit) for each in _SIGNALS}
+        except ValueError:  # not in the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._pipelines.is_stopping = True
+
+
+def _cannot_bind(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use by another program; choose one with --port"
+    if error.errno == errno.EACCES:
+        return f"port {port} of {host} may not be used by this user; choose one above 1023"
+    return f"port {port} of {host} cannot be used: {error.strerror or error}"

@@ -1,0 +1,76 @@
+"""Errors as clients of OpenAI's API understand them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+__all__ = ["ApiError"]
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A request ends with an error that its client is told.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        param: the field at fault, with dots and indices.
+        code: for programs.
+        headers: more of them, such as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def bad_request(
+        cls, message: str, *, param: str | None = None, code: str | None = None
+    ) -> ApiError:
+        """The request cannot be understood, or cannot run."""
+        return cls(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for the class of the error."""
+        known = _TYPES.get(self.status)
+        if known is not None:
+            return known
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def to_object(self) -> dict[str, Any]:
+        """The error as JSON has it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def to_json(self) -> bytes:
+        """The same in bytes."""
+        return json.dumps(self.to_object(), ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -1,0 +1,165 @@
+"""What comes of some requests while they run, kept for a reader who may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from omni.server.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from engine import Waveform
+    from omni.requests.request import OmniOutput, OmniRequest
+    from omni.server.serving.admission import Place
+    from omni.server.serving.served_pipeline import ServedPipeline
+
+__all__ = ["Feeds", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is new of a request.
+
+    Attributes:
+        index: of the request among those asked for together.
+        output: its state now. Texts are whole; its ``delta`` and ``audio_delta`` mean nothing, as
+            several outputs may have come since the last update.
+        sounds: by stage, the pieces of sound that came since then.
+    """
+
+    index: int
+    output: OmniOutput
+    sounds: Mapping[str, Sequence[Waveform]]
+
+
+@dataclass(slots=True)
+class _Feed:
+    """One request: what of it nobody has read yet."""
+
+    place: Place
+    output: OmniOutput | None = None
+    sounds: dict[str, list[Waveform]] = field(default_factory=dict)
+    error: BaseException | None = None
+    is_over: bool = False
+
+    def put(self, output: OmniOutput) -> None:
+        self.output = output
+        self.is_over = output.finished
+        for name, stage in output.stages.items():
+            if stage.audio_delta is not None:
+                self.sounds.setdefault(name, []).append(stage.audio_delta)
+
+    def take(self, index: int) -> Update | None:
+        if self.output is None:
+            return None
+        update = Update(index, self.output, self.sounds)
+        self.output, self.sounds = None, {}
+        return update
+
+
+class Feeds:
+    """Runs requests that belong together, and hands out what comes of them.
+
+    A reader that is slow finds the newest state, with all the sound since it last looked: it holds
+    up no one, and what is kept for it does not grow with the number of steps that it missed.
+    Leaving the ``async with`` aborts what still runs, in every stage::
+
+        async with Feeds(pipeline, requests) as feeds:
+            async for update in feeds.updates():
+                ...
+
+    Args:
+        pipeline: which to run them on.
+        requests: each with its id.
+
+    Raises:
+        ApiError: on entering, the pipeline is not ready, or too many requests wait.
+    """
+
+    def __init__(self, pipeline: ServedPipeline, requests: Sequence[OmniRequest]) -> None:
+        self._pipeline = pipeline
+        self._requests = tuple(requests)
+        self._feeds: list[_Feed] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        omni = self._pipeline.omni
+        places = self._pipeline.admission.take([each.priority for each in self._requests])
+        self._feeds = [_Feed(place) for place in places]
+        self._tasks = [
+            asyncio.create_task(self._run(omni.astream(request), feed))
+            for request, feed in zip(self._requests, self._feeds, strict=True)
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for feed in self._feeds:
+            self._pipeline.admission.leave(feed.place)
+        # Whatever a task ended with has been told, or nobody asks any more.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yield what is new until every request has ended.
+
+        Raises:
+            ApiError: a request failed: with status 400 one that could not run as it was asked for,
+                with 500 any other.
+        """
+        told = [False] * len(self._feeds)
+        while not all(told):
+            await self._changed.wait()
+            self._changed.clear()
+            for index, feed in enumerate(self._feeds):
+                told[index] |= feed.is_over
+                if feed.error is not None:
+                    raise self._failure(feed.error)
+                update = feed.take(index)
+                if update is None:
+                    continue
+                if update.output.error is not None:
+                    raise _refusal(update.output)
+                yield update
+
+    async def _run(self, outputs: AsyncIterator[OmniOutput], feed: _Feed) -> None:
+        try:
+            await feed.place.turn()
+            async with aclosing(outputs) as each:  # type: ignore[type-var]
+                async for output in each:
+                    feed.put(output)
+                    self._changed.set()
+        except Exception as error:  # told by updates()
+            feed.error, feed.is_over = error, True
+        finally:
+            self._pipeline.admission.leave(feed.place)
+            self._changed.set()
+
+    def _failure(self, error: BaseException) -> ApiError:
+        """The pipeline itself is over: it was closed, or its driver crashed."""
+        if isinstance(error, ApiError):
+            return error
+        self._pipeline.fail(f"{type(error).__name__}: {error}")
+        return ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"the model {self._pipeline.name!r} cannot go on: {error}",
+            code="model_failed",
+        )
+
+
+def _refusal(output: OmniOutput) -> ApiError:
+    assert output.error is not None
+    if output.refused:
+        return ApiError.bad_request(output.error, code="invalid_prompt")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.error, code="request_failed")

@@ -1,0 +1,260 @@
+"""The door: who may come in, with how much, and under which id."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
+from omni.server.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from omni.server.serving.settings import ServerSettings
+
+__all__ = ["Client", "Guard"]
+
+_logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset({"/", "/health"})
+"""For everybody: a page without anybody's data, and whether the server is well."""
+
+_PROTOCOL_PREFIX = "openai-insecure-api-key."
+"""How a browser, which cannot set headers of a WebSocket, sends a key among the subprotocols."""
+
+_POLICY_VIOLATION = 1008
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asks, as far as the server cares.
+
+    Attributes:
+        request_id: made here, unique; nothing that the client sent.
+        tenant: the same for all requests with one API key, and tells nothing of the key; None
+            where no key is needed.
+    """
+
+    request_id: str
+    tenant: str | None
+
+
+class Guard:
+    """Lets in what may come in, and answers the rest itself.
+
+    Args:
+        app: behind the door. It finds a :class:`Client` in the state of its scope.
+        settings: of the server.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
+        self._max_body_bytes = settings.limits.max_body_bytes
+        self._origins = frozenset(_origin(each) for each in settings.allow_origins)
+        # Web pages can reach a server of this machine under a name that they let point to it.
+        self._only_local = not settings.api_keys and _is_local(settings.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = uuid.uuid4().hex
+        answer = _Answer(send, request_id, self._allowed_origin(headers))
+        try:
+            self._check_origin(headers)
+            if scope["type"] == "http" and _is_preflight(scope, headers):
+                await self._allow_preflight(scope, receive, answer.send)
+                return
+            tenant = self._admit(scope["path"], headers)
+            self._check_length(headers)
+        except ApiError as error:
+            await _refuse(error, scope, receive, answer.send)
+        else:
+            scope.setdefault("state", {})["client"] = Client(request_id, tenant)
+            if scope["type"] == "http":
+                receive = _Bounded(receive, self._max_body_bytes).receive
+            await self._app(scope, receive, answer.send)
+        finally:
+            answer.log(scope)
+
+    def _admit(self, path: str, headers: Headers) -> str | None:
+        if not self._keys or path in _OPEN_PATHS:
+            return None
+        given = _given_key(headers)
+        if given is None:
+            raise ApiError(
+                HTTPStatus.UNAUTHORIZED,
+                "this server wants an API key: send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        tenant = self._keys.tenant(given)
+        if tenant is None:
+            raise ApiError(
+                HTTPStatus.UNAUTHORIZED,
+                "the API key is wrong",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return tenant
+
+    def _check_origin(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        if self._only_local and not _is_local(urlsplit(f"//{host}").hostname or ""):
+            raise ApiError(
+                HTTPStatus.FORBIDDEN,
+                f"this server is for its own machine, and answers to its local names only, not to "
+                f"{host!r:.80}; with --host or --api-key it answers to others",
+            )
+        origin = headers.get("origin")
+        if origin is None or _origin(origin) in self._origins:
+            return
+        if urlsplit(origin).netloc.lower() != host.lower():
+            raise ApiError(
+                HTTPStatus.FORBIDDEN,
+                f"web pages of {origin!r:.80} may not ask this server; --allow-origin lets them",
+            )
+
+    def _allowed_origin(self, headers: Headers) -> str | None:
+        origin = headers.get("origin")
+        return origin if origin is not None and _origin(origin) in self._origins else None
+
+    async def _allow_preflight(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = {
+            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-headers": "authorization, content-type",
+            "access-control-max-age": "600",
+        }
+        await Response(status_code=HTTPStatus.NO_CONTENT, headers=allowed)(scope, receive, send)
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._max_body_bytes:
+            raise _too_large(self._max_body_bytes)
+
+
+class _Keys:
+    """Keys that are compared in constant time: all of them, whichever is right."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def tenant(self, given: str) -> str | None:
+        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+        equal = [hmac.compare_digest(digest, known) for known in self._digests]
+        # Hashed once more: what names a tenant is of no use as a digest of the key.
+        return hashlib.sha256(b"tenant" + digest).hexdigest()[:32] if any(equal) else None
+
+
+class _Bounded:
+    """Passes a body on until it is too long, whatever its header said."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        return message
+
+
+class _Answer:
+    """Puts the request's id into the answer, and notes what to log."""
+
+    def __init__(self, send: Send, request_id: str, origin: str | None) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._origin = origin
+        self._status: int | None = None
+        self._began = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            headers["x-content-type-options"] = "nosniff"
+            if self._origin is not None:
+                headers["access-control-allow-origin"] = self._origin
+                headers.add_vary_header("Origin")
+        await self._send(message)
+
+    def log(self, scope: Scope) -> None:
+        method = scope.get("method", "WebSocket")
+        # As repr: a path may hold what looks like a line of the log.
+        _logger.info(
+            "%s %s %r: %s, %.3f s",
+            self._request_id,
+            method,
+            scope["path"],
+            self._status if self._status is not None else "closed",
+            time.monotonic() - self._began,
+        )
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send(
+            {"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message[:120]}
+        )
+        return
+    response = Response(
+        error.to_json(), error.status, headers=error.headers, media_type="application/json"
+    )
+    await response(scope, receive, send)
+
+
+def _given_key(headers: Headers) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    for protocol in headers.get("sec-websocket-protocol", "").split(","):
+        if protocol.strip().startswith(_PROTOCOL_PREFIX):
+            return protocol.strip().removeprefix(_PROTOCOL_PREFIX)
+    return None
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+
+def _origin(text: str) -> str:
+    return text.strip().rstrip("/").lower()
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the body is larger than {max_bytes} bytes, the server's limit",
+        code="body_too_large",
+    )

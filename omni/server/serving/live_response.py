@@ -1,0 +1,140 @@
+"""Answers that end with their client: what still runs for one that has gone is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from omni.server.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+__all__ = ["EventStream", "LiveResponse"]
+
+_logger = logging.getLogger(__name__)
+
+
+class LiveResponse(Response):
+    """Works for an answer while its client is there, and no longer than a time.
+
+    Args:
+        work: makes the answer; cancelled when the client goes or time is up.
+        timeout_s: of the work.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Response], timeout_s: float) -> None:
+        super().__init__()
+        self._work = work
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Work, and send what comes of it."""
+        response = await while_connected(self._work, receive, self._timeout_s)
+        if response is not None:
+            await response(scope, receive, send)
+
+
+class EventStream(Response):
+    """Server-sent events. What fails before the first one is answered with a status of its own.
+
+    Args:
+        events: each with its line feeds; closed when the client goes or time is up.
+        timeout_s: of all of them.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], timeout_s: float) -> None:
+        # Proxies that gather what they pass on would hold text back.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._timeout_s = timeout_s
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events as they come."""
+        try:
+            await while_connected(self._send(send), receive, self._timeout_s)
+        except ApiError as error:
+            if not self._has_begun:
+                raise
+            await self._end(send, error)
+        except Exception:
+            if not self._has_begun:
+                raise
+            _logger.exception("a stream of events broke")
+            await self._end(
+                send, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake")
+            )
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async for event in events:
+                if not self._has_begun:
+                    self._has_begun = True
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": self.status_code,
+                            "headers": self.raw_headers,
+                        }
+                    )
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, send: Send, error: ApiError) -> None:
+        body = b"data: " + error.to_json() + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def while_connected(
+    work: Coroutine[Any, Any, Any], receive: Receive, timeout_s: float
+) -> Any:
+    """Await work until its client disconnects.
+
+    Args:
+        work: cancelled, and waited for, when the client goes or time is up.
+        receive: of the request; its body has been read.
+        timeout_s: after which it is enough.
+
+    Returns:
+        The work's result; None if the client has gone.
+
+    Raises:
+        ApiError: with status 504: time is up.
+        Exception: whatever the work raises.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        done, _ = await asyncio.wait(
+            (task, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if task in done:
+            return task.result()
+        if gone in done:
+            return None
+        raise ApiError(
+            HTTPStatus.GATEWAY_TIMEOUT,
+            f"the request was not done after {timeout_s:g} s, the server's limit, and was aborted",
+            code="timeout",
+            # Clients try again by themselves, which would take as long.
+            headers={"x-should-retry": "false"},
+        )
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,123 @@
+"""All pipelines of a server: loaded one after the other, found by name, closed together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from omni.documents.suggestion import suggest
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.server.serving.settings import ServerSettings
+
+__all__ = ["PipelineServer"]
+
+_logger = logging.getLogger(__name__)
+
+
+class PipelineServer:
+    """All pipelines of a server.
+
+    Args:
+        configs: the pipelines; their names are the models' for clients.
+        settings: of the server.
+
+    Attributes:
+        settings: as given.
+        pipelines: by name.
+        is_stopping: whether no more requests are taken.
+        failure: why a pipeline could not be loaded.
+        on_failure: called then, in the loading thread.
+
+    Raises:
+        ValueError: there is none, or two have the same name.
+    """
+
+    def __init__(self, configs: Sequence[PipelineConfig], settings: ServerSettings) -> None:
+        if not configs:
+            raise ValueError("a server needs at least one pipeline")
+        self.settings = settings
+        self.pipelines: dict[str, ServedPipeline] = {}
+        for config in configs:
+            if config.name in self.pipelines:
+                raise ValueError(
+                    f"two pipelines are named {config.name!r}; clients choose by name, so change "
+                    "one with the key 'name' of its YAML file"
+                )
+            self.pipelines[config.name] = ServedPipeline(config, settings.limits)
+        self.is_stopping = False
+        self.failure: Exception | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._loader = threading.Thread(target=self._load, name="omni-loader", daemon=True)
+
+    @property
+    def status(self) -> str:
+        """In one word: ``loading``, ``ready``, ``failed`` or ``stopping``."""
+        if self.is_stopping:
+            return "stopping"
+        states = {pipeline.state for pipeline in self.pipelines.values()}
+        for state in (PipelineState.FAILED, PipelineState.LOADING):
+            if state in states:
+                return state.value
+        return PipelineState.READY.value
+
+    def find(self, name: str) -> ServedPipeline:
+        """A pipeline by its name.
+
+        Raises:
+            ApiError: with status 404: there is none; with 503: the server stops.
+        """
+        if self.is_stopping:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", code="stopping"
+            )
+        pipeline = self.pipelines.get(name)
+        if pipeline is None:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"the model {name!r:.80} does not exist{suggest(name[:80], self.pipelines)}",
+                param="model",
+                code="model_not_found",
+            )
+        return pipeline
+
+    def start_loading(self) -> None:
+        """Load the pipelines in a thread of their own."""
+        self._loader.start()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether that thread still works, be it on pipelines that nobody wants any more."""
+        return self._loader.is_alive()
+
+    async def close(self) -> None:
+        """End what runs, and close all pipelines; those that are still loaded are closed later."""
+        self.is_stopping = True
+        await asyncio.to_thread(self._close)
+
+    def _load(self) -> None:
+        for pipeline in self.pipelines.values():
+            if self.is_stopping:
+                return
+            try:
+                pipeline.load()
+            except Exception as error:
+                _logger.debug("pipeline %r cannot be loaded", pipeline.name, exc_info=True)
+                self.failure = error
+                self.on_failure()
+                return
+            _logger.info("pipeline %r is ready", pipeline.name)
+
+    def _close(self) -> None:
+        for pipeline in self.pipelines.values():
+            try:
+                pipeline.close()
+            except Exception:  # the others are closed all the same
+                _logger.exception("pipeline %r could not be closed", pipeline.name)

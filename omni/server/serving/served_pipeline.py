@@ -1,0 +1,128 @@
+"""One pipeline of a server, from loading to closing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from enum import StrEnum
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from omni.server.serving.admission import Admission
+from omni.server.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.runtime.omni import Omni
+    from omni.server.serving.settings import ServerLimits
+    from stages import StageConfig
+
+__all__ = ["PipelineState", "ServedPipeline"]
+
+_logger = logging.getLogger(__name__)
+
+_RETRY_WHILE_LOADING_S = 5
+
+
+class PipelineState(StrEnum):
+    """Where a pipeline is on its way."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ServedPipeline:
+    """One pipeline of a server.
+
+    Args:
+        config: which; its name is the model's for clients.
+        limits: the server's.
+
+    Attributes:
+        config: as given.
+        name: the model's.
+        created: when it was announced, in seconds since 1970.
+        admission: whose turn it is.
+        state: may be read by any thread.
+        error: why it failed.
+    """
+
+    def __init__(self, config: PipelineConfig, limits: ServerLimits) -> None:
+        self.config = config
+        self.name = config.name
+        self.created = int(time.time())
+        running = limits.max_running_requests
+        if running is None:
+            running = sum(_most_at_once(stage) for stage in config.stages.values())
+        self.admission = Admission(running, limits.max_waiting_requests)
+        self.state = PipelineState.LOADING
+        self.error: str | None = None
+        self._omni: Omni | None = None
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Build the stages and load their models; takes a while. One that was stopped is closed.
+
+        Raises:
+            Exception: whatever building them raises; the state tells of it as well.
+        """
+        # Only here: a server answers before torch is imported.
+        from omni.runtime.omni import Omni
+
+        try:
+            omni = Omni(self.config)
+        except Exception as error:
+            self.fail(str(error) if isinstance(error, ValueError) else repr(error))
+            raise
+        with self._lock:
+            if self.state is PipelineState.LOADING:
+                self._omni, self.state = omni, PipelineState.READY
+                return
+        omni.close()
+
+    def fail(self, error: str) -> None:
+        """Take no more requests."""
+        with self._lock:
+            if self.state is not PipelineState.STOPPED:
+                self.state, self.error = PipelineState.FAILED, error
+
+    def close(self) -> None:
+        """End what runs with an error, and close the stages. May be called again."""
+        with self._lock:
+            omni, self._omni, self.state = self._omni, None, PipelineState.STOPPED
+        if omni is not None:
+            omni.close()
+
+    @property
+    def omni(self) -> Omni:
+        """What runs requests.
+
+        Raises:
+            ApiError: with status 503 while there is nothing that could.
+        """
+        omni = self._omni
+        if omni is not None and self.state is PipelineState.READY:
+            return omni
+        if self.state is PipelineState.LOADING:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the model {self.name!r} is loading; /health tells when it is ready",
+                code="model_loading",
+                headers={"Retry-After": str(_RETRY_WHILE_LOADING_S)},
+            )
+        why = f": {self.error}" if self.error else ""
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"the model {self.name!r} is {self.state}{why}",
+            code=f"model_{self.state}",
+        )
+
+
+def _most_at_once(stage: StageConfig) -> int:
+    """How many requests a stage runs in one step at most; 1 for kinds that do not say."""
+    engine = getattr(stage, "engine", None)
+    sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))
+    return next((size for size in sizes if isinstance(size, int)), 1)

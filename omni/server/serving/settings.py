@@ -1,0 +1,65 @@
+"""What a server is told when it starts."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+__all__ = ["ServerLimits", "ServerSettings"]
+
+_MIB = 2**20
+
+
+class ServerLimits(BaseModel):
+    """How much a server takes on, of each pipeline where it says so.
+
+    Attributes:
+        max_running_requests: handed to a pipeline at once; None: as many as all of its stages
+            together can run.
+        max_waiting_requests: that wait for their turn behind these, per pipeline. One more is
+            answered with status 429.
+        max_body_bytes: of one HTTP request, and of one message of a WebSocket.
+        max_prompts: that one request may bring, where it may bring several.
+        request_timeout_s: after which a request is aborted, its waiting included.
+        stop_timeout_s: that running requests are given to finish when the server stops.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_running_requests: int | None = Field(default=None, ge=1)
+    max_waiting_requests: int = Field(default=64, ge=0)
+    max_body_bytes: int = Field(default=64 * _MIB, ge=1024)
+    max_prompts: int = Field(default=64, ge=1)
+    request_timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    stop_timeout_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+
+
+class ServerSettings(BaseModel):
+    """What a server is told when it starts.
+
+    Attributes:
+        host: name or address to bind.
+        port: to bind; 0 takes a free one.
+        api_keys: of which a request must bring one; none lets everybody in.
+        allow_origins: of web pages on other hosts that may ask, such as ``https://example.org``.
+        limits: see :class:`ServerLimits`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: tuple[SecretStr, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    limits: ServerLimits = ServerLimits()
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            text = key.get_secret_value()
+            if not text or not text.isascii() or not text.isprintable() or " " in text:
+                raise ValueError(
+                    "an API key is sent in a header: it must be of printable ASCII characters, "
+                    "without spaces, and not be empty"
+                )
+        return keys

@@ -1,0 +1,175 @@
+"""A server answers at once, tells where it is, lets in whom it should, and stops gracefully."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni import Omni
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.server.http_server import bind
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.served_pipeline import ServedPipeline
+from omni.server.serving.settings import ServerLimits, ServerSettings
+from tests.support.gated_stage import gated_pipeline
+from tests.support.live_server import LiveServer
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    """Status, headers and JSON."""
+    request = urllib.request.Request(url, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.headers, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, json.loads(error.read())
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[LiveServer]:
+    keys, origins = ["key-1", "key-2"], ["https://a.example"]
+    with LiveServer([gated_pipeline("keyed")], api_keys=keys, allow_origins=origins) as server:
+        yield server
+
+
+def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.MonkeyPatch):
+    may_load, load = threading.Event(), ServedPipeline.load
+    monkeypatch.setattr(ServedPipeline, "load", lambda self: (may_load.wait(60), load(self)))
+    with LiveServer([gated_pipeline("slow")], is_ready=False) as server:
+        status, _, body = get(f"{server.url}/health")
+        assert status == 503
+        assert body == {
+            "status": "loading",
+            "pipelines": {"slow": {"status": "loading", "error": None}},
+        }
+        assert [each["id"] for each in get(f"{server.url}/v1/models")[2]["data"]] == ["slow"]
+        may_load.set()
+        while body["status"] == "loading":
+            status, _, body = get(f"{server.url}/health")
+        assert (status, body["status"]) == (200, "ready")
+        assert body["pipelines"] == {"slow": {"status": "ready", "error": None}}
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_and_is_told(tmp_path: Path):
+    stage = {"kind": "autoregressive", "model": str(tmp_path), "final_output": ("text",)}
+    (tmp_path / "config.json").write_text("{}")
+    broken = PipelineConfig.model_validate({"name": "broken", "stages": {"a": stage}})
+    server = LiveServer([broken, gated_pipeline("fine")], is_ready=False)
+    with pytest.raises(ValueError, match="stage 'a': "), server:
+        server.join()
+
+
+def test_a_pipeline_that_is_loaded_too_late_is_closed(monkeypatch: pytest.MonkeyPatch):
+    pipeline = ServedPipeline(gated_pipeline("late"), ServerLimits())
+    pipeline.close()
+    closed: list[Omni] = []
+    close = Omni.close
+    monkeypatch.setattr(Omni, "close", lambda self: (closed.append(self), close(self)))
+    pipeline.load()
+    assert len(closed) == 1 and pipeline.state == "stopped"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use by another"):
+            bind(ServerSettings(port=port))
+
+
+def test_a_host_that_does_not_exist_is_told():
+    with pytest.raises(ValueError, match="--host 'no host' cannot be found"):
+        bind(ServerSettings(host="no host"))
+
+
+def test_two_pipelines_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two pipelines are named 'a'"):
+        PipelineServer([gated_pipeline("a"), gated_pipeline("a")], ServerSettings())
+
+
+def test_unless_told_otherwise_a_server_is_for_its_own_machine():
+    assert ServerSettings().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("key", ["", "with space", "new\nline", "käse"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str):
+    with pytest.raises(ValueError, match="an API key is sent in a header"):
+        ServerSettings(api_keys=(key,))
+
+
+def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
+    config = PipelineConfig.load("two_step")
+    admission = ServedPipeline(config, ServerLimits()).admission
+    assert admission.max_running == 16 + 16
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Bearer ", 401),
+        ("Basic key-1", 401),
+        ("Bearer key-1x", 401),
+        ("Bearer key-1", 200),
+        ("bearer key-2", 200),
+    ],
+)
+def test_only_who_has_a_key_comes_in(keyed: LiveServer, authorization: str | None, status: int):
+    headers = {} if authorization is None else {"Authorization": authorization}
+    found, _, body = get(f"{keyed.url}/v1/models", headers)
+    assert found == status
+    assert status == 200 or body["error"]["code"] == "invalid_api_key"
+    assert get(f"{keyed.url}/health")[0] == 200, "no key is needed to ask how it is"
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [(None, 200), ("https://a.example", 200), ("https://b.example", 403), ("null", 403)],
+)
+def test_web_pages_of_other_hosts_may_not_ask_unless_allowed(
+    keyed: LiveServer, origin: str | None, status: int
+):
+    headers = {"Authorization": "Bearer key-1", **({"Origin": origin} if origin else {})}
+    found, answered, _ = get(f"{keyed.url}/v1/models", headers)
+    assert found == status
+    assert answered["access-control-allow-origin"] == (origin if status == 200 else None)
+
+
+def test_a_browser_is_told_what_an_allowed_page_may_send(keyed: LiveServer):
+    request = urllib.request.Request(
+        f"{keyed.url}/v1/models",
+        method="OPTIONS",
+        headers={"Origin": "https://a.example", "Access-Control-Request-Method": "POST"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert answer.status == 204
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+
+
+def test_a_name_that_strangers_point_to_this_machine_does_not_open_a_server_without_keys():
+    with LiveServer([gated_pipeline("local")]) as server:
+        status, _, body = get(f"{server.url}/v1/models", {"Host": "rebound.example"})
+        assert status == 403 and "local names only" in body["error"]["message"]
+        assert get(f"{server.url}/v1/models", {"Host": "localhost:1"})[0] == 200
+
+
+def test_every_answer_has_an_id_of_its_own(keyed: LiveServer):
+    ids = {get(f"{keyed.url}/health")[1]["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/nowhere", "/v1/models/none"])
+def test_an_address_that_does_not_exist_is_told_in_the_usual_shape(keyed: LiveServer, path: str):
+    status, _, body = get(f"{keyed.url}{path}", {"Authorization": "Bearer key-1"})
+    assert status == 404
+    assert set(body["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,103 @@
+"""``omni serve`` finds mistakes before it starts, and ends well."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from omni.commands.cli import app
+from omni.server.http_server import HttpServer
+from tests.support.import_graph import ROOT
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[HttpServer]:
+    """Servers that would have run."""
+    would_run: list[HttpServer] = []
+
+    def note(self: HttpServer) -> None:
+        self.on_start()
+        self.listener.close()
+        would_run.append(self)
+
+    monkeypatch.setattr(HttpServer, "run", note)
+    return would_run
+
+
+def invoke(*arguments: str, **env: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], env=env)
+
+
+def test_a_mistake_in_any_pipeline_is_told_before_anything_starts(
+    served: list[HttpServer], tmp_path: Path
+):
+    (tmp_path / "wrong.yaml").write_text("name: wrong\nstages: {a: {knd: encoder}}\n")
+    result = invoke("two_step", str(tmp_path / "wrong.yaml"), "--port", "0")
+    assert result.exit_code == 2 and not served
+    assert re.search(r"error: .*wrong.yaml:2: stages.a.kind: missing", result.stderr)
+
+
+def test_the_same_pipeline_twice_is_refused(served: list[HttpServer]):
+    result = invoke("two_step", "two_step", "--port", "0")
+    assert result.exit_code == 2 and not served
+    assert "error: two pipelines are named 'two_step'" in result.stderr
+
+
+def test_a_port_in_use_is_told_plainly(served: list[HttpServer]):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = invoke("two_step", "--port", str(other.getsockname()[1]))
+    assert result.exit_code == 2 and not served
+    assert "is in use by another program; choose one with --port" in result.stderr
+
+
+def test_it_says_what_is_served_and_where(served: list[HttpServer]):
+    result = invoke("two_step", "omni_speech", "--port", "0")
+    assert result.exit_code == 0
+    assert re.fullmatch(
+        r"serving two_step, omni_speech at http://127\.0\.0\.1:\d+\n", result.stderr
+    )
+    (server,) = served
+    assert list(server.pipelines.pipelines) == ["two_step", "omni_speech"]
+
+
+def test_flags_become_settings(served: list[HttpServer]):
+    flags = "--api-key a --api-key b --max-waiting-requests 3 --request-timeout 9 --max-body-mib 2"
+    assert invoke("two_step", "--port", "0", *flags.split()).exit_code == 0
+    settings = served[0].pipelines.settings
+    assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
+    limits = settings.limits
+    assert limits.max_waiting_requests == 3 and limits.request_timeout_s == 9
+    assert limits.max_body_bytes == 2 * 2**20 and limits.max_running_requests is None
+
+
+@pytest.mark.parametrize(("given", "keys"), [("", []), ("a", ["a"]), ("a, b", ["a", "b"])])
+def test_keys_may_come_from_the_environment(served: list[HttpServer], given: str, keys: list[str]):
+    assert invoke("two_step", "--port", "0", OMNI_API_KEY=given).exit_code == 0
+    found = served[0].pipelines.settings.api_keys
+    assert [key.get_secret_value() for key in found] == keys
+
+
+def test_a_key_that_cannot_be_sent_is_told_without_showing_it(served: list[HttpServer]):
+    result = invoke("two_step", "--port", "0", "--api-key", "my secret")
+    assert result.exit_code == 2 and not served
+    assert "error: api_keys" in result.stderr and "my secret" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_well_even_while_it_loads(number: signal.Signals):
+    command = [sys.executable, "-m", "omni", "serve", "two_step", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving two_step at ")
+        process.send_signal(number)
+        told = process.stderr.read()
+        assert process.wait(60) == 0, told
+        assert "Traceback" not in told

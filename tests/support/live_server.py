@@ -1,0 +1,127 @@
+"""A real server on a free port, in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import openai
+from pydantic import SecretStr
+
+from omni import Omni
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.server.http_server import HttpServer, bind, url_of
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.settings import ServerLimits, ServerSettings
+
+__all__ = ["LiveServer", "wait_until"]
+
+
+class LiveServer:
+    """Serves until the ``with`` block ends.
+
+    Args:
+        configs: the pipelines.
+        api_keys: as of the settings.
+        allow_origins: likewise.
+        is_ready: whether to wait until the pipelines are loaded.
+        limits: fields of the limits that are not to be the default.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[PipelineConfig | str],
+        *,
+        api_keys: Sequence[str] = (),
+        allow_origins: Sequence[str] = (),
+        is_ready: bool = True,
+        **limits: float,
+    ) -> None:
+        loaded = [PipelineConfig.load(each) if isinstance(each, str) else each for each in configs]
+        settings = ServerSettings(
+            port=0,
+            api_keys=tuple(map(SecretStr, api_keys)),
+            allow_origins=tuple(allow_origins),
+            limits=ServerLimits(**limits),
+        )
+        self.pipelines = PipelineServer(loaded, settings)
+        self._http = HttpServer(self.pipelines, bind(settings))
+        self.url = url_of(self._http.listener)
+        self._is_ready = is_ready
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_until(lambda: self._http.has_started or self._error is not None)
+        if self._is_ready:
+            wait_until(lambda: self.pipelines.status != "loading" or self._error is not None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+        self.join()
+
+    def stop(self) -> None:
+        """Begin to stop."""
+        self._http.stop()
+
+    def join(self) -> None:
+        """Wait for the end; raise what the server ended with."""
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the server does not stop"
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def omni(self, name: str | None = None) -> Omni:
+        """What runs a pipeline; the only one if no name is given."""
+        return self.pipelines.find(name or next(iter(self.pipelines.pipelines))).omni
+
+    def client(self, api_key: str = "none", **options: object) -> openai.OpenAI:
+        """The official client; it tries nothing twice."""
+        return openai.OpenAI(
+            **{  # type: ignore[arg-type]
+                "base_url": f"{self.url}/v1",
+                "api_key": api_key,
+                "max_retries": 0,
+                "timeout": 60,
+                **options,
+            }
+        )
+
+    def check_nothing_is_left(self) -> None:
+        """Every request has left every stage soon, and every block is accounted for."""
+        for pipeline in self.pipelines.pipelines.values():
+            wait_until(lambda each=pipeline: not each.admission.num_running)  # type: ignore[misc]
+            assert not pipeline.admission.num_waiting
+            wait_until(lambda each=pipeline.omni: _is_idle(each))  # type: ignore[misc]
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._http.serve())
+        except BaseException as error:  # told by join()
+            self._error = error
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.005)
+
+
+def _is_idle(omni: Omni) -> bool:
+    try:
+        with omni.paused() as pipeline:
+            for stage in pipeline.stages.values():
+                stage.check_integrity()
+                kv = stage.stats().kv
+                assert kv is None or not kv.held, f"{stage.name} holds {kv.held} pages"
+    except RuntimeError:  # requests are running
+        return False
+    return True
