@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from omni.commands.cli import app
+import os
+import sys
 
 __all__: list[str] = []
 
+
+def _leave_working_directory() -> None:
+    """Take the working directory off the import path, where ``-m`` has put it first.
+
+    What lies there is no part of the program: a ``tabulate.py`` would be run by whatever looks for
+    the package of that name. Who wants it there names it in ``PYTHONPATH``. A checkout that is run
+    in place stays.
+    """
+    here = os.getcwd()
+    is_checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here
+    if not sys.flags.safe_path and sys.path[:1] == [here] and not is_checkout:
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    _leave_working_directory()
+
+    from omni.commands.cli import app
+
     app(prog_name="omni")

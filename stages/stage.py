@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import core_schema
 
 from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
@@ -143,6 +144,11 @@ class _NamedInFiles:
         return core_schema.json_or_python_schema(json_schema=name, python_schema=in_python)
 
 
+def _located(value: str | Transform, info: ValidationInfo) -> str | Transform:
+    locate: Callable[[str], str] | None = (info.context or {}).get("locate_transform")
+    return locate(value) if locate is not None and isinstance(value, str) else value
+
+
 def _as_tuple(value: Any) -> Any:
     """Accept ``text`` for ``[text]``, and nothing for an empty list."""
     match value:
@@ -165,7 +171,9 @@ class StageInputs:
 
     Attributes:
         sources: names of the stages whose outputs are needed; ``from`` in YAML.
-        transform: a registered name, ``"package.module:function"``, or the function itself.
+        transform: a registered name, ``"package.module:function"``, ``"file.py:function"``, or the
+            function itself. A validation's context may have a function ``locate_transform``, which
+            turns a name into one that means the same from anywhere.
         chunk_size: tokens of the one source after which the next chunk is handed on, while the
             source goes on; None waits until it is done.
         max_pending_chunks: chunks of one request that may wait for this stage before the source
@@ -173,7 +181,7 @@ class StageInputs:
     """
 
     sources: Annotated[tuple[str, ...], Field(alias="from", min_length=1), OneOrMore]
-    transform: Annotated[str | Transform, _NamedInFiles]
+    transform: Annotated[str | Transform, _NamedInFiles, AfterValidator(_located)]
     chunk_size: Annotated[int | None, Field(ge=1)] = None
     max_pending_chunks: Annotated[int, Field(ge=1)] = 2
 
@@ -183,7 +191,11 @@ class StageInputs:
     def transform_name(self) -> str:
         """The transform as it was named, or its function's name."""
         transform = self.transform
-        return transform if isinstance(transform, str) else transform.__qualname__
+        if not isinstance(transform, str):
+            return transform.__qualname__
+        file, _, function = transform.rpartition(":")
+        # What matters of a file is its name: its folder is that of the pipeline's.
+        return f"{Path(file).stem}:{function}" if file.endswith(".py") else transform
 
 
 class Stage(ABC):

@@ -126,6 +126,9 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
     Raises:
         ValueError: ``kind`` is no ``Literal`` of one name, or there is such a kind already.
     """
+    given: object = config  # an entry point may name anything
+    if not isinstance(given, type) or not issubclass(given, StageConfig):
+        raise ValueError(f"a kind of stage is a subclass of StageConfig, got {given!r}")
     names = get_args(config.model_fields["kind"].annotation)
     if len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(

@@ -7,7 +7,6 @@ wait for torch.
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +76,8 @@ def validate(options: ValidateOptions) -> bool:
     """Check a pipeline's YAML file, and a file of requests, without loading any model."""
     pipeline = _load(options)
     typer.echo(f"{options.config}: valid; stages: {', '.join(pipeline.topological_order())}")
+    for name, transform in pipeline.custom_transforms().items():
+        typer.echo(f"stage {name}: its transform {transform} is there; it was not run")
     if options.input_file is not None:
         requests = _read_file(pipeline, options.input_file).requests
         _refuse_bad_lines(requests)
@@ -167,10 +168,6 @@ def _load(
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 
-    # A console script does not find the user's own modules, which transforms may be in. Last in
-    # the path, so that a folder of theirs cannot hide a package.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     pipeline = PipelineConfig.load(options.config, parse_overrides(options.overrides or []))
     if isinstance(options, RunOptions | VerifyOptions):
         pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from omni.documents.suggestion import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
-from stages.transforms.registry import requirements_of
+from stages.transforms.registry import Requirements, is_custom, requirements_of
 
 __all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
 
@@ -68,14 +68,18 @@ def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
     return sorted(sources, key=depth_of)
 
 
-def check_graph(stages: Mapping[str, GraphStage]) -> dict[str, Transform]:
+def check_graph(
+    stages: Mapping[str, GraphStage], *, run_custom: bool = True
+) -> dict[str, Transform]:
     """Check that stages form an acyclic graph out of which something comes.
 
     Args:
         stages: by name.
+        run_custom: whether to import the modules of users' transforms. If not, those that are
+            named by their module are taken as they are.
 
     Returns:
-        For every stage with inputs, the function that makes its prompt.
+        For every stage with inputs, the function that makes its prompt, but for those.
 
     Raises:
         GraphError: an unknown source, a cycle, a stage that leads nowhere, no final output, a
@@ -90,11 +94,16 @@ def check_graph(stages: Mapping[str, GraphStage]) -> dict[str, Transform]:
     _check_every_stage_is_used(stages)
     transforms = {}
     for name, stage in stages.items():
-        if stage.inputs is not None:
+        if stage.inputs is None:
+            continue
+        needs = None
+        if run_custom or not is_custom(stage.inputs.transform):
             transforms[name] = _resolved(name, stage.inputs)
-            if stage.inputs.chunk_size is not None:
-                _check_streamed_edge(name, stages, stage.inputs, transforms[name])
-            _check_number_of_sources(name, stage.inputs, transforms[name])
+            needs = requirements_of(transforms[name])
+        if stage.inputs.chunk_size is not None:
+            _check_streamed_edge(name, stages, stage.inputs, needs)
+        if needs is not None:
+            _check_number_of_sources(name, stage.inputs, needs)
     return transforms
 
 
@@ -178,8 +187,8 @@ def _resolved(name: str, inputs: StageInputs) -> Transform:
         raise GraphError(place, str(error), f"stage {name!r}: {error}") from error
 
 
-def _check_number_of_sources(name: str, inputs: StageInputs, transform: Transform) -> None:
-    wanted, got = requirements_of(transform).num_sources, len(inputs.sources)
+def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements) -> None:
+    wanted, got = needs.num_sources, len(inputs.sources)
     if wanted not in (None, got):
         problem = f"transform {inputs.transform_name!r} takes {wanted} source(s), got {got}"
         place = ("stages", name, "inputs", "from")
@@ -187,7 +196,10 @@ def _check_number_of_sources(name: str, inputs: StageInputs, transform: Transfor
 
 
 def _check_streamed_edge(
-    name: str, stages: Mapping[str, GraphStage], inputs: StageInputs, transform: Transform
+    name: str,
+    stages: Mapping[str, GraphStage],
+    inputs: StageInputs,
+    needs: Requirements | None,
 ) -> None:
     """Whether the one source's chunks can go through the transform into the stage."""
     edge = f"stage {name!r}: inputs.chunk_size"
@@ -218,7 +230,7 @@ def _check_streamed_edge(
             f"{edge} streams stage {source!r}, which hands on its outputs whole: only "
             "decoder-only models do so token by token; leave chunk_size out"
         )
-    elif not requirements_of(transform).chunkable:
+    elif needs is not None and not needs.chunkable:
         named = inputs.transform_name
         at_place = f"needs a transform that works chunk by chunk, which {named!r} does not"
         message = (

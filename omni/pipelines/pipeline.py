@@ -73,6 +73,8 @@ class Pipeline:
         Raises:
             ValueError: a stage cannot be built, or the graph is wrong.
         """
+        # Users' transforms are imported, and found wrong if they are, before models are loaded.
+        check_graph(config.stages)
         with ExitStack() as built:
             stages = []
             for name in config.topological_order():

@@ -26,6 +26,7 @@ from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topo
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.stage_config import parse_stage_config
+from stages.transforms.registry import is_custom, locate_transform
 
 __all__ = ["PipelineConfig"]
 
@@ -47,7 +48,10 @@ def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
     return parse_stage_config(
         value,
         from_file=info.mode == "json",
-        context={"locate_model": partial(_locate_model, base_dir=base_dir)},
+        context={
+            "locate_model": partial(_locate_model, base_dir=base_dir),
+            "locate_transform": partial(locate_transform, folder=base_dir),
+        },
     )
 
 
@@ -78,10 +82,21 @@ class PipelineConfig(BaseModel):
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:
         try:
-            check_graph(self.stages)
+            check_graph(self.stages, run_custom=False)
         except GraphError as error:
             raise PlacedError(error.place, error.at_place) from error
         return self
+
+    def custom_transforms(self) -> dict[str, str]:
+        """Code of users that runs when the pipeline is built: stages, and their transforms' names.
+
+        Reading a configuration finds it and runs none of it.
+        """
+        return {
+            name: str(stage.inputs.transform)
+            for name, stage in self.stages.items()
+            if stage.inputs is not None and is_custom(stage.inputs.transform)
+        }
 
     def topological_order(self) -> list[str]:
         """Name the stages so that each comes after all that feed it; else in the file's order."""

@@ -19,14 +19,7 @@ def hidden_states_as_prompt_embeds(context: TransformContext) -> EmbedsPrompt:
     Raises:
         ValueError: a source handed on no hidden states, or their widths differ.
     """
-    rows = []
-    for source in context.sources:
-        if "hidden_states" not in source.tensors:
-            raise ValueError(
-                f"stage {source.stage!r} handed on no 'hidden_states' (it handed on "
-                f"{sorted(source.tensors)}); add 'hidden_states' to its outputs"
-            )
-        rows.append(source.tensors["hidden_states"])
+    rows = [source.tensors["hidden_states"] for source in context.sources]
     widths = {
         source.stage: part.shape[-1] for source, part in zip(context.sources, rows, strict=True)
     }

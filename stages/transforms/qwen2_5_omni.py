@@ -36,11 +36,10 @@ def thinker_to_talker(context: TransformContext) -> SpeechPrompt:
     it is, the other what it means where it stands (Qwen2.5-Omni, arXiv:2503.20215).
 
     Raises:
-        ValueError: there is not one source, or it did not hand on the tensors this needs, of one
-            length.
+        ValueError: there is not one source, or it did not hand on what is declared, of one length.
     """
-    thinker = _only_source(context)
-    hidden_states, token_embeds, position_ids = _thinker_tensors(thinker)
+    (thinker,) = context.sources
+    hidden_states, token_embeds, position_ids = _rows_of(thinker)
     rows = hidden_states + token_embeds
     num_prompt_rows = max(thinker.num_prompt_tokens - context.first_row, 0)
     return SpeechPrompt(
@@ -61,7 +60,7 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     Raises:
         ValueError: there is not one source.
     """
-    talker = _only_source(context)
+    (talker,) = context.sources
     codes = talker.token_ids
     if talker.finish_reason is FinishReason.STOP:
         codes = codes[:-1]
@@ -73,20 +72,7 @@ def talker_to_code2wav(context: TransformContext) -> CodecPrompt:
     )
 
 
-def _only_source(context: TransformContext) -> StageOutput:
-    if len(context.sources) != 1:
-        names = ", ".join(repr(source.stage) for source in context.sources)
-        raise ValueError(f"this transform takes one source, got {len(context.sources)}: {names}")
-    return context.sources[0]
-
-
-def _thinker_tensors(thinker: StageOutput) -> list[Tensor]:
-    missing = [name for name in _THINKER_TENSORS if name not in thinker.tensors]
-    if missing:
-        raise ValueError(
-            f"stage {thinker.stage!r} handed on no {', '.join(map(repr, missing))} (it handed on "
-            f"{sorted(thinker.tensors)}); its outputs must have {', '.join(_THINKER_TENSORS)}"
-        )
+def _rows_of(thinker: StageOutput) -> list[Tensor]:
     tensors = [thinker.tensors[name] for name in _THINKER_TENSORS]
     lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:

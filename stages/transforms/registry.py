@@ -7,17 +7,23 @@ registered name, or as ``"package.module:function"``, so that a user's own needs
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from stages.stage import Transform
+from engine import Prompt
+from stages.stage import StageOutput, Transform, TransformContext
+from stages.transforms.custom_transform import load_custom, locate_custom
 
 __all__ = [
     "Requirements",
+    "check_sources",
     "chunkable",
+    "is_custom",
+    "locate_transform",
     "register_transform",
     "registered_transforms",
     "requirements_of",
@@ -58,9 +64,10 @@ def requirements_of(transform: Transform) -> Requirements:
 def requires(
     *tensors: str, same_width: bool = False, num_sources: int | None = None
 ) -> Callable[[_TransformT], _TransformT]:
-    """Decorator that declares what a transform needs, for pipelines to check when they are made.
+    """Decorator that declares what a transform needs: once, for two moments.
 
-    ::
+    Pipelines check it when they are made, as far as stages say what they hand on; and the transform
+    is not called with sources that lack it, which fails that request. ::
 
         @requires("hidden_states", "codes", num_sources=1)
         def codes_with_states(context: TransformContext) -> EmbedsPrompt: ...
@@ -70,12 +77,41 @@ def requires(
         same_width: whether the source's hidden states become the stage's embeddings, and so must
             be as wide.
         num_sources: how many stages may feed it; None for any number.
+
+    Returns:
+        A decorator. What it gives raises ``ValueError`` for sources that lack what is declared.
     """
 
     def declare(function: _TransformT) -> _TransformT:
-        return _declare(function, tensors=tensors, same_width=same_width, num_sources=num_sources)
+        @wraps(function)
+        def checked(context: TransformContext) -> Prompt:
+            check_sources(requirements_of(checked), context.sources)
+            return function(context)
+
+        _declare(checked, tensors=tensors, same_width=same_width, num_sources=num_sources)
+        return cast("_TransformT", checked)  # it takes and gives the same
 
     return declare
+
+
+def check_sources(needs: Requirements, sources: Sequence[StageOutput]) -> None:
+    """Check what sources have handed on against what a transform declares.
+
+    Raises:
+        ValueError: they are more or fewer, or lack a tensor.
+    """
+    wanted = needs.num_sources
+    if wanted not in (None, len(sources)):
+        names = ", ".join(repr(source.stage) for source in sources)
+        count = "one source" if wanted == 1 else f"{wanted} sources"
+        raise ValueError(f"this transform takes {count}, got {len(sources)}: {names}")
+    for source in sources:
+        missing = [repr(name) for name in needs.tensors if name not in source.tensors]
+        if missing:
+            raise ValueError(
+                f"stage {source.stage!r} handed on no {', '.join(missing)} (it handed on "
+                f"{sorted(source.tensors)}); add {', '.join(missing)} to its outputs"
+            )
 
 
 def chunkable(function: _TransformT) -> _TransformT:
@@ -134,53 +170,67 @@ def registered_transforms() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def resolve_transform(spec: str | Transform) -> Transform:
-    """Find a transform.
+def locate_transform(spec: str, folder: Path | None = None) -> str:
+    """Check a transform's name without running anybody's code.
 
     Args:
-        spec: a registered name, ``"package.module:function"``, or the function itself.
+        spec: a registered name, ``"package.module:function"``, or ``"file.py:function"``.
+        folder: where the file that names it lies; modules are looked for there first.
+
+    Returns:
+        The name under which :func:`resolve_transform` finds the same from anywhere.
 
     Raises:
-        ValueError: there is no such name, module or function, or it cannot be called with one
-            ``TransformContext``.
+        ValueError: there is no such name, module, file or function, as far as that can be seen
+            without importing it.
+    """
+    if is_custom(spec):
+        return locate_custom(spec, folder)
+    _registered(spec)
+    return spec
+
+
+def is_custom(spec: str | Transform) -> bool:
+    """Whether a transform is named by where it is found, so that it takes an import to get it."""
+    return isinstance(spec, str) and ":" in spec
+
+
+def resolve_transform(spec: str | Transform) -> Transform:
+    """Find a transform; a user's module is imported, which runs it.
+
+    What a file names has to look like a transform before it is ever called: it is declared by
+    :func:`requires`, :func:`chunkable` or :func:`register_transform`, or its one argument is named
+    ``context`` or annotated as a ``TransformContext``.
+
+    Args:
+        spec: a registered name, ``"package.module:function"`` of an installed module,
+            ``"file.py:function"``, or the function itself.
+
+    Raises:
+        ValueError: there is no such name, module or function, or it is no transform.
     """
     if not isinstance(spec, str):
         _check_signature(spec, getattr(spec, "__qualname__", repr(spec)))
         return spec
-    if ":" in spec:
-        return _import_transform(spec)
-    if spec not in _REGISTRY:
-        close = difflib.get_close_matches(spec, _REGISTRY, n=1)
+    if not is_custom(spec):
+        return _registered(spec)
+    function: Any = load_custom(spec)
+    _check_signature(function, spec)
+    _check_looks_like_one(function, spec)
+    resolved: Transform = function
+    return resolved
+
+
+def _registered(name: str) -> Transform:
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"unknown transform {spec!r}; {hint}registered are "
+            f"unknown transform {name!r}; {hint}registered are "
             f"{', '.join(registered_transforms())}; "
             "your own are named as 'package.module:function'"
         )
-    return _REGISTRY[spec]
-
-
-def _import_transform(spec: str) -> Transform:
-    module_name, _, function_name = spec.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"transform {spec!r} must have the form 'package.module:function'")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises is this transform's error
-        raise ValueError(
-            f"transform {spec!r}: module {module_name!r} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        close = difflib.get_close_matches(function_name, dir(module), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"transform {spec!r}: module {module_name!r} has no {function_name!r}{hint}"
-        )
-    _check_signature(function, spec)
-    resolved: Transform = function
-    return resolved
+    return _REGISTRY[name]
 
 
 def _check_signature(function: object, name: str) -> None:
@@ -190,7 +240,21 @@ def _check_signature(function: object, name: str) -> None:
         raise ValueError(f"transform {name!r} is a coroutine function; it must be a plain one")
     try:
         inspect.signature(function).bind(None)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: it does not say what it takes
         raise ValueError(
             f"transform {name!r} must take exactly one argument, a TransformContext: {error}"
         ) from error
+
+
+def _check_looks_like_one(function: Callable[..., Any], name: str) -> None:
+    """Refuse to call what a file names if nothing says that it is a transform: ``os:system``."""
+    if hasattr(function, _REQUIREMENTS) or function in _REGISTRY.values():
+        return
+    argument = next(iter(inspect.signature(function).parameters.values()))
+    annotation = argument.annotation
+    named = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if argument.name != "context" and named.rpartition(".")[2] != TransformContext.__name__:
+        raise ValueError(
+            f"{name!r} is no transform: the argument of one is named 'context' or annotated as a "
+            f"TransformContext, or it is declared by @omni.requires(); this one takes {argument}"
+        )

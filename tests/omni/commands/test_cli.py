@@ -413,25 +413,6 @@ def test_an_output_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -
     assert "error: " in result.stderr
 
 
-def test_transforms_of_ones_own_are_found_in_the_working_directory(tmp_path: Path) -> None:
-    """As a user would call it: another process, in a folder with a module beside the YAML."""
-    (tmp_path / "my_transform.py").write_text(
-        "from engine import TokensPrompt\n"
-        "def backwards(context):\n"
-        "    return TokensPrompt(context.sources[0].token_ids[::-1])\n"
-    )
-    override = "stages.reader.inputs.transform=my_transform:backwards"
-    finished = subprocess.run(
-        [sys.executable, "-m", "omni", "validate", "two_step", "--set", override],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONSAFEPATH": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-
-
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys\n"

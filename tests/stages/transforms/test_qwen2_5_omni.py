@@ -105,7 +105,7 @@ def test_a_source_that_does_not_fit_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match=r"'thinker' handed on \[9, 2, 9\] rows of"):
         thinker_to_talker(context(short))
     without = replace(short, tensors={"hidden_states": torch.zeros(2, 3)})
-    with pytest.raises(ValueError, match="no 'token_embeds', 'position_ids' .*its outputs must"):
+    with pytest.raises(ValueError, match="no 'token_embeds', 'position_ids' .*to its outputs"):
         thinker_to_talker(context(without))
     for transform in (thinker_to_talker, talker_to_code2wav):
         with pytest.raises(ValueError, match="takes one source, got 2: 'thinker', 'thinker'"):

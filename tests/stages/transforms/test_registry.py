@@ -138,10 +138,33 @@ def test_what_a_transform_needs_is_what_it_declares() -> None:
         return TokensPrompt((1,))
 
     assert requirements_of(own) == Requirements()
-    assert chunkable(requires("codes", "mel", num_sources=1)(own)) is own
-    assert requirements_of(own) == Requirements(("codes", "mel"), num_sources=1, chunkable=True)
+    needs = Requirements(("codes", "mel"), num_sources=1, chunkable=True)
+    assert requirements_of(chunkable(requires("codes", "mel", num_sources=1)(own))) == needs
+    assert requirements_of(requires("codes", "mel", num_sources=1)(chunkable(own))) == needs
     embeds = requirements_of(resolve_transform("hidden_states_as_prompt_embeds"))
     assert embeds == Requirements(("hidden_states",), same_width=True)
+
+
+def test_what_is_declared_is_checked_before_the_transform_is_called() -> None:
+    @requires("codes", num_sources=1)
+    def own(context: TransformContext) -> Prompt:
+        called.append(context)
+        return TokensPrompt((1,))
+
+    called: list[TransformContext] = []
+    one = output("a", tensors={"codes": torch.zeros(1, 2)})
+    for sources, told in (
+        (
+            [output("a")],
+            r"'a' handed on no 'codes' \(.*; add 'codes' to its outputs",
+        ),
+        ([one, one], "takes one source, got 2: 'a', 'a'"),
+        ([], "takes one source, got 0"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            own(context(*sources))
+    assert called == []
+    assert own(context(one)) == TokensPrompt((1,))
 
 
 def test_a_registered_name_resolves_and_cannot_be_taken_twice(

@@ -1,0 +1,217 @@
+"""Transforms of users: found beside the pipeline's file or among installed modules, and loaded.
+
+Finding runs no code: the name's shape is checked, the file looked for, and its text read. Loading
+runs the file. One that lies beside a pipeline's file is loaded under a name of its folder's own and
+never through the import path, so that no other import finds what else lies there: a ``json.py``
+beside a pipeline's file is nobody's ``json``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["load_custom", "locate_custom"]
+
+_FORM = "the form 'package.module:function', or 'file.py:function'"
+_MOST_BYTES = 2**20
+
+
+def locate_custom(spec: str, folder: Path | None) -> str:
+    """Find a transform that a user names, and run nothing.
+
+    Args:
+        spec: ``"package.module:function"`` or ``"file.py:function"``.
+        folder: where the pipeline's file lies, which is looked into first; None leaves installed
+            modules.
+
+    Returns:
+        The name under which :func:`load_custom` finds the same from anywhere: with the whole path
+        of a file beside the pipeline's, and otherwise as it was given.
+
+    Raises:
+        ValueError: it has another form, or there is no such file, module or function.
+    """
+    module, function = _parts(spec)
+    if module.endswith(".py"):
+        file = Path(module) if folder is None else folder / module
+        if not file.is_file():
+            raise ValueError(f"transform {spec!r}: there is no file {str(file)!r}")
+    else:
+        beside = None if folder is None else _source_in(folder, module.split("."))
+        if beside is None:
+            _check_installed(spec, module, function, folder)
+            return spec
+        file = beside
+    _check_defines(spec, file, function)
+    return f"{file.resolve()}:{function}"
+
+
+def load_custom(spec: str) -> object:
+    """Import a transform's module, which runs it, and give what the name stands for.
+
+    Args:
+        spec: as :func:`locate_custom` gives it, or of an installed module.
+
+    Raises:
+        ValueError: it has another form, or the module cannot be imported, or lacks the name.
+    """
+    module_name, function_name = _parts(spec)
+    try:
+        if module_name.endswith(".py"):
+            module = _load_file(Path(module_name).expanduser().resolve())
+        else:
+            module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises is this transform's error
+        raise ValueError(
+            f"transform {spec!r}: module {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}{_neighbour_hint(module_name, error)}"
+        ) from error
+    if not hasattr(module, function_name):
+        raise ValueError(_lacks(spec, module_name, function_name, dir(module)))
+    return getattr(module, function_name)
+
+
+def _parts(spec: str) -> tuple[str, str]:
+    module, _, function = spec.rpartition(":")
+    is_file = module.endswith(".py")
+    is_module = all(part.isidentifier() for part in module.split("."))
+    if not function.isidentifier() or not (is_file or is_module):
+        raise ValueError(f"transform {spec!r} must have {_FORM}")
+    return module, function
+
+
+def _source_in(folder: Path, parts: list[str]) -> Path | None:
+    """The source of a module in a folder, if it is there."""
+    base = folder.joinpath(*parts)
+    for file in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
+
+
+def _check_installed(spec: str, module: str, function: str, folder: Path | None) -> None:
+    """Look for an installed module as far as that goes without importing anything."""
+    imported = sys.modules.get(module)
+    if imported is not None:
+        names = vars(imported).keys()
+        if function not in names and "__getattr__" not in names:
+            raise ValueError(_lacks(spec, module, function, list(names)))
+        return
+    top, *rest = module.split(".")
+    try:
+        # Of a name without dots: else the packages above it would be imported.
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"transform {spec!r}: module {top!r}: {error}") from error
+    if found is None:
+        where = (
+            "" if folder is None else f"not beside the pipeline's file, in {str(folder)!r}, and "
+        )
+        raise ValueError(f"transform {spec!r}: module {module!r} is {where}not installed")
+    if found.submodule_search_locations is not None:
+        file = _source_in_package(spec, [Path(e) for e in found.submodule_search_locations], rest)
+    elif rest:
+        raise ValueError(f"transform {spec!r}: {top!r} is a module, and has no {module!r} in it")
+    else:
+        file = Path(found.origin or "")
+    # Compiled modules, and those of special loaders, are looked at when they are loaded.
+    if file is not None and file.suffix == ".py" and file.is_file():
+        _check_defines(spec, file, function)
+
+
+def _source_in_package(spec: str, folders: list[Path], rest: list[str]) -> Path | None:
+    """The source of a module in a package; None if it is there without one."""
+    for folder in folders:
+        source = _source_in(folder.parent, [folder.name, *rest])
+        if source is not None:
+            return source
+    *between, last = rest or [""]
+    if rest and not any(list(folder.joinpath(*between).glob(f"{last}*")) for folder in folders):
+        raise ValueError(f"transform {spec!r}: its package has no module {'.'.join(rest)!r}")
+    return None
+
+
+def _check_defines(spec: str, file: Path, function: str) -> None:
+    """Whether a file's text has a top-level name; one whose names are made is believed."""
+    if file.stat().st_size > _MOST_BYTES:
+        raise ValueError(
+            f"transform {spec!r}: {str(file)!r} has more than {_MOST_BYTES} bytes; put the "
+            "transform into a module of its own"
+        )
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"transform {spec!r}: {str(file)!r} is no Python: {error}") from error
+    names = set(_top_level_names(tree.body))
+    if function not in names and not names & {"*", "__getattr__"}:
+        raise ValueError(_lacks(spec, str(file), function, list(names)))
+
+
+def _top_level_names(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                for alias in aliases:
+                    yield alias.asname or alias.name.partition(".")[0]
+            case ast.Assign() | ast.AnnAssign() | ast.With() | ast.For():
+                for each in ast.walk(node):
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                        yield each.id
+                yield from _top_level_names(getattr(node, "body", []))
+            case ast.If() | ast.Try() | ast.TryStar():
+                for part in ("body", "orelse", "finalbody"):
+                    yield from _top_level_names(getattr(node, part, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _top_level_names(handler.body)
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import a file as what it is: a module of its package, or of its folder."""
+    parts = [] if file.stem == "__init__" else [file.stem]
+    root = file.parent
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    folder = _package_of(root)
+    importlib.invalidate_caches()  # the file may be newer than what was read of its folder
+    return importlib.import_module(".".join((folder, *parts)))
+
+
+def _package_of(folder: Path) -> str:
+    """The name of a package that stands for a folder: its modules see each other by ``from .``."""
+    name = f"omni_transforms_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        package = ModuleType(name, f"What lies in {folder}.")
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return name
+
+
+def _neighbour_hint(module_name: str, error: Exception) -> str:
+    """What to write in the place of ``import neighbour``, if that is what failed."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return ""
+    if (
+        not module_name.endswith(".py")
+        or _source_in(Path(module_name).parent, [error.name]) is None
+    ):
+        return ""
+    return f"; a module imports what lies beside it by 'from . import {error.name}'"
+
+
+def _lacks(spec: str, module: str, function: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(function, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"transform {spec!r}: module {module!r} has no {function!r}{hint}"

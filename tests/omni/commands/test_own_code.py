@@ -1,0 +1,146 @@
+"""What of a pipeline is code: what lies beside its file and is named there, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+PIPELINE = """\
+name: mine
+stages:
+  writer:
+    kind: autoregressive
+    model: {model}
+    engine: {{block_size: 4, num_blocks: 32, max_model_len: 64}}
+    sampling: {{temperature: 0.0, max_tokens: 3}}
+    outputs: []
+  reader:
+    kind: autoregressive
+    model: {model}
+    engine: {{block_size: 4, num_blocks: 32, max_model_len: 64}}
+    sampling: {{temperature: 0.0, max_tokens: 3}}
+    inputs: {{from: writer, transform: {transform}}}
+    outputs: []
+    final_output: text
+"""
+BOMB = "open({!r}, 'a').write(__name__ + ' ')\n"
+BACKWARDS = (
+    "from engine import TokensPrompt\n"
+    "def backwards(context):\n"
+    "    return TokensPrompt(context.sources[0].token_ids[::-1])\n"
+)
+CONSOLE = "import sys; from omni.commands.cli import app; sys.argv[0] = 'omni'; app()"
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """A file in which every module that was run leaves its name."""
+    return tmp_path / "traces.txt"
+
+
+def call(folder: Path, *arguments: object, as_script: bool = False, **environment: str):
+    """``omni ...`` in a folder, as ``python -m omni`` or as its console script calls it."""
+    start = ["-P", "-c", CONSOLE] if as_script else ["-m", "omni"]
+    return subprocess.run(
+        [sys.executable, *start, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def trap(folder: Path, traces: Path) -> None:
+    """Modules that libraries look for, or that hide what they need, if the folder is searched."""
+    for name in ("tabulate", "typer", "yaml", "sitecustomize", "omni_stages", "wandb"):
+        (folder / f"{name}.py").write_text(BOMB.format(str(traces)))
+    about = folder / "trap-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trap\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[omni_pipeline.stage_kinds]\ntrap = tabulate:X\n"
+        "[omni_pipeline.model_families]\ntrap = tabulate:X\n"
+    )
+
+
+@pytest.mark.parametrize("as_script", [False, True])
+def test_nothing_that_lies_in_the_working_directory_is_run(
+    tmp_path: Path, traces: Path, as_script: bool, seeded: Callable[[str], str]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    trap(here, traces)
+    (here / "mine.yaml").write_text(
+        PIPELINE.format(model=seeded("qwen2"), transform="text_as_prompt")
+    )
+    done = call(here, "run", "mine.yaml", "--prompt", "hello", "--quiet", as_script=as_script)
+    assert done.returncode == 0, done.stderr
+    assert not traces.exists(), traces.read_text()
+    (here / "kind.yaml").write_text("name: a\nstages: {a: {kind: trap, final_output: text}}\n")
+    done = call(here, "validate", "kind.yaml", as_script=as_script)
+    assert "unknown kind 'trap'" in done.stderr
+    assert not traces.exists(), traces.read_text()
+
+
+def test_a_transform_beside_the_file_runs_wherever_one_is(
+    tmp_path: Path, traces: Path, seeded: Callable[[str], str]
+) -> None:
+    folder, elsewhere = tmp_path / "pipeline", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    trap(folder, traces)
+    (folder / "my_transform.py").write_text(BACKWARDS)
+    (elsewhere / "my_transform.py").write_text(BOMB.format(str(traces)) + BACKWARDS)
+    model = seeded("qwen2")
+    config = folder / "mine.yaml"
+    config.write_text(PIPELINE.format(model=model, transform="my_transform:backwards"))
+    done = call(elsewhere, "run", config, "--prompt", "hello", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert not traces.exists(), traces.read_text()
+
+
+def test_validate_runs_nobodys_code_and_says_so(tmp_path: Path, traces: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        PIPELINE.format(model="seeded:qwen2", transform="my_transform:backwards")
+    )
+    (tmp_path / "my_transform.py").write_text(BOMB.format(str(traces)) + BACKWARDS)
+    done = call(tmp_path, "validate", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "my_transform.py"
+    assert f"stage reader: its transform {file}:backwards is there; it was not run" in done.stdout
+    assert not traces.exists()
+    file.write_text("def backward(context): ...")
+    done = call(tmp_path, "validate", "mine.yaml")
+    assert done.returncode == 2
+    assert "mine.yaml:14: stages.reader.inputs.transform: " in done.stderr
+    assert "has no 'backwards'; did you mean 'backward'?" in done.stderr
+
+
+def test_what_is_no_transform_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/config.json").write_text("{}")  # no model, which would be told as well
+    (tmp_path / "mine.yaml").write_text(
+        PIPELINE.format(model="./checkpoint", transform="os:system")
+    )
+    done = call(tmp_path, "run", "mine.yaml", "--prompt", "touch here")
+    assert done.returncode == 2
+    assert "'os:system' is no transform" in done.stderr
+    assert not (tmp_path / "here").exists()
+
+
+def test_the_working_directory_is_searched_if_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "my_transform.py").write_text(BACKWARDS)
+    override = "stages.reader.inputs.transform=my_transform:backwards"
+    done = call(tmp_path, "validate", "two_step", "--set", override)
+    assert done.returncode == 2 and "'my_transform' is not installed" in done.stderr
+    asked = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = call(tmp_path, "validate", "two_step", "--set", override, **asked)
+    assert done.returncode == 0, done.stderr
