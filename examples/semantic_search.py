@@ -46,8 +46,8 @@ def embed(omni: Omni, texts: list[str]) -> Tensor:
 
 
 def main() -> None:
-    checkpoint, *questions = sys.argv[1:] or [None]
-    questions = questions or QUESTIONS
+    checkpoint = sys.argv[1] if len(sys.argv) > 1 else None
+    questions = sys.argv[2:] or QUESTIONS
     with Omni(Pipeline([embedder(checkpoint)])) as omni:
         documents = embed(omni, DOCUMENTS)
         print(f"{len(documents)} documents, vectors of {documents.shape[1]} numbers")

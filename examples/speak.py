@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.media.wav_file import write_wav
 from omni import ChatPrompt, Omni, OmniRequest, Waveform
 
 SAMPLING_RATE = 16_000
@@ -64,7 +63,7 @@ def main() -> None:
     same = torch.equal(answers[0].samples, answers[1].samples)
     print("both rounds sound the same" if same else "the rounds differ!")
     if len(files) > 1:
-        write_wav(files[1], answers[0])
+        answers[0].save(files[1])
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_a_planted_arrow_up_is_found_and_both_files_are_named(planted: str):
 @pytest.mark.parametrize(
     ("file", "imported", "where"),
     [
-        ("engine/text/tokenizer.py", "engine/media/wav_file.py", "beside"),
+        ("engine/text/tokenizer.py", "engine/media/sound_file.py", "beside"),
         ("engine/models/llava/llava.py", "engine/models/mllama/mllama.py", "beside"),
         ("engine/models/base.py", "engine/models/registry.py", "above"),
         ("engine/models/base.py", "engine/models/decoders/llama.py", "above"),

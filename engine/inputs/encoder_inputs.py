@@ -12,6 +12,7 @@ from transformers import WhisperFeatureExtractor
 from engine.inputs.admission import check_encoder_prompt
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
+from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -139,19 +140,25 @@ class AudioEncoderInputs(EncoderInputMaker):
 
     ::
 
-        WAV ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
+        file ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
 
     Args:
         encoder: of the model.
         extractor: of the checkpoint.
+        limits: how much of a file is read.
     """
 
-    takes = "audio (a WAV file or samples)"
+    takes = "audio (a file or samples)"
 
-    def __init__(self, encoder: EncoderSide, extractor: WhisperFeatureExtractor) -> None:
+    def __init__(
+        self,
+        encoder: EncoderSide,
+        extractor: WhisperFeatureExtractor,
+        limits: MediaLimits | None = None,
+    ) -> None:
         super().__init__(encoder)
         self._extractor = extractor
-        self._reader = SampleReader.of(extractor)
+        self._reader = SampleReader.of(extractor, limits)
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Read, resample and extract.
@@ -173,14 +180,20 @@ class ImageEncoderInputs(EncoderInputMaker):
         encoder: of the model.
         processor: of the checkpoint: images to tensors with a batch dimension.
         feature_names: which of the processor's tensors the encoder takes.
+        limits: how much of a file is read.
     """
 
     takes = "an image"
 
     def __init__(
-        self, encoder: EncoderSide, processor: Any, feature_names: tuple[str, ...]
+        self,
+        encoder: EncoderSide,
+        processor: Any,
+        feature_names: tuple[str, ...],
+        limits: MediaLimits | None = None,
     ) -> None:
         super().__init__(encoder)
+        self._limits = limits or MediaLimits()
         self._processor = processor
         self._feature_names = feature_names
 
@@ -192,7 +205,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         """
         if not isinstance(prompt, ImagePrompt):
             raise self._refuse(prompt)
-        features = image_features(self._processor, prompt.image)
+        features = image_features(self._processor, prompt.image, self._limits)
         return self._of_features(
             {name: features[name][0] for name in self._feature_names}, cache_salt
         )

@@ -6,7 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
+from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt, VideoFeatures
 from engine.media.audio_samples import SampleReader, load_extractor
 from engine.media.image_file import image_features, load_image_processor
@@ -82,14 +83,16 @@ class ImageFeatureMaker(FeatureMaker):
     Attributes:
         processor: of the checkpoint.
         names: which of the processor's tensors the tower takes.
+        limits: how much of a file is read.
     """
 
     processor: Any
     names: Sequence[str]
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """See :meth:`FeatureMaker.make`."""
-        output = image_features(self.processor, item)
+        output = image_features(self.processor, item, self.limits)
         # Where a grid tells images apart, their patches come in one row.
         packed = {"pixel_values"} if _GRID in self.names else set()
         return {name: output[name] if name in packed else output[name][0] for name in self.names}
@@ -104,11 +107,14 @@ class AudioFeatureMaker(FeatureMaker):
 
     Args:
         extractor: of the checkpoint.
+        limits: how much of a file is read.
     """
 
-    def __init__(self, extractor: WhisperFeatureExtractor) -> None:
+    def __init__(
+        self, extractor: WhisperFeatureExtractor, limits: MediaLimits | None = None
+    ) -> None:
         self._extractor = extractor
-        self._reader = SampleReader.of(extractor)
+        self._reader = SampleReader.of(extractor, limits)
 
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """Read, resample and extract: ``input_features`` ``(mel bins, frames)``."""
@@ -162,7 +168,7 @@ class VideoFeatureMaker(FeatureMaker):
 
 
 def load_feature_makers(
-    path: Path, towers: Mapping[Modality, FeatureTaker]
+    path: Path, towers: Mapping[Modality, FeatureTaker], limits: MediaLimits
 ) -> dict[Modality, FeatureMaker]:
     """Load what a checkpoint folder brings for what a model's towers take.
 
@@ -174,9 +180,9 @@ def load_feature_makers(
             match modality:
                 case "image":
                     processor = load_image_processor(path)
-                    makers[modality] = ImageFeatureMaker(processor, tower.feature_names)
+                    makers[modality] = ImageFeatureMaker(processor, tower.feature_names, limits)
                 case "audio":
-                    makers[modality] = AudioFeatureMaker(load_extractor(path))
+                    makers[modality] = AudioFeatureMaker(load_extractor(path), limits)
                 case "video":
                     makers[modality] = VideoFeatureMaker()
         except ValueError as error:

@@ -46,7 +46,7 @@ def items_of(
     items: dict[Modality, Sequence[object]] = {}
     for modality in modalities:
         given = data.get(modality, ())
-        if isinstance(given, str | Path | Tensor) or not isinstance(given, Sequence):
+        if isinstance(given, str | bytes | Path | Tensor) or not isinstance(given, Sequence):
             raise ValueError(
                 f"multi_modal_data[{modality!r}] must be a list of items, each {modality} one, "
                 f"got {type(given).__name__}"

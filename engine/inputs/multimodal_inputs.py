@@ -53,7 +53,9 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources)
         self._model: ItemSide = sources.model
-        self._makers = load_feature_makers(sources.checkpoint.path, self._model.towers)
+        self._makers = load_feature_makers(
+            sources.checkpoint.path, self._model.towers, sources.media_limits
+        )
         self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
         self._cache_bytes = sources.encoder_cache_bytes
 

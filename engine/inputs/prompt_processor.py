@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.admission import InputLimits
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
+from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import Prompt
 from engine.requests.content_spans import embeds_spans
 from engine.requests.encoder_input import EncoderInput, EncoderView
@@ -67,6 +68,7 @@ class PromptSources:
         tokenizer: of the checkpoint, or None.
         limits: what a request has to stay within.
         encoder_cache_bytes: what the rows of images and the like may take.
+        media_limits: how much of a picture, a sound or a video is read.
     """
 
     checkpoint: Checkpoint
@@ -74,6 +76,7 @@ class PromptSources:
     tokenizer: PreTrainedTokenizerBase | None
     limits: InputLimits
     encoder_cache_bytes: int
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
 
 
 class PromptProcessor(ABC):

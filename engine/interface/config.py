@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.interface.limits import RequestLimits
+from engine.interface.media_limits import MediaLimits
 
 __all__ = ["EngineConfig", "EngineSettings"]
 
@@ -36,6 +37,7 @@ class EngineSettings(BaseModel):
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
+        media_limits: how much of a picture, a sound or a video is read.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         limits: what one request may ask for, at most.
         seed: of the engine's own generator, which seeds requests that bring no seed.
@@ -58,6 +60,7 @@ class EngineSettings(BaseModel):
     encoder_cache_bytes: int = Field(default=256 * 2**20, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
+    media_limits: MediaLimits = MediaLimits()
     enable_prefix_caching: bool = True
     limits: RequestLimits = RequestLimits()
     seed: int = Field(default=0, ge=0)

@@ -33,15 +33,19 @@ __all__ = [
 
 
 MultiModalData: TypeAlias = (
-    "Mapping[str, Sequence[str | Path | Image | Tensor | NDArray[Any] | AudioPrompt | "
+    "Mapping[str, Sequence[str | Path | bytes | Image | Tensor | NDArray[Any] | AudioPrompt | "
     "VideoFeatures]]"
 )
 """What a prompt shows beside its text, by modality: as many as it has placeholders, in their order.
 
-- ``"image"``: PNG or JPEG files, images of Pillow, or pixels, ``(height, width, 3)`` uint8.
-- ``"audio"``: WAV files, mono samples of the rate that the checkpoint's feature extractor wants, or
-  an :class:`AudioPrompt` of either, for samples of another rate.
+- ``"image"``: files of PNG, JPEG, WebP, GIF, BMP or TIFF, images of Pillow, or pixels,
+  ``(height, width, 3)`` uint8.
+- ``"audio"``: files of WAV, FLAC, OGG or MP3, mono samples of the rate that the checkpoint's
+  feature extractor wants, or an :class:`AudioPrompt` of either, for samples of another rate.
 - ``"video"``: :class:`VideoFeatures`.
+
+In the place of a file may stand its content, as bytes or as a data URL
+(``data:audio/wav;base64,UklGR...``).
 
 A placeholder is one token of the checkpoint (``<image>``, ``<|AUDIO|>``); it is replaced by as many
 as the item has rows, and for a video with its sound by as many as both have, and two around them.
@@ -65,7 +69,7 @@ class VideoFeatures:
     pixel_values_videos: Tensor
     video_grid_thw: Sequence[int] | Tensor
     second_per_grid: float
-    audio: str | Path | Tensor | NDArray[Any] | AudioPrompt | None = None
+    audio: str | Path | bytes | Tensor | NDArray[Any] | AudioPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +140,15 @@ class AudioPrompt:
     beside an explicit decoder prompt, nor in :data:`MultiModalData`.
 
     Attributes:
-        audio: a WAV file, or mono samples ``(num_samples,)``, floating point in -1 to 1.
+        audio: a file of WAV, FLAC, OGG or MP3, its content (as bytes, or as a data URL), or mono
+            samples ``(num_samples,)``, floating point in -1 to 1.
         sampling_rate: samples per second; None: the file's own, or the feature extractor's.
         language: spoken language, as a code or a name: ``"fr"``, ``"french"``.
         task: see :data:`AudioTask`.
         timestamps: whether the text is to be interspersed with tokens of time.
     """
 
-    audio: str | Path | Tensor | NDArray[Any]
+    audio: str | Path | bytes | Tensor | NDArray[Any]
     sampling_rate: int | None = None
     language: str | None = None
     task: AudioTask | None = None
@@ -155,10 +160,11 @@ class ImagePrompt:
     """An image for the encoder of an encoder-decoder model.
 
     Attributes:
-        image: a PNG or JPEG file, an image of Pillow, or pixels, ``(height, width, 3)`` uint8.
+        image: a file of PNG, JPEG, WebP, GIF, BMP or TIFF, its content (as bytes, or as a data
+            URL), an image of Pillow, or pixels, ``(height, width, 3)`` uint8.
     """
 
-    image: str | Path | Image | Tensor | NDArray[Any]
+    image: str | Path | bytes | Image | Tensor | NDArray[Any]
 
 
 DecoderPrompt: TypeAlias = str | TextPrompt | ChatPrompt | TokensPrompt | EmbedsPrompt

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Waveform"]
+
+_LOUDEST = 2**15 - 1
+"""Of samples of 16 bits."""
+
+_SUBTYPES = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS", "mp3": "MPEG_LAYER_III"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +34,52 @@ class Waveform:
     def duration_s(self) -> float:
         """Length in seconds."""
         return self.samples.shape[0] / self.sampling_rate
+
+    def save(self, path: str | Path, format: str | None = None) -> None:
+        """Write a file: WAV of 16 bits, rounded; or FLAC, OGG or MP3.
+
+        What is beyond -1 to 1 is clipped, not wrapped.
+
+        Args:
+            path: of the file; one that exists is replaced.
+            format: ``wav``, ``flac``, ``ogg`` or ``mp3``; None takes the path's ending.
+
+        Raises:
+            ValueError: the format is another, or the samples are not ``(num_samples,)`` finite
+                floating point numbers. Nothing is written then.
+            OSError: the file cannot be written.
+        """
+        # Not when prompts and settings are named.
+        import soundfile
+        import torch
+
+        samples = self.samples
+        if samples.ndim != 1 or not samples.is_floating_point() or not samples.isfinite().all():
+            raise ValueError(
+                "a waveform must be (num_samples,) finite floating point numbers, "
+                f"got {tuple(samples.shape)} {samples.dtype}"
+            )
+        kind = (Path(path).suffix[1:] if format is None else format).lower()
+        if kind not in _SUBTYPES:
+            raise ValueError(
+                f"a waveform is written as {', '.join(_SUBTYPES)}, got {kind!r}; give the path one "
+                "of these endings"
+            )
+        scaled = samples.detach().cpu().to(torch.float32).clamp(-1.0, 1.0) * _LOUDEST
+        content = BytesIO()
+        try:
+            soundfile.write(
+                content,
+                scaled.round().to(torch.int16).numpy(),
+                self.sampling_rate,
+                _SUBTYPES[kind],
+                format=kind.upper(),
+            )
+        except soundfile.LibsndfileError as error:
+            raise ValueError(
+                f"{self.sampling_rate} samples per second cannot be written as {kind}: {error}"
+            ) from error
+        Path(path).write_bytes(content.getvalue())
 
     def followed_by(self, other: Waveform) -> Waveform:
         """Play one after the other.

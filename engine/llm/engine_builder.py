@@ -135,7 +135,9 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     )
     _check_output_names(output_names, runner.warm_up(), manager)
     limits = _input_limits(config, model, manager, choices, tokenizer)
-    sources = PromptSources(checkpoint, model, tokenizer, limits, config.encoder_cache_bytes)
+    sources = PromptSources(
+        checkpoint, model, tokenizer, limits, config.encoder_cache_bytes, config.media_limits
+    )
     return EngineParts(
         tokenizer=tokenizer,
         limits=limits,

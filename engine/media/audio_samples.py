@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 
-from engine.media.wav_file import check_duration, read_wav
+from engine.interface.media_limits import MediaLimits
+from engine.media.media_source import MediaSource
+from engine.media.sound_file import LongestSound, check_duration, check_rate, read_sound
 
 __all__ = ["SampleReader", "load_extractor"]
 
@@ -27,38 +28,47 @@ class SampleReader:
     Attributes:
         rate: samples per second that are wanted.
         max_samples: of that rate.
+        limits: what files may take.
     """
 
     rate: int
     max_samples: int
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
     @classmethod
-    def of(cls, extractor: WhisperFeatureExtractor) -> SampleReader:
+    def of(
+        cls, extractor: WhisperFeatureExtractor, limits: MediaLimits | None = None
+    ) -> SampleReader:
         """What an extractor wants, and most of what it takes in one go."""
-        return cls(int(extractor.sampling_rate), int(extractor.n_samples))
+        rate, window = int(extractor.sampling_rate), int(extractor.n_samples)
+        return cls(rate, window, limits or MediaLimits())
 
     @property
-    def longest_s(self) -> float:
-        """The window in seconds."""
-        return self.max_samples / self.rate
+    def longest(self) -> LongestSound:
+        """What the window takes, or the user's limit if that is less."""
+        window = self.max_samples / self.rate
+        if window <= self.limits.max_audio_s:
+            return LongestSound(window)
+        return LongestSound(self.limits.max_audio_s, "engine.media_limits.max_audio_s")
 
     def read(
-        self, audio: str | Path | Tensor | NDArray[Any], sampling_rate: int | None = None
+        self, audio: str | Path | bytes | Tensor | NDArray[Any], sampling_rate: int | None = None
     ) -> NDArray[np.float32]:
-        """Read a WAV file, or take mono samples, and resample.
+        """Read a sound, or take mono samples, and resample.
 
         Args:
-            audio: the file, or floating-point samples ``(num_samples,)`` in -1 to 1.
+            audio: a file, what is in one, or a data URL, of WAV, FLAC, OGG or MP3; or
+                floating-point samples ``(num_samples,)`` in -1 to 1.
             sampling_rate: samples per second; None means the file's own, or the wanted one.
 
         Returns:
             ``(num_samples,)`` of the wanted rate.
 
         Raises:
-            ValueError: it is neither, empty, not mono, not finite, longer than the window, not a
-                WAV file, or of a sampling rate that cannot be changed here.
+            ValueError: it is neither, empty, not mono, not finite, longer than the window, cannot
+                be read, or has a sampling rate that no sound has.
         """
-        if isinstance(audio, str | Path):
+        if isinstance(audio, str | Path | bytes):
             samples, rate = self._read_file(audio, sampling_rate)
         else:
             samples, rate = self._take(audio, sampling_rate)
@@ -68,12 +78,13 @@ class SampleReader:
         return _resample(samples, rate, self.rate)[: self.max_samples]
 
     def _read_file(
-        self, file: str | Path, sampling_rate: int | None
+        self, file: str | Path | bytes, sampling_rate: int | None
     ) -> tuple[NDArray[np.float32], int]:
-        samples, rate = read_wav(file, longest_s=self.longest_s)
+        source = MediaSource(file, "audio", self.limits.max_file_bytes)
+        samples, rate = read_sound(source, longest=self.longest)
         if sampling_rate not in (None, rate):
             raise ValueError(
-                f"audio {str(file)!r} has {rate} samples per second, but the prompt says "
+                f"{source.name} has {rate} samples per second, but the prompt says "
                 f"sampling_rate={sampling_rate}; leave it out for files"
             )
         return samples, rate
@@ -82,10 +93,9 @@ class SampleReader:
         self, audio: Tensor | NDArray[Any], sampling_rate: int | None
     ) -> tuple[NDArray[np.float32], int]:
         rate = self.rate if sampling_rate is None else sampling_rate
-        if rate < 1:
-            raise ValueError(f"sampling_rate must be at least 1, got {rate}")
+        check_rate(rate, "the audio")
         samples = _check_samples(audio)
-        check_duration(len(samples) / rate, self.longest_s, "the audio")
+        check_duration(len(samples) / rate, self.longest, "the audio")
         return samples, rate
 
 
@@ -114,7 +124,7 @@ def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
     if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
         kind = getattr(array, "dtype", type(array).__name__)
         raise ValueError(
-            "audio must be a WAV file, or mono samples as a floating-point tensor or array in "
+            "audio must be a file of sound, or mono samples as a floating-point tensor or array in "
             f"-1 to 1, got {kind}"
         )
     if array.ndim != 1:
@@ -133,14 +143,13 @@ def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Change the sampling rate by a polyphase filter (scipy's, with its default window)."""
-    try:
-        signal = importlib.import_module("scipy.signal")
-    except ImportError as error:
+    """Change the sampling rate."""
+    import soxr  # only where there is something to do for it
+
+    resampled: NDArray[np.float32] = soxr.resample(samples, rate, wanted)
+    if not len(resampled):
         raise ValueError(
-            f"the audio has {rate} samples per second and the model wants {wanted}: resample it, "
-            "or install scipy to have it done here"
-        ) from error
-    common = int(np.gcd(rate, wanted))
-    resampled = signal.resample_poly(samples, wanted // common, rate // common)
-    return np.asarray(resampled, dtype=np.float32)
+            f"the audio is too short: {len(samples)} samples of {rate} per second are none of "
+            f"{wanted}"
+        )
+    return resampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,51 +11,98 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature
 
+from engine.interface.media_limits import MediaLimits
+from engine.media.media_source import MediaSource
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = ["image_features", "load_image_processor", "open_image"]
 
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-def open_image(image: object) -> Image:
-    """Open a PNG or JPEG file, or take an image of Pillow or an array of pixels, as RGB.
+_LONGEST_STRIP = 200
+"""One side by the other. Processors scale the shorter side up, and the longer one with it."""
 
-    It is turned as its EXIF data says, and 16 bits of grey become 8.
+_ORIENTATION = 0x0112
+
+
+def open_image(image: object, limits: MediaLimits | None = None) -> Image:
+    """Open a PNG, JPEG, WebP, GIF, BMP or TIFF, or take what is open already, as RGB.
+
+    It is turned as its EXIF data says, and 16 bits of grey become 8. Of an animation the first
+    picture is taken, and no other is decoded.
 
     Args:
-        image: the file, the image, or ``(height, width, 3)`` uint8, a tensor or of numpy.
+        image: a file, what is in one, or a data URL; an image of Pillow; or pixels,
+            ``(height, width, 3)`` uint8, a tensor or of numpy.
+        limits: how large it may be, looked at before it is decoded; None takes the defaults.
 
     Raises:
-        ValueError: it is none of these, cannot be read, or does not say what is white.
+        ValueError: it is none of these, too large, cannot be read, or does not say what is white.
     """
     from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
 
+    limits = limits or MediaLimits()
     if isinstance(image, pillow.Image):
+        _check_size(image.size, limits)
         return _upright_rgb(image)
     if isinstance(image, Tensor | np.ndarray):
-        return pillow.fromarray(_check_pixels(image))
-    if not isinstance(image, str | Path):
+        pixels = _check_pixels(image)
+        _check_size((pixels.shape[1], pixels.shape[0]), limits)
+        return pillow.fromarray(pixels)
+    if not isinstance(image, str | Path | bytes):
         raise ValueError(
             "image must be a file, an image of Pillow or an array of pixels, "
             f"got {type(image).__name__}"
         )
-    try:
-        with pillow.open(image) as opened:
-            return _upright_rgb(opened)
-    # Pillow's decoders raise SyntaxError and ValueError for files that are broken.
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"image {str(image)!r} cannot be read: {error}") from error
+    source = MediaSource(image, "image", limits.max_file_bytes)
+    with source.open() as file:
+        # Whatever a decoder meets in a broken file, and raises, is that file's fault.
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pillow.DecompressionBombWarning)
+                opened = pillow.open(file, formats=_FORMATS)
+            with opened:
+                _check_size(opened.size, limits)
+                return _upright_rgb(opened)
+        except UnidentifiedImageError as error:
+            raise ValueError(
+                f"{source.name} cannot be read: it is none of PNG, JPEG, WebP, GIF, BMP and TIFF"
+            ) from error
+        except (Exception, pillow.DecompressionBombWarning) as error:
+            raise ValueError(f"{source.name} cannot be read: {error}") from error
+
+
+def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
+    width, height = size
+    if width * height > limits.max_image_pixels:
+        raise ValueError(
+            f"it has {width} x {height} pixels, and {limits.max_image_pixels} are the most; scale "
+            "it down, or raise engine.media_limits.max_image_pixels"
+        )
+    if max(width, height) > _LONGEST_STRIP * min(width, height):
+        raise ValueError(
+            f"it has {width} x {height} pixels, and one side may be {_LONGEST_STRIP} times the "
+            "other at most; cut it"
+        )
 
 
 def _upright_rgb(image: Image) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    upright = ImageOps.exif_transpose(image)
+    upright = image
+    # Without one, Pillow would make a copy.
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
         # Pillow's own conversion takes all that is above 255 for white.
         grey = np.asarray(upright).astype(np.uint32)
-        return pillow.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+        grey += 128
+        grey //= 257
+        return pillow.fromarray(grey.astype(np.uint8)).convert("RGB")
     if upright.mode in ("I", "F"):
         raise ValueError(
             f"its pixels are of mode {upright.mode!r}, which does not say what is white; "
@@ -74,13 +122,20 @@ def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels)
 
 
-def image_features(processor: Any, image: object) -> BatchFeature:
+def image_features(
+    processor: Any, image: object, limits: MediaLimits | None = None
+) -> BatchFeature:
     """Open an image and run a checkpoint's processor: tensors with a batch dimension.
+
+    Args:
+        processor: of the checkpoint.
+        image: see :func:`open_image`, as for the next.
+        limits: how large it may be.
 
     Raises:
         ValueError: it cannot be read, or not be processed.
     """
-    opened = open_image(image)
+    opened = open_image(image, limits)
     try:
         features: BatchFeature = processor(images=opened, return_tensors="pt")
     # A strip of one pixel's width may shrink to none.

@@ -50,9 +50,9 @@ class PromptFlags:
         typer.Option(
             "--audio",
             metavar="FILE",
-            help="A WAV file that every --chat begins with, after its images, or that every "
-            "--prompt shows where its next placeholder is; without either, a request to a speech "
-            "model. May be given several times.",
+            help="Sound (WAV, FLAC, OGG, MP3) that every --chat begins with, after its images, or "
+            "that every --prompt shows where its next placeholder is; without either, a request to "
+            "a speech model. May be given several times.",
         ),
     ] = None
     language: Annotated[

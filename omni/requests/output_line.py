@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine import TokenLogprobs
-from engine.media.wav_file import write_wav
 from omni.requests.output_folder import OutputFolder
 from omni.requests.request import OmniOutput
 from stages import StageOutput
@@ -86,7 +85,7 @@ class OutputLines:
                 name: self._save(output, name, tensor) for name, tensor in output.tensors.items()
             }
         if "audio" in wanted and (sound := output.audio) is not None:
-            write = partial(write_wav, waveform=sound)
+            write = partial(sound.save, format="wav")
             line["audio"] = self._write("audio", output, ".wav", write)
         line["metrics"] = {
             name: round(value, 6)

@@ -138,7 +138,7 @@ class AudioFile(_Strict):
     """A file of speech, with what is wanted of it; see :class:`engine.AudioPrompt`.
 
     Attributes:
-        file: a WAV file.
+        file: WAV, FLAC, OGG or MP3.
         language: spoken in it.
         task: whether to write what is said, or the same in English.
         timestamps: whether to write when it is said.
@@ -205,8 +205,8 @@ class RequestLine(_Forms):
     Attributes:
         request_id: unique in the file; made up when absent.
         encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
-        audio: beside a prompt of text, messages or token ids: WAV files, one for each placeholder
-            in it. Else one WAV file, for the encoder of a speech model.
+        audio: beside a prompt of text, messages or token ids: files of sound, one for each
+            placeholder in it. Else one, for the encoder of a speech model.
         images: likewise: image files, or one for the encoder of a vision model.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same
             forms as ``encoder_prompt``. Absent means the model's default.

@@ -227,7 +227,7 @@ def test_what_is_not_supported_is_refused_by_file_and_key(make: Make, case: str)
         stage_of(make(*modules, **files))
 
 
-DENSE_CONFIG = {"in_features": 64, "out_features": 8, "bias": False}
+DENSE_CONFIG: dict[str, Any] = {"in_features": 64, "out_features": 8, "bias": False}
 DENSE_CONFIG |= {"activation_function": "torch.nn.modules.linear.Identity"}
 WRONG_DENSE: dict[str, tuple[dict[str, Any], dict[str, Tensor] | None, str]] = {
     "an activation": (

@@ -120,7 +120,7 @@ class MllamaPromptRule(DecoderPromptRule):
 
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
     processor = load_image_processor(sources.checkpoint.path)
-    return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES)
+    return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES, sources.media_limits)
 
 
 FAMILY = ModelFamily(

@@ -89,7 +89,8 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
 
 
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
-    return AudioEncoderInputs(sources.model, load_extractor(sources.checkpoint.path))
+    extractor = load_extractor(sources.checkpoint.path)
+    return AudioEncoderInputs(sources.model, extractor, sources.media_limits)
 
 
 FAMILY = ModelFamily(

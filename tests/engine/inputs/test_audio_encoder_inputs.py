@@ -72,21 +72,8 @@ def test_a_whole_window_is_taken_and_more_is_not(tmp_path: Path) -> None:
             make(AudioPrompt(audio))
 
 
-def test_another_sampling_rate_is_resampled_or_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "scipy.signal", None)
-    path = write_wav(tmp_path / "a.wav", tone(0.5, 8_000), 8_000)
-    for prompt in (AudioPrompt(path), AudioPrompt(tone(0.5, 8_000), sampling_rate=8_000)):
-        with pytest.raises(
-            ValueError, match="has 8000 samples per second and the model wants 16000"
-        ):
-            make(prompt)
-
-
 @pytest.mark.parametrize("rate", [8_000, 44_100, 48_000])
 def test_a_resampled_tone_is_the_same_tone(rate: int) -> None:
-    pytest.importorskip("scipy.signal")
     made = make(AudioPrompt(tone(1.0, rate), sampling_rate=rate)).features["input_features"]
     expected = make(AudioPrompt(tone(1.0))).features["input_features"]
     inner = slice(5, -5)  # a filter rings at the ends
@@ -104,7 +91,7 @@ WRONG = {
     "integers": (AudioPrompt(torch.zeros(9, dtype=torch.int16)), "got torch.int16"),
     "a list": (AudioPrompt([0.0, 0.1]), "got list"),
     "not a number": (AudioPrompt(np.array([0.0, np.nan])), "NaN or infinite"),
-    "no rate": (AudioPrompt(tone(0.1), sampling_rate=0), "sampling_rate must be at least 1"),
+    "no rate": (AudioPrompt(tone(0.1), sampling_rate=0), "sampling rate of 0 samples per second"),
     "no file": (AudioPrompt("no.wav"), "'no.wav' cannot be read"),
 }
 
@@ -124,7 +111,7 @@ def test_a_files_own_sampling_rate_cannot_be_contradicted(tmp_path: Path) -> Non
 
 def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
     EXTRACTOR.save_pretrained(tmp_path)
-    assert SampleReader.of(load_extractor(tmp_path)).longest_s == 1.0
+    assert SampleReader.of(load_extractor(tmp_path)).longest.seconds == 1.0
 
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:

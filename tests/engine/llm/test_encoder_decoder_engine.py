@@ -356,7 +356,7 @@ def test_bad_sound_fails_alone(tmp_path: Path, seeded: Callable[[str], str]) -> 
     (tmp_path / "no.wav").write_text("this is no sound")
     bad = {
         write_wav(tmp_path / "empty.wav", np.zeros(0)): "empty",
-        tmp_path / "no.wav": "not a WAV file",
+        tmp_path / "no.wav": "is none of WAV",
         write_wav(tmp_path / "long.wav", np.zeros(2 * SAMPLING_RATE + 1600)): (
             "2.10 s long, but the model takes 2 s at most"
         ),

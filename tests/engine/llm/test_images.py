@@ -312,7 +312,7 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
         (
             1,
             {"image": [picture(0, (1, 4000))]},
-            "image 0: the image of 1 x 4000 pixels cannot be processed",
+            "image 0: it has 1 x 4000 pixels, and one side",
         ),
     ],
 )

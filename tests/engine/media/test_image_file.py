@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import tracemalloc
+import zlib
+from base64 import b64encode
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
+from engine.interface.media_limits import MediaLimits
 from engine.media.image_file import open_image
 
 ORIENTATION = 0x0112
@@ -52,3 +61,107 @@ def test_numbers_without_a_white_are_refused(tmp_path: Path, mode: str) -> None:
     image.save(tmp_path / "numbers.tiff")
     with pytest.raises(ValueError, match=r"numbers\.tiff' cannot be read: its pixels are of mode"):
         open_image(tmp_path / "numbers.tiff")
+
+
+def encoded(format: str, size: tuple[int, int] = (60, 40)) -> bytes:
+    file = BytesIO()
+    Image.fromarray(PIXELS).resize(size).save(file, format=format)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_every_format_is_seen_in_every_form(format: str, tmp_path: Path) -> None:
+    content = encoded(format)
+    path = tmp_path / "no ending"
+    path.write_bytes(content)
+    url = f"data:image/{format.lower()};base64,{b64encode(content).decode()}"
+    expected = np.asarray(Image.open(BytesIO(content)).convert("RGB"))
+    for form in (path, str(path), content, url):
+        assert (np.asarray(open_image(form)) == expected).all()
+
+
+@pytest.mark.parametrize("format", ["PPM", "ICO", "PCX", "TGA", "EPS"])
+def test_other_formats_are_refused(format: str) -> None:
+    with pytest.raises(ValueError, match="the image cannot be read: it is none of PNG, JPEG, WebP"):
+        open_image(encoded(format))
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_the_first_picture_of_an_animation_is_taken(format: str) -> None:
+    first, *rest = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green"))
+    file = BytesIO()
+    first.save(file, format=format, save_all=True, append_images=rest, lossless=True)
+    assert (np.asarray(open_image(file.getvalue())) == (255, 0, 0)).all()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of black and white pixels whose rows are all alike, cut off after some of them."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + check
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(1 + width // 8) * 100)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows)
+
+
+@pytest.mark.parametrize(("width", "height"), [(8_193, 8_192), (13_300, 13_300), (60_000, 60_000)])
+def test_a_bomb_is_refused_before_it_is_decoded(width: int, height: int) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="the image cannot be read: .* pixels"):
+            open_image(bomb(width, height))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_limit_is_named_and_can_be_raised() -> None:
+    image = Image.new("1", (50, 40))
+    file = BytesIO()
+    image.save(file, format="PNG")
+    small, enough = MediaLimits(max_image_pixels=1999), MediaLimits(max_image_pixels=2000)
+    for form in (image, file.getvalue(), PIXELS[:, :50]):
+        with pytest.raises(ValueError, match="50 x 40 pixels, and 1999 are .*max_image_pixels"):
+            open_image(form, small)
+        assert open_image(form, enough).size == (50, 40)
+    with pytest.raises(ValueError, match="less than or equal to 89478485"):
+        MediaLimits(max_image_pixels=(Image.MAX_IMAGE_PIXELS or 0) + 1)
+    with pytest.raises(ValueError, match="has .* bytes, but 10 are the most"):
+        open_image(file.getvalue(), MediaLimits(max_file_bytes=10))
+
+
+def test_a_strip_that_would_be_scaled_up_to_gigabytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 x 201 pixels, and one side may be 200 times the other"):
+        open_image(Image.new("RGB", (1, 201)))
+    assert open_image(Image.new("RGB", (200, 1))).size == (200, 1)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="cannot be read: it is a named pipe"):
+        open_image(tmp_path / "pipe")
+
+
+WHOLE = [encoded(format) for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+
+
+@given(
+    content=st.sampled_from(WHOLE),
+    keep=st.floats(0, 1),
+    damage=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
+)
+def test_a_damaged_file_is_seen_or_refused_by_name(
+    content: bytes, keep: float, damage: list[tuple[float, int]]
+) -> None:
+    broken = bytearray(content)
+    for place, value in damage:
+        broken[int(place**4 * (len(broken) - 1))] = value
+    try:
+        found = open_image(bytes(broken[: round(keep * len(broken))]))
+    except ValueError as error:
+        assert str(error).startswith("the image cannot be read: ")
+    else:
+        assert found.mode == "RGB"
+        assert found.width * found.height <= MediaLimits().max_image_pixels

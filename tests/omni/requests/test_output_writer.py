@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform
-from engine.media.wav_file import read_wav
+from engine.media.media_source import MediaSource
+from engine.media.sound_file import LongestSound, read_sound
 from omni.requests.output_writer import OutputWriter, file_name
 from omni.requests.request import OmniOutput
 from omni.requests.run_record import RunRecord
@@ -123,7 +124,9 @@ def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) ->
     (line,) = lines(tmp_path)
     file = line["stages"]["Voice"]["audio"]
     assert file == f"audio/{file_name('r/1')}/{file_name('Voice')}.wav"
-    heard, rate = read_wav(tmp_path / file, longest_s=1.0)
+    heard, rate = read_sound(
+        MediaSource(tmp_path / file, "audio", 2**20), longest=LongestSound(1.0)
+    )
     assert rate == 24_000
     torch.testing.assert_close(torch.from_numpy(heard), samples, atol=2**-14, rtol=0)
     assert not list(tmp_path.rglob("*.partial"))

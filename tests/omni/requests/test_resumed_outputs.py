@@ -347,8 +347,8 @@ class FullDisk:
         self._fails = fails
         for name in ("write", "open", "replace", "mkdir", "fsync", "unlink"):
             patch.setattr(os, name, self._counted(getattr(os, name)))
-        for name in ("save_file", "write_wav"):
-            patch.setattr(output_line, name, self._counted(getattr(output_line, name)))
+        patch.setattr(output_line, "save_file", self._counted(output_line.save_file))
+        patch.setattr(Waveform, "save", self._counted(Waveform.save))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""WAV files of every width give the samples that were written; all others are refused by name."""
+"""Sound gives the samples that were written; what is none, or lies, is refused by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.media.wav_file import read_wav
+from engine.media.media_source import MediaSource
+from engine.media.sound_file import LongestSound, read_sound
 
 
-def write(path: Path, data: bytes, *, width: int = 2, channels: int = 1, rate: int = 100) -> Path:
+def read_wav(path: Path, *, longest_s: float) -> tuple[np.ndarray, int]:
+    return read_sound(MediaSource(path, "audio", 2**28), longest=LongestSound(longest_s))
+
+
+def write(path: Path, data: bytes, *, width: int = 2, channels: int = 1, rate: int = 1000) -> Path:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(channels)
         file.setsampwidth(width)
@@ -46,7 +51,7 @@ def riff(*chunks: bytes, size: int | None = None) -> bytes:
 def fmt(
     kind: int = 1,
     channels: int = 1,
-    rate: int = 100,
+    rate: int = 1000,
     bits: int = 16,
     *,
     extensible: bool = False,
@@ -72,7 +77,7 @@ samples = st.lists(st.integers(-128, 127), min_size=1, max_size=20)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-@given(values=samples, rate=st.integers(100, 48_000))
+@given(values=samples, rate=st.integers(1_000, 192_000))
 def test_every_width_gives_the_samples_back(
     width: int, values: list[int], rate: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -95,9 +100,9 @@ def test_channels_are_averaged(
 
 
 def test_the_longest_that_is_allowed_is_read_and_one_sample_more_is_not(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.wav", bytes(2 * 150))
-    assert len(read_wav(path, longest_s=1.5)[0]) == 150
-    longer = write(tmp_path / "b.wav", bytes(2 * 151))
+    path = write(tmp_path / "a.wav", bytes(2 * 1500))
+    assert len(read_wav(path, longest_s=1.5)[0]) == 1500
+    longer = write(tmp_path / "b.wav", bytes(2 * 1510))
     with pytest.raises(
         ValueError, match=r"b\.wav' is 1\.51 s long, but the model takes 1\.5 s at most"
     ):
@@ -132,25 +137,37 @@ def wrong_format(**changes: object) -> bytes:
 
 AMBISONIC = bytes.fromhex("01000000 2107 d311 8644 c8c1ca000000")
 
+NONE_OF = "cannot be read: it is none of WAV of PCM or float samples, FLAC, OGG .* or MP3"
+NO_SOUND = "cannot be read as sound: "
+NO_WAV = "is no WAV file that can be read: "
+NOT_PCM = "and what is read is WAV of PCM or float samples, FLAC"
+
 WRONG = {
-    "nothing": (b"", "is not a WAV file of PCM samples: it ends too early"),
-    "text": (b"hello, this is a text and no sound\n" * 9, "is not a WAV file of PCM samples"),
-    "a header alone": (b"RIFF\x04\0\0\0WAVE", "is not a WAV file of PCM samples"),
-    "a FLAC file": (b"fLaC\0\0\0\x22" + bytes(60), "is not a WAV file of PCM samples"),
+    "nothing": (b"", NONE_OF),
+    "text": (b"hello, this is a text and no sound\n" * 9, NONE_OF),
+    "a header alone": (b"RIFF\x04\0\0\0WAVE", f"{NO_WAV}it ends before its samples"),
+    "a header of FLAC": (b"fLaC\0\0\0\x22" + bytes(60), NO_SOUND),
+    "a header of OGG": (b"OggS" + bytes(60), NO_SOUND),
+    "a header of MP3": (b"ID3" + bytes(600), NO_SOUND),
     "another RIFF file": (b"RIFF\x04\0\0\0AVI " + bytes(60), "it does not begin as one"),
-    "ADPCM": (wrong_format(kind=2, bits=4), r"kind 2 \(ADPCM\); convert it to 16-bit PCM"),
-    "A-law": (wrong_format(kind=6, bits=8), r"kind 6 \(A-law\); convert it to 16-bit PCM"),
-    "mu-law": (wrong_format(kind=7, bits=8), r"kind 7 \(mu-law\); convert it to 16-bit PCM"),
-    "a strange kind": (wrong_format(kind=4711), "of kind 4711; convert it to 16-bit PCM"),
-    "extensible mu-law": (wrong_format(kind=7, bits=8, extensible=True), r"kind 7 \(mu-law\)"),
-    "extensible in itself": (wrong_format(kind=0xFFFE, extensible=True), "kind 65534"),
+    "AIFF": (b"FORM\0\0\0\x04AIFF" + bytes(60), NONE_OF),
+    "RF64": (b"RF64\xff\xff\xff\xffWAVE" + bytes(60), NONE_OF),
+    "ADPCM": (wrong_format(kind=2, bits=4), NO_SOUND),
+    "A-law": (wrong_format(kind=6, bits=8), f"is WAV of ALAW, {NOT_PCM}"),
+    "mu-law": (wrong_format(kind=7, bits=8), f"is WAV of ULAW, {NOT_PCM}"),
+    "a strange kind": (wrong_format(kind=4711), NO_SOUND),
+    "extensible mu-law": (wrong_format(kind=7, bits=8, extensible=True), NOT_PCM),
+    "extensible in itself": (wrong_format(kind=0xFFFE, extensible=True), NO_SOUND),
     "ambisonic": (wrong_format(extensible=True, subformat=AMBISONIC), "kind 010000002107"),
     "no extension": (wrong_format(kind=0xFFFE), "its format ends too early"),
     "half a format": (riff(chunk(b"fmt ", bytes(14))), "its format ends too early"),
-    "no channels": (wrong_format(channels=0), "it has no channels"),
-    "no rate": (wrong_format(rate=0), "says that it has 0 samples per second"),
-    "no bits": (wrong_format(bits=0), "integers of 0 bits"),
-    "wide integers": (wrong_format(bits=64), "integers of 64 bits"),
+    "no channels": (wrong_format(channels=0), "it states 0 channels of 16 bits"),
+    "many channels": (wrong_format(channels=65), "has 65 channels, and 64 are the most"),
+    "no rate": (wrong_format(rate=0), NO_SOUND),
+    "a low rate": (wrong_format(rate=999), "sampling rate of 999 .* 1000 to 384000; resample it"),
+    "a high rate": (wrong_format(rate=4_000_037), "has a sampling rate of 4000037 samples per sec"),
+    "no bits": (wrong_format(bits=0), "it states 1 channels of 0 bits"),
+    "wide integers": (wrong_format(bits=64), NO_SOUND),
     "odd floats": (wrong_format(kind=3, bits=31), "floats of 31 bits"),
     "half floats": (wrong_format(kind=3, bits=16), "floats of 16 bits"),
     "a wrong frame": (wrong_format(channels=2, align=3), "states 3 bytes for 2 channels of 2"),
@@ -300,7 +317,12 @@ def test_a_file_that_is_too_long_is_not_read(stated: int, tmp_path: Path) -> Non
         file.truncate(44 + 2**30)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"a\.wav' is 5368709\.12 s long"):
+        with pytest.raises(ValueError, match=r"a\.wav' has 1073741868 bytes, but 268435456 are"):
+            read_wav(path, longest_s=1.0)
+        with path.open("r+b") as file:
+            file.truncate(44 + 2**27)
+        # Cut off, or a stream: as long as it is, and either way too long.
+        with pytest.raises(ValueError, match=r"a\.wav' is 67108\.86 s long"):
             read_wav(path, longest_s=1.0)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:

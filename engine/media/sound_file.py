@@ -1,0 +1,223 @@
+"""Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.media.media_source import MediaSource
+from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
+
+if TYPE_CHECKING:
+    from engine.media.sound_stream import SoundStream
+
+__all__ = ["LongestSound", "check_duration", "check_rate", "read_sound"]
+
+logger = logging.getLogger(__name__)
+
+_LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
+"""Samples per second of a channel. Nobody records beyond these, and resampling would explode."""
+
+_MOST_CHANNELS = 64
+
+_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "WAV": _PCM,
+    "WAVEX": _PCM,
+    "FLAC": _PCM,
+    "OGG": ("VORBIS", "OPUS"),
+    "MP3": ("MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"),
+}
+_WANTED = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus) or MP3"
+# Where the length is not known before the end, libsndfile states the largest number it has.
+_UNKNOWN_FRAMES = 2**62
+_BLOCK_SAMPLES = 2**20
+# MP3 may only estimate its length.
+_ESTIMATE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class LongestSound:
+    """How long a sound may be.
+
+    Attributes:
+        seconds: so long.
+        setting: what a user raises to have more read; None where it is the model's window.
+    """
+
+    seconds: float
+    setting: str | None = None
+
+
+def read_sound(source: MediaSource, *, longest: LongestSound) -> tuple[NDArray[np.float32], int]:
+    """Read a sound; channels are averaged.
+
+    Its rate, channels and length are looked at before any of it is decoded, and decoding ends
+    where a file turns out longer than it says.
+
+    Args:
+        source: what to read.
+        longest: how long it may be.
+
+    Returns:
+        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and how many make a second.
+
+    Raises:
+        ValueError: it cannot be read, is of another kind, is cut off by more than a sample, is
+            beyond a limit, holds NaN or infinity, or no samples at all.
+    """
+    name = source.name
+    with source.open() as file:
+        kind = _kind(file.read(12))
+        file.seek(0)
+        if kind is None:
+            raise ValueError(f"{name} cannot be read: it is none of {_WANTED}; convert it")
+        header = _wav_header(file, name) if kind == "WAV" else None
+        if header is not None and header.num_bytes is None:
+            target = _with_stated_size(file, header, longest, name)
+        else:
+            target = file
+        with _opened(target, name) as sound:
+            check_rate(sound.samplerate, name)
+            if sound.channels > _MOST_CHANNELS:
+                raise ValueError(
+                    f"{name} has {sound.channels} channels, and {_MOST_CHANNELS} are the most"
+                )
+            if sound.frames < _UNKNOWN_FRAMES:
+                check_duration(sound.frames / sound.samplerate, longest, name)
+            samples = _decode(sound, longest, name)
+            _check_whole(sound, len(samples), header, name)
+            return samples, int(sound.samplerate)
+
+
+def check_rate(rate: int, name: str) -> None:
+    """Refuse a sampling rate that no sound has.
+
+    Raises:
+        ValueError: says which it may have.
+    """
+    if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
+        raise ValueError(
+            f"{name} has a sampling rate of {rate} samples per second, and what is read has "
+            f"{_LOWEST_RATE} to {_HIGHEST_RATE}; resample it"
+        )
+
+
+def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
+    """Refuse what is too long.
+
+    Raises:
+        ValueError: says how long it is and how long it may be.
+    """
+    if seconds > longest.seconds:
+        why = f"the model takes {longest.seconds:g} s at most: cut it into shorter pieces"
+        if longest.setting is not None:
+            why = (
+                f"{longest.seconds:g} s are the most that are read: cut it into shorter pieces, or "
+                f"raise {longest.setting}"
+            )
+        raise ValueError(f"{name} is {seconds:.2f} s long, but {why}")
+
+
+def _kind(head: bytes) -> str | None:
+    """Tell the kind of a file by its first bytes; libsndfile would try many more."""
+    if head[:4] == b"RIFF":
+        return "WAV"
+    if head[:4] == b"fLaC":
+        return "FLAC"
+    if head[:4] == b"OggS":
+        return "OGG"
+    # With a tag in front, or with the eleven set bits that every frame begins with.
+    is_mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0)
+    return "MP3" if is_mp3 else None
+
+
+def _wav_header(file: BinaryIO, name: str) -> WavHeader:
+    try:
+        return read_wav_header(file)
+    except WavHeaderError as error:
+        raise ValueError(f"{name} is no WAV file that can be read: {error}; convert it") from error
+    finally:
+        file.seek(0)
+
+
+def _with_stated_size(
+    file: BinaryIO, header: WavHeader, longest: LongestSound, name: str
+) -> BinaryIO:
+    """What was written as a stream, in memory, with the size that it turned out to have."""
+    num_frames = (file.seek(0, os.SEEK_END) - header.begin) // header.frame_bytes
+    check_rate(header.rate, name)
+    check_duration(num_frames / header.rate, longest, name)
+    file.seek(0)
+    content = bytearray(file.read())
+    content[header.begin - 4 : header.begin] = (num_frames * header.frame_bytes).to_bytes(
+        4, "little"
+    )
+    return BytesIO(content)
+
+
+@contextmanager
+def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
+    # Only where there is sound: a text model does not wait for it.
+    from engine.media.sound_stream import LibsndfileError, SoundStream
+
+    # The number of an open file spares a call of Python for every piece that is read.
+    target = file if isinstance(file, BytesIO) else file.fileno()
+    if isinstance(target, int):
+        os.lseek(target, 0, os.SEEK_SET)  # whatever was read ahead from it
+    try:
+        with SoundStream(target, closefd=False) as sound:
+            if sound.subtype not in _KINDS.get(sound.format, ()):
+                raise ValueError(
+                    f"{name} is {sound.format} of {sound.subtype}, and what is read is {_WANTED}; "
+                    "convert it"
+                )
+            yield sound
+    except LibsndfileError as error:
+        raise ValueError(f"{name} cannot be read as sound: {error.error_string}") from error
+
+
+def _decode(sound: SoundStream, longest: LongestSound, name: str) -> NDArray[np.float32]:
+    """All samples, channels averaged, a block at a time."""
+    most = int(longest.seconds * sound.samplerate)
+    block = max(1, _BLOCK_SAMPLES // sound.channels)
+    found: list[NDArray[np.float32]] = []
+    num_found = 0
+    while True:
+        frames = sound.read(block, dtype="float64", always_2d=True)
+        if not len(frames):
+            break
+        num_found += len(frames)
+        if num_found > most:
+            check_duration(num_found / sound.samplerate, longest, name)
+        # A sum may overflow, and so may a wide float that becomes a narrow one: both are infinite.
+        with np.errstate(all="ignore"):
+            found.append(frames.mean(axis=1).astype(np.float32))
+    if not found:
+        raise ValueError(f"{name} is empty: it holds no samples")
+    samples = np.concatenate(found)
+    if not np.isfinite(samples).all():
+        raise ValueError(f"{name} holds samples that are NaN, infinite or too large for float32")
+    return samples
+
+
+def _check_whole(sound: SoundStream, found: int, header: WavHeader | None, name: str) -> None:
+    """Refuse what lost its end, where the file says how long it was."""
+    stated = int(sound.frames)
+    if header is not None and header.num_bytes is not None:
+        stated = header.num_bytes // header.frame_bytes
+    if stated >= _UNKNOWN_FRAMES:
+        return
+    if sound.format == "MP3":
+        if found < _ESTIMATE * stated:
+            logger.warning("%s states %d samples and holds %d: is it whole?", name, stated, found)
+    elif found + 1 < stated:
+        raise ValueError(f"{name} is cut off: its header states {stated} samples, it holds {found}")
