@@ -1,7 +1,7 @@
 """Check, on your own requests, that caching changes nothing, and see what it saves.
 
 Run it with ``python examples/verify_from_python.py``; ``omni verify`` does the same for a YAML
-file. The exit status is 1 if anything differs.
+file. The exit status is 1 if anything differs, and 3 if nothing was hit and so nothing was proven.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def main() -> int:
         report = verify(omni, requests)
     for line in report.lines():
         print(line)
-    return 0 if report.equal else 1
+    if not report.equal or report.failures:
+        return 1
+    return 0 if report.has_hits else 3
 
 
 if __name__ == "__main__":

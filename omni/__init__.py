@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from omni.verification.verify import verify
     from stages import (
         AutoregressiveStage,
+        Completion,
         EncoderStage,
         GeneratorStage,
         Stage,
@@ -49,6 +50,7 @@ __all__ = [
     "AudioPrompt",
     "AutoregressiveStage",
     "ChatPrompt",
+    "Completion",
     "EmbedsPrompt",
     "EncoderStage",
     "EngineConfig",

@@ -10,6 +10,7 @@ from stages.encoder import EncoderStage, EncoderStageConfig
 from stages.generator import GeneratorStage, GeneratorStageConfig
 from stages.stage import (
     FINAL_OUTPUTS,
+    Completion,
     Stage,
     StageInputs,
     StageOutput,
@@ -38,6 +39,7 @@ __all__ = [
     "FINAL_OUTPUTS",
     "AutoregressiveStage",
     "AutoregressiveStageConfig",
+    "Completion",
     "EncoderStage",
     "EncoderStageConfig",
     "GeneratorStage",

@@ -9,7 +9,7 @@ from engine import RequestOutput
 from engine.interface.config import EngineConfig
 from engine.interface.sampling_params import SamplingParams
 from stages.engine_stage import EngineStage
-from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
+from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
@@ -156,9 +156,6 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
 
     def _stage_output(self, output: RequestOutput) -> StageOutput:
         first = output.outputs[0]
-        completions = tuple(
-            (each.text, each.token_ids, each.finish_reason) for each in output.outputs
-        )
         return StageOutput(
             request_id=output.request_id,
             stage=self.name,
@@ -173,7 +170,9 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
             encoder_prompt_token_ids=output.encoder_prompt_token_ids,
             tensors=first.tensors,
             logprobs=first.logprobs,
-            completions=completions if len(completions) > 1 else (),
+            completions=tuple(
+                Completion(each.text, each.token_ids, each.finish_reason) for each in output.outputs
+            ),
             metrics=output.metrics,
         )
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import core_schema
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FINAL_OUTPUTS",
+    "Completion",
     "OneOrMore",
     "Stage",
     "StageInputs",
@@ -55,6 +56,20 @@ class StageRequest:
     cache_salt: str | None = None
 
 
+class Completion(NamedTuple):
+    """One of the ``SamplingParams.n`` answers to a prompt, so far or in the end.
+
+    Attributes:
+        text: generated text; empty from a model without a tokenizer.
+        token_ids: generated ids.
+        finish_reason: None while it goes on.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
 @dataclass(frozen=True, slots=True)
 class StageOutput:
     """What a stage has made of a request, so far or in the end.
@@ -74,8 +89,8 @@ class StageOutput:
         tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
             stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
         logprobs: per generated token, when asked for.
-        completions: with ``SamplingParams.n > 1``, every completion's (text, token_ids,
-            finish_reason); the fields above are the first one's. Empty for ``n == 1``.
+        completions: from a stage that generates tokens, all ``SamplingParams.n`` of them; the
+            fields above are the first one's.
         audio: from a stage that makes sound, the whole of it, when finished; else None.
         audio_delta: what a stage that makes sound has made since the output before; else None.
         metrics: times.
@@ -94,7 +109,7 @@ class StageOutput:
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    completions: tuple[tuple[str, tuple[int, ...], FinishReason | None], ...] = ()
+    completions: tuple[Completion, ...] = ()
     audio: Waveform | None = None
     audio_delta: Waveform | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

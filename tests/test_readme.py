@@ -23,7 +23,7 @@ def snippets(language: str) -> list[str]:
 
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_the_python_pipeline_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    first, _ = snippets("python")
+    first, *_ = snippets("python")
     script = tmp_path / "first.py"
     script.write_text(first)
     runpy.run_path(str(script), run_name="__main__")
@@ -34,12 +34,21 @@ def test_the_python_pipeline_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_python_stream_prints_text_before_sound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    _, streaming = snippets("python")
+    _, streaming, *_ = snippets("python")
     script = tmp_path / "streaming.py"
     script.write_text(streaming)
     runpy.run_path(str(script), run_name="__main__")
     text, *sounds = capsys.readouterr().out.split("s of sound: (")
     assert text.splitlines()[0] and len(sounds) > 1
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_the_test_of_ones_own_passes(tmp_path: Path):
+    (own,) = (block for block in snippets("python") if "omni.testing" in block)
+    script = tmp_path / "own.py"
+    script.write_text(own)
+    (test,) = (value for name, value in runpy.run_path(str(script)).items() if "test_" in name)
+    test()
 
 
 @pytest.mark.usefixtures("checkpoint_cache")

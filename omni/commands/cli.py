@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omni.commands.command import CommandOptions, command
+from omni.commands.command import CommandOptions, Stopped, command
 from omni.commands.options import (
     ExplainOptions,
     ListOptions,
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from omni.requests.request_file import RequestError
 
 __all__ = ["app"]
+
+_NOTHING_PROVEN = 3
+"""Exit status of a verification in which no request hit anything."""
 
 app = typer.Typer(
     help="Multi-stage model pipelines with prefix caching that never changes what comes out.",
@@ -101,7 +104,8 @@ def explain(options: ExplainOptions) -> bool:
 def verify(options: VerifyOptions) -> bool:
     """Run your own requests with and without caches, and compare.
 
-    Exit status 1 if anything differed or a request failed.
+    Exit status 1 if anything differed or a request failed, 3 if nothing was hit: then nothing was
+    proven.
     """
     pipeline = _load(options, options.speaker)
     requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
@@ -111,6 +115,8 @@ def verify(options: VerifyOptions) -> bool:
     with Omni(pipeline) as omni:
         report = verify_requests(omni, requests, atol=options.atol)
     typer.echo("\n".join(report.lines()))
+    if report.equal and not report.failures and not report.has_hits:
+        raise Stopped("error: nothing was proven, since nothing was hit", _NOTHING_PROVEN)
     return report.equal and not report.failures
 
 

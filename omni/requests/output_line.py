@@ -75,10 +75,14 @@ class OutputLines:
         line["num_cached_tokens"] = output.num_cached_tokens
         if output.logprobs is not None:
             line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
-        if output.completions:
+        if len(output.completions) > 1:
             line["completions"] = [
-                {"text": text, "token_ids": list(ids), "finish_reason": reason and reason.value}
-                for text, ids, reason in output.completions
+                {
+                    "text": each.text,
+                    "token_ids": list(each.token_ids),
+                    "finish_reason": each.finish_reason and each.finish_reason.value,
+                }
+                for each in output.completions
             ]
         if "tensors" in wanted and output.tensors:
             line["tensors"] = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine import Prompt, SamplingParams
 from stages import StageOutput
 
-__all__ = ["OmniOutput", "OmniRequest"]
+__all__ = ["OmniOutput", "OmniRequest", "Requests", "as_requests"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,28 @@ class OmniRequest:
         if not isinstance(value, kind):
             wanted = getattr(kind, "__name__", kind)
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
+"""One request or several; a prompt is a request with nothing else to say."""
+
+
+def as_requests(requests: Requests) -> list[OmniRequest]:
+    """List what a user gave as requests.
+
+    Raises:
+        ValueError: it is none of the forms of :data:`Requests`.
+    """
+    given: object = requests
+    # A mapping would run as well: each of its keys as a prompt.
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):
+        raise ValueError(
+            "requests must be a prompt (such as a str, TextPrompt or ChatPrompt), an OmniRequest, "
+            f"or a list of these, got {type(given).__name__}"
+        )
+    several: Iterable[Prompt | OmniRequest]
+    several = [requests] if isinstance(requests, Prompt | OmniRequest) else requests
+    return [each if isinstance(each, OmniRequest) else OmniRequest(each) for each in several]
 
 
 @dataclass(frozen=True, slots=True)

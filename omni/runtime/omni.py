@@ -6,24 +6,22 @@ import asyncio
 import queue
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from engine import Prompt
 from engine.interface.ownership import Ownership
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.requests.request import OmniOutput, OmniRequest
+from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Ticket
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageStats
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
-_Requests: TypeAlias = Prompt | OmniRequest | Sequence[Prompt | OmniRequest]
 _News: TypeAlias = tuple[int, OmniOutput | BaseException]
 
 
@@ -76,7 +74,7 @@ class Omni:
         )
 
     def generate(
-        self, requests: _Requests, *, on_progress: Callable[[OmniOutput], None] | None = None
+        self, requests: Requests, *, on_progress: Callable[[OmniOutput], None] | None = None
     ) -> list[OmniOutput]:
         """Run requests to their end.
 
@@ -93,7 +91,7 @@ class Omni:
             RuntimeError: the pipeline is closed, its driver crashed, or this thread drives the
                 pipeline itself; or this is a fork of the process that made it.
         """
-        batch = _as_requests(requests)
+        batch = as_requests(requests)
         last: list[OmniOutput | None] = [None] * len(batch)
         for position, output in self._run(batch):
             if on_progress is not None:
@@ -102,21 +100,21 @@ class Omni:
                 last[position] = output
         return [output for output in last if output is not None]
 
-    def stream(self, requests: _Requests) -> Generator[OmniOutput, None, None]:
+    def stream(self, requests: Requests) -> Generator[OmniOutput, None, None]:
         """Run requests and get every output as it comes; errors are those of :meth:`generate`.
 
         Leaving the loop early aborts what is still running.
         """
-        for _, output in self._run(_as_requests(requests)):
+        for _, output in self._run(as_requests(requests)):
             yield output
 
-    async def astream(self, requests: _Requests) -> AsyncGenerator[OmniOutput, None]:
+    async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
         """The same for coroutines, of which several may run at once.
 
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
         """
         self._ownership.check()
-        batch = _as_requests(requests)
+        batch = as_requests(requests)
         news: asyncio.Queue[_News] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         running: dict[int, Ticket] = {}
@@ -207,19 +205,6 @@ def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
     if output.finished:
         del running[position]
     return position, output
-
-
-def _as_requests(requests: _Requests) -> list[OmniRequest]:
-    given: object = requests
-    # A mapping would run as well: each of its keys as a prompt.
-    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable | Prompt | OmniRequest):
-        raise ValueError(
-            "requests must be a prompt (such as a str, TextPrompt or ChatPrompt), an OmniRequest, "
-            f"or a list of these, got {type(given).__name__}"
-        )
-    several: Iterable[Prompt | OmniRequest]
-    several = [requests] if isinstance(requests, Prompt | OmniRequest) else requests
-    return [each if isinstance(each, OmniRequest) else OmniRequest(each) for each in several]
 
 
 def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from omni.pipelines.pipeline import Pipeline
-from omni.requests.request import OmniRequest
+from omni.requests.request import OmniRequest, Requests, as_requests
 from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
 from omni.verification.output_comparison import WAVEFORM, compare_outputs
@@ -32,9 +32,7 @@ __all__ = ["verify"]
 _NUM_REGROUPED = 4
 
 
-def verify(
-    omni: Omni, requests: Sequence[OmniRequest], *, atol: float | None = None
-) -> VerifyReport:
+def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> VerifyReport:
     """Show that caching changes nothing, on the user's own requests, and what it saves.
 
     After a warm-up, the requests run three times: uncached; with caches that start empty (requests
@@ -54,20 +52,24 @@ def verify(
 
     Args:
         omni: no request may be running. Its caches are reset, and left warm.
-        requests: what to run.
+        requests: what to run, one or several, as prompts or as :class:`OmniRequest`. Where none
+            of them hits anything, nothing is proven: see ``VerifyReport.has_hits``.
         atol: how far tensor elements may be apart in a row whose largest is 1 or less; in
             proportion in others. It replaces the measurement.
 
     Raises:
-        ValueError: there are no requests, two share an id, or ``atol`` is negative.
+        ValueError: there are no requests or what is none, two share an id, or ``atol`` is negative.
         RuntimeError: requests are running, or ``omni`` is closed.
     """
-    if not requests:
+    if not isinstance(omni, Omni):
+        raise ValueError(f"verify runs requests over an Omni, got {omni!r}: open it first")
+    batch = as_requests(requests)
+    if not batch:
         raise ValueError("there is nothing to verify: no request was given")
     if atol is not None and not atol >= 0:
         raise ValueError(f"atol must not be negative, got {atol}")
     with omni.paused() as pipeline:
-        prepared = [_prepare(pipeline, index, each) for index, each in enumerate(requests)]
+        prepared = [_prepare(pipeline, index, each) for index, each in enumerate(batch)]
         ids = [request.request_id for request in prepared]
         twice = sorted({str(request_id) for request_id in ids if ids.count(request_id) > 1})
         if twice:
@@ -255,6 +257,7 @@ def _report(
                 cold_s=cold.work[name].busy_s,
                 warm_s=warm.work[name].busy_s,
                 has_cache=pipeline.stages[name].has_cache,
+                encoder_hits=cold.work[name].encoder_hits + warm.work[name].encoder_hits,
             )
             for name in pipeline.order
         ),

@@ -100,6 +100,7 @@ class StageVerification:
         prompt_tokens: tokens of its inputs in one run.
         cold_hit_tokens: of these, what the cache saved in the cold run.
         warm_hit_tokens: the same in the warm run.
+        encoder_hits: encodings of images, sounds and the like that the cached runs found there.
         tensors: those that were compared, by name.
         uncached_s: seconds that it worked in the uncached run.
         cold_s: the same in the cold run.
@@ -116,6 +117,12 @@ class StageVerification:
     cold_s: float
     warm_s: float
     has_cache: bool = True
+    encoder_hits: int = 0
+
+    @property
+    def has_hits(self) -> bool:
+        """Whether anything that it had cached was used, so that a comparison says something."""
+        return bool(self.cold_hit_tokens or self.warm_hit_tokens or self.encoder_hits)
 
     @property
     def saved_s(self) -> float:
@@ -146,6 +153,11 @@ class VerifyReport:
     def equal(self) -> bool:
         """Whether nothing differed: not with the caches on, and not with other batch mates."""
         return not self.differences
+
+    @property
+    def has_hits(self) -> bool:
+        """Whether any stage used what it had cached. Without a hit nothing was proven."""
+        return any(stage.has_hits for stage in self.stages)
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -179,6 +191,13 @@ class VerifyReport:
             if cached
             else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
         ]
+        if self.equal and not self.has_hits:
+            lines.insert(
+                0,
+                "NOTHING WAS PROVEN: no request used anything that was cached, and all runs did "
+                "the same work. Whole blocks of block_size tokens are cached: give longer "
+                "prompts, which hit when they run again",
+            )
         if regrouped:
             lines.append(
                 f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
@@ -193,6 +212,10 @@ def _where(run: Run) -> str:
 def _stage_lines(stage: StageVerification) -> list[str]:
     if stage.has_cache:
         hits = f"hits {stage.cold_hit_tokens} cold and {stage.warm_hit_tokens} warm"
+        if stage.encoder_hits:
+            hits += f", {stage.encoder_hits} encodings found"
+        if not stage.has_hits:
+            hits += ": nothing was proven of this stage"
         saved = f", {stage.saved_s:.3f} saved"
     else:  # what its runs took less or more is noise
         hits, saved = "no cache of its own: computed anew in every run", ""

@@ -105,8 +105,13 @@ def test_a_request_may_bring_its_own_sampling_and_embeddings(config: EngineConfi
         stage, StageRequest("own", PROMPT, sampling=sampling), StageRequest("embeds", embeds)
     )
     assert len(outputs["own"].token_ids) == 2
-    assert [len(token_ids) for _, token_ids, _ in outputs["own"].completions] == [2, 2, 2]
-    assert outputs["embeds"].completions == ()
+    assert [len(each.token_ids) for each in outputs["own"].completions] == [2, 2, 2]
+    for output in outputs.values():
+        first = output.completions[0]
+        assert (first.text, first.token_ids, first.finish_reason) == (
+            *(output.text, output.token_ids, output.finish_reason),
+        )
+    assert len(outputs["embeds"].completions) == 1
     assert outputs["embeds"].tensors["hidden_states"].shape == (8, stage.hidden_size)
 
 

@@ -306,8 +306,16 @@ def test_verify_exits_with_1_when_a_request_fails_in_every_run(tmp_path: Path) -
     assert "failed without caching, not compared: request 'long'" in result.stdout
 
 
+def test_verify_exits_with_3_when_nothing_was_hit() -> None:
+    """A prompt of less than a block, and outputs that are none either."""
+    result = omni("verify", "two_step", "-p", "Hi", *SHORT)
+    assert result.exit_code == 3, result.output
+    assert result.output.startswith("NOTHING WAS PROVEN")
+
+
 def test_verify_takes_a_tolerance() -> None:
-    result = omni("verify", "two_step", "-p", "A quick brown fox", *SHORT, "--atol", "0.5")
+    prompt = "A quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
+    result = omni("verify", "two_step", "-p", prompt, *SHORT, "--atol", "0.5")
     assert result.exit_code == 0, result.stdout
     assert "allowed 5.0e-01\n" in result.stdout
     assert "noise" not in result.stdout

@@ -20,7 +20,7 @@ from engine.media.sound_file import LongestSound, read_sound
 from omni.requests.output_writer import OutputWriter, file_name
 from omni.requests.request import OmniOutput
 from omni.requests.run_record import RunRecord
-from stages import StageOutput
+from stages import Completion, StageOutput
 
 FINAL = {"writer": ("text",), "encoder": ("tensors",)}
 
@@ -254,7 +254,10 @@ def test_logprobs_and_further_completions_are_written_when_they_were_asked_for(
         token_ids=(1,),
         finish_reason=FinishReason.STOP,
         logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5), (2, -math.inf))),),
-        completions=(("a", (1,), FinishReason.STOP), ("b", (2,), FinishReason.LENGTH)),
+        completions=(
+            Completion("a", (1,), FinishReason.STOP),
+            Completion("b", (2,), FinishReason.LENGTH),
+        ),
     )
     with Written(tmp_path, FINAL) as writer:
         writer.write(0, OmniOutput("r", {"writer": stage}, finished=True))

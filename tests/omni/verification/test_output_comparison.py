@@ -13,7 +13,7 @@ from torch import Tensor
 from engine import FinishReason, SamplingParams, TokenLogprobs, Waveform
 from omni.verification.output_comparison import Comparison, compare_outputs
 from omni.verification.tolerance import Spread, Tolerance
-from stages import StageOutput
+from stages import Completion, StageOutput
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
@@ -59,7 +59,11 @@ def test_an_output_equals_itself() -> None:
         ({"token_ids": (8, 7)}, "tokens", "generated token 1 is 7, without caching 9"),
         ({"token_ids": (8,)}, "tokens", "generated token 1 is not there, without caching 9"),
         ({"text": "other"}, "tokens", "text is 'other', without caching 't'"),
-        ({"completions": (("x", (1,), None),)}, "tokens", "further completions"),
+        (
+            {"completions": (Completion("t", (8, 9), None), Completion("x", (1,), None))},
+            "tokens",
+            "further completions",
+        ),
         ({"finish_reason": FinishReason.STOP}, "finish_reason", "is stop, without caching length"),
     ],
 )

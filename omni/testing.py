@@ -1,0 +1,50 @@
+"""Assertions for users' own tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.requests.request import Requests
+from omni.runtime.omni import Omni
+from omni.verification.verify import verify
+from omni.verification.verify_report import VerifyReport
+
+__all__ = ["assert_cached_equals_uncached"]
+
+
+def assert_cached_equals_uncached(
+    config: str | Path | PipelineConfig | Pipeline | Omni,
+    requests: Requests,
+    *,
+    atol: float | None = None,
+) -> VerifyReport:
+    """Assert that caching changes nothing in a pipeline, and that something was hit at all. ::
+
+        def test_my_pipeline_may_cache() -> None:
+            assert_cached_equals_uncached("my_pipeline.yaml", ["a prompt of more than a block"])
+
+    Args:
+        config: an ``Omni``, which stays open, its caches warm; or what one is made of, which is
+            closed in the end.
+        requests: what to run, one or several, as prompts or as ``OmniRequest``.
+        atol: see :func:`~omni.verification.verify.verify`.
+
+    Returns:
+        What was found, in numbers.
+
+    Raises:
+        AssertionError: something differs, a request failed, or none used what was cached; with the
+            whole report.
+        ValueError: the config or the requests are wrong.
+    """
+    __tracebackhide__ = True  # pytest shows the caller's line, not these
+    if isinstance(config, Omni):
+        report = verify(config, requests, atol=atol)
+    else:
+        with Omni(config) as omni:
+            report = verify(omni, requests, atol=atol)
+    if not report.equal or report.failures or not report.has_hits:
+        raise AssertionError("\n".join(report.lines()))
+    return report
