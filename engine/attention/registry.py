@@ -23,12 +23,15 @@ def resolve_backend_name(
     That is xformers on CUDA, native on a CPU, and torch where those cannot run.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or its kernels cannot be had.
     """
     if name not in BACKEND_NAMES:
         raise ValueError(
             f"unknown attention backend {name!r}; known are {', '.join(BACKEND_NAMES)}"
         )
+    if name == "native":
+        # Its kernels are the layers' as well, which are made before any backend.
+        NativeBackend.check_support(torch.device(device), dtype, block_size)
     if name != "auto":
         return name
     device = torch.device(device)

@@ -36,7 +36,7 @@ from prefix_cache import ContentSpan, content_hash, whole_input_hash
 
 __all__ = ["EncoderEngine"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 class EncoderEngine(Engine[EncoderOutput]):

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 
 __all__ = ["CacheFolderError", "DiskCache", "cache_root"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 _SUMS = "SHA256SUMS"
 # Longer than any build takes. Who waited for so long builds beside the other, which is safe.

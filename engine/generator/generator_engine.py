@@ -38,7 +38,7 @@ from prefix_cache import IntegrityError
 
 __all__ = ["GeneratorEngine"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 class GeneratorEngine(Engine[GeneratorOutput]):

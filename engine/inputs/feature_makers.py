@@ -30,7 +30,7 @@ __all__ = [
     "load_feature_makers",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 _GRID = "image_grid_thw"
 

@@ -47,7 +47,7 @@ from prefix_cache import (
 
 __all__ = ["EngineParts", "build_engine_parts"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 # The warm-up runs two requests, of three tokens and of two.
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5

@@ -27,7 +27,7 @@ from prefix_cache import check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 class LLMEngine(Engine[RequestOutput]):

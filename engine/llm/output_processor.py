@@ -18,7 +18,7 @@ from prefix_cache import KVCacheManager
 
 __all__ = ["OutputProcessor"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LongestSound", "check_duration", "check_rate", "read_sound"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 _LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
 """Samples per second of a channel. Nobody records beyond these, and resampling would explode."""

@@ -15,7 +15,7 @@ from engine.models.family import ModelFamily
 
 __all__ = ["ENTRY_POINTS", "FAMILIES", "FamilyRegistry", "FamilyRow", "register_model_family"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 ENTRY_POINTS = "omni_pipeline.model_families"
 """Group of the entry points by which other packages bring families."""

@@ -14,7 +14,7 @@ from engine.native.kernels import NativeKernels, PagedSpans
 
 __all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 def load_kernels() -> NativeKernels:
@@ -24,6 +24,7 @@ def load_kernels() -> NativeKernels:
         NativeBuildError: they are turned off, or cannot be built or loaded; says why.
     """
     if os.environ.get("OMNI_NATIVE") == "0":
+        _say_that_they_are_turned_off()
         raise NativeBuildError("native kernels are turned off by OMNI_NATIVE=0")
     loaded = _load_once()
     if isinstance(loaded, NativeBuildError):
@@ -37,5 +38,10 @@ def _load_once() -> NativeKernels | NativeBuildError:
     try:
         return NativeKernels(compile_kernels())
     except NativeBuildError as error:
-        logger.info("no native kernels, torch does their work: %s", error)
+        logger.warning("no native kernels, torch does their work, more slowly: %s", error)
         return error
+
+
+@cache
+def _say_that_they_are_turned_off() -> None:
+    logger.info("no native kernels, torch does their work: OMNI_NATIVE=0 turns them off")

@@ -11,7 +11,7 @@ from engine.scheduling.scheduler_output import SchedulerOutput
 
 __all__ = ["FaultIsolation"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"omni.{__name__}")
 
 
 @dataclass(slots=True)

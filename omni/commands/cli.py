@@ -174,7 +174,8 @@ def _load(
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 
-    pipeline = PipelineConfig.load(options.config, parse_overrides(options.overrides or []))
+    overrides = parse_overrides(options.overrides or [])
+    pipeline = PipelineConfig.load(options.config, overrides, flag="--set")
     if isinstance(options, RunOptions | VerifyOptions):
         pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)
     return pipeline if speaker is None else with_speaker(pipeline, speaker)

@@ -145,7 +145,7 @@ def _speak(omni: Omni, request: OmniRequest, question: str) -> str | None:
 @contextmanager
 def _builds_told() -> Iterator[None]:
     """Say what is built on a first start, and nothing on later ones."""
-    logger = logging.getLogger("engine.files.disk_cache")
+    logger = logging.getLogger("omni.engine.files.disk_cache")
     handler, level = _Told(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -45,7 +45,7 @@ def explain_validation_error(
     data: Any,
     *,
     source: str | None = None,
-    lines: Mapping[Place, int] | None = None,
+    lines: Mapping[Place, int | str] | None = None,
     within: Place = (),
 ) -> str:
     """Describe every mistake that a validation found, one a line.
@@ -55,7 +55,8 @@ def explain_validation_error(
         model: the class that ``data`` was validated against.
         data: what was validated: mappings, lists and scalars.
         source: file that ``data`` came from, named before each message.
-        lines: line numbers by place, where they are known.
+        lines: line numbers by place, where they are known; for a place whose value does not come
+            from ``source``, text that says what it comes from, such as a flag.
         within: where ``data`` itself stands, named before each place.
 
     Returns:
@@ -72,8 +73,14 @@ def explain_validation_error(
             continue
         place, message = _explain(finding, model, data)
         line = _nearest_line(place, lines or {})
-        parts = [f"{source}:{line}" if line else source, dotted(within + place), message]
-        messages.append(": ".join(part for part in parts if part))
+        at = dotted(within + place)
+        if isinstance(line, str):
+            # A flag names its place already.
+            where = (line,) if line.endswith(at) else (line, at)
+        else:
+            where = (f"{source}:{line}" if line else source or "", at)
+            message += _beneath(place, lines or {})
+        messages.append(": ".join(part for part in (*where, message) if part))
     return "\n".join(dict.fromkeys(messages))
 
 
@@ -219,7 +226,17 @@ def _number_hint(finding: ErrorDetails) -> str:
     return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
 
 
-def _nearest_line(place: Place, lines: Mapping[Place, int]) -> int | None:
+def _beneath(place: Place, lines: Mapping[Place, int | str]) -> str:
+    """Name what gave parts of a value: the mistake may be there as well."""
+    given = [
+        line
+        for part, line in lines.items()
+        if isinstance(line, str) and part[: len(place)] == place
+    ]
+    return f" (with {', '.join(given)})" if given else ""
+
+
+def _nearest_line(place: Place, lines: Mapping[Place, int | str]) -> int | str | None:
     while place:
         if place in lines:
             return lines[place]

@@ -14,7 +14,7 @@ from omni.documents.document_error import ConfigError
 from omni.documents.document_limits import DocumentLimits
 from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
-from omni.documents.yaml_document import YamlDocument
+from omni.documents.yaml_document import Place, YamlDocument
 
 __all__ = ["load_config", "parse_overrides", "shipped_configs"]
 
@@ -27,7 +27,13 @@ def shipped_configs() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str, Any]) -> _Config:
+def load_config(
+    model: type[_Config],
+    config: str | Path,
+    overrides: Mapping[str, Any],
+    *,
+    flag: str = "overrides:",
+) -> _Config:
     """Read a YAML file into a model.
 
     Values must have the model's types: a number in quotes is not a number.
@@ -37,6 +43,7 @@ def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str
         config: path of a YAML file, or the name of one that is shipped, such as ``two_step``.
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             the file's.
+        flag: what an error in ``overrides`` names before the place.
 
     Raises:
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
@@ -48,15 +55,19 @@ def load_config(model: type[_Config], config: str | Path, overrides: Mapping[str
         raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
     data = json.loads(json.dumps(document.data, default=str))
+    lines: dict[Place, int | str] = dict(document.lines)
     for place, value in overrides.items():
-        _override(data, place, value)
+        _override(data, place, value, f"{flag} {place}")
+        keys = tuple(place.split("."))
+        lines = {key: line for key, line in lines.items() if key[: len(keys)] != keys}
+        lines[keys] = f"{flag} {place}"
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(
             json.dumps(data, default=str), strict=True, context={"base_dir": base_dir}
         )
     except ValidationError as error:
-        message = explain_validation_error(error, model, data, source=label, lines=document.lines)
+        message = explain_validation_error(error, model, data, source=label, lines=lines)
     raise ConfigError(message)
 
 
@@ -114,18 +125,18 @@ def _text_of(path: Path) -> str:
     return content.decode("utf-8")
 
 
-def _override(data: dict[str, Any], place: str, value: Any) -> None:
+def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
     """Put ``value`` at a dotted place, making the mappings in between that are not there yet."""
     *parents, key = place.split(".")
     at = data
     for depth, parent in enumerate(parents):
         if depth == 1 and parents[0] == "stages" and parent not in at:
-            raise ConfigError(f"--set {place}: unknown stage {parent!r}{suggest(parent, at)}")
+            raise ConfigError(f"{flag}: unknown stage {parent!r}{suggest(parent, at)}")
         # A key without a value is None in YAML.
         if at.get(parent) is None:
             at[parent] = {}
         at = at[parent]
         if not isinstance(at, dict):
             above = ".".join(parents[: depth + 1])
-            raise ConfigError(f"--set {place}: {above} is no mapping but {at!r}")
+            raise ConfigError(f"{flag}: {above} is no mapping but {at!r}")
     at[key] = value

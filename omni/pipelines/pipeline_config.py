@@ -15,11 +15,13 @@ from pydantic import (
     Field,
     PlainValidator,
     SerializeAsAny,
+    ValidationError,
     ValidationInfo,
     model_validator,
 )
 
 from omni.documents.document_error import PlacedError
+from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
@@ -75,9 +77,15 @@ class PipelineConfig(BaseModel):
     )
 
     @classmethod
-    def load(cls, config: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
+    def load(
+        cls,
+        config: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        flag: str = "overrides:",
+    ) -> PipelineConfig:
         """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        return load_config(cls, config, overrides or {})
+        return load_config(cls, config, overrides or {}, flag=flag)
 
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:
@@ -103,11 +111,19 @@ class PipelineConfig(BaseModel):
         return topological_order(sources_of(self.stages))
 
     def resolved(self, name: str) -> StageConfig:
-        """The settings of a stage with every model where it is, building ``seeded:`` ones."""
+        """The settings of a stage with every model where it is, building ``seeded:`` ones.
+
+        Raises:
+            ValueError: a model cannot be built, or is none for a stage of this kind.
+        """
         stage = self.stages[name]
-        return parse_stage_config(
-            stage.model_dump(by_alias=True), context={"locate_model": resolve_model}
-        )
+        data = stage.model_dump(by_alias=True)
+        try:
+            return parse_stage_config(data, context={"locate_model": resolve_model})
+        except ValidationError as error:
+            mistakes = explain_validation_error(error, type(stage), data)
+            message = f"stage {name!r}: {mistakes}"
+        raise ValueError(message)
 
 
 def _locate_model(reference: str, base_dir: Path | None) -> str:

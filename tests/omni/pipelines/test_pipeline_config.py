@@ -257,7 +257,8 @@ def test_a_mistake_is_named_with_its_place_and_the_fix(mistake: str, tmp_path: P
     assert place in message
     assert fix in message
     assert "\n" not in message, "one mistake, one line"
-    assert "mine.yaml" in message
+    assert message.startswith("overrides: ") or "mine.yaml:" in message
+    assert "overrides: " in message, "the file's lines say something else"
 
 
 def test_a_cycle_is_shown_stage_by_stage(tmp_path: Path) -> None:
@@ -376,6 +377,19 @@ def test_an_override_of_what_is_not_there_is_an_error(
     place: str, expected: str, tmp_path: Path
 ) -> None:
     assert expected in error_of(write(tmp_path, TWO_STAGES), {place: 1})
+
+
+def test_a_mistake_in_a_flag_names_the_flag_and_others_their_line(tmp_path: Path) -> None:
+    file = write(tmp_path, TWO_STAGES.replace("name: mine", "name: mine\nspeaker: 3"))
+    flags = ["stages.writer.engine={blok_size: 4, num_blocks: x}", "stages.reader.kind=encodr"]
+    with pytest.raises(ConfigError) as raised:
+        PipelineConfig.load(file, parse_overrides(flags), flag="--set")
+    told = str(raised.value).splitlines()
+    assert "mine.yaml:2: speaker: should be text, got 3" in told[0]
+    assert "--set stages.reader.kind: unknown kind 'encodr'; did you mean 'encoder'?" in told
+    for key in ("blok_size: unknown key", "num_blocks: should be a valid integer"):
+        place = "--set stages.writer.engine: stages.writer.engine."
+        assert any(line.startswith(place + key) for line in told), told
 
 
 def test_a_transform_of_ones_own_is_found_by_module_and_function(
