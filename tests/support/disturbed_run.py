@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from engine import FinishReason, LLMEngine, RequestOutput
+from engine import Engine
 from engine.interface.engine import EngineBrokenError
 from prefix_cache import IntegrityError
-from tests.support.line_faults import LineFault
-from tests.support.request_stream import Alone, Ask, assert_same
+from tests.support.line_faults import Event, LineFault
 
-__all__ = ["Outcome", "disturbed_run", "lines_of_step"]
+__all__ = ["Outcome", "Subject", "disturbed_run", "events_of_steps"]
 
 MAX_STEPS = 400
+
+Outputs = Mapping[str, Sequence[Any]]
+"""All outputs of each request, in order."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine, what it is asked, and what is right.
+
+    Attributes:
+        name: what it runs.
+        build: makes the engine.
+        add: adds all of the requests, each under an id that begins so.
+        check: raises ``AssertionError`` unless the outputs of a request, by the id's end, are those
+            that it has alone and undisturbed; for requests that did not fail.
+        num_asks: how many requests there are.
+    """
+
+    name: str
+    build: Callable[[], Engine[Any]]
+    add: Callable[[Engine[Any], str], None]
+    check: Callable[[int, Sequence[Any]], None]
+    num_asks: int
 
 
 @dataclass(frozen=True)
@@ -23,8 +46,8 @@ class Outcome:
     Attributes:
         kind: ``went on`` (every request ended as if nothing had happened), ``failed alone`` (some
             ended with an error that says so, all others as if nothing had happened), ``said
-            broken`` (the engine refuses to go on); or what must not be: ``wrong``, ``broken``,
-            ``hangs``.
+            broken`` (the engine refuses to go on); or what must not be: ``wrong``, ``silently
+            broken``, ``hangs``.
         place: where the fault was raised.
         detail: what was seen.
     """
@@ -34,86 +57,91 @@ class Outcome:
     detail: str = ""
 
 
-def start(engine: LLMEngine, asks: Sequence[Ask]) -> None:
-    for number, ask in enumerate(asks):
-        engine.add_request(
-            f"r{number}", ask.prompt, ask.params, priority=ask.priority, cache_salt=ask.salt
-        )
+class _HangsError(Exception):
+    """Requests are live, and do not end."""
 
 
-def lines_of_step(
-    build: Callable[[], LLMEngine], asks: Sequence[Ask], *, bytecodes: bool = False
-) -> list[int]:
-    """Lines, or bytecodes, of every step of an undisturbed run."""
-    engine = build()
-    start(engine, asks)
-    counts = []
+def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[Event]]:
+    """Lines, or bytecodes, of every step of an undisturbed run that is not the first."""
+    engine = subject.build()
+    subject.add(engine, "warm-up")
+    _run(engine, -1, LineFault(-1))
+    engine.reset_prefix_cache()
+    subject.add(engine, "r")
+    steps: list[list[Event]] = []
     while engine.has_unfinished_requests:
-        with LineFault(-1, bytecodes=bytecodes) as counted:
+        with LineFault(-1, bytecodes=bytecodes) as traced:
             engine.step()
-        counts.append(counted.num_events)
-    return counts
+        steps.append(traced.events)
+    return steps
 
 
-def disturbed_run(
-    engine: LLMEngine,
-    asks: Sequence[Ask],
-    alone: Alone,
-    *,
-    step: int,
-    fault: LineFault,
-) -> Outcome:
+def disturbed_run(engine: Engine[Any], subject: Subject, step: int, fault: LineFault) -> Outcome:
     """Interrupt one step, go on, then ask everything again, and compare with each alone.
 
     Args:
         engine: idle, and consistent.
-        asks: the requests.
-        alone: their answers.
+        subject: what it is asked.
         step: which step is interrupted.
         fault: where, and by what.
     """
-    done: dict[str, RequestOutput] = {}
-
-    def take(outputs: Sequence[RequestOutput]) -> None:
-        done.update({output.request_id: output for output in outputs if output.finished})
-
+    kind = "went on"
     try:
-        start(engine, asks)
-        for number in range(MAX_STEPS):
-            if not engine.has_unfinished_requests:
-                break
-            if number == step:
-                try:
-                    with fault:
-                        take(engine.step())
-                except BaseException:
-                    if fault.place is None:
-                        raise
-            else:
-                take(engine.step())
-        else:
-            return Outcome("hangs", fault.place)
-        engine.check_integrity()
-        kind = "went on"
-        for number, ask in enumerate(asks):
-            output = done.get(f"r{number}")
-            if output is None:
+        subject.add(engine, "r")
+        first = _run(engine, step, fault)
+        for number in range(subject.num_asks):
+            outputs = first.get(f"r{number}", ())
+            if not outputs or not outputs[-1].finished:
                 return Outcome("wrong", fault.place, f"r{number} is lost")
-            if output.outputs[0].finish_reason is FinishReason.ERROR or output.error is not None:
+            if outputs[-1].error is not None:
                 kind = "failed alone"
                 continue
-            assert_same(output, alone.answer(ask), alone.atol)
-        for ask in asks:
-            again = engine.generate(ask.prompt, ask.params)[0]
-            assert again.error is None, again.error
-            assert_same(again, alone.answer(ask), alone.atol)
-        engine.check_integrity()
+            subject.check(number, outputs)
+        subject.add(engine, "again")
+        again = _run(engine, -1, fault)
+        for number in range(subject.num_asks):
+            outputs = again[f"again{number}"]
+            assert outputs[-1].error is None, outputs[-1].error
+            subject.check(number, outputs)
     except EngineBrokenError:
         return Outcome("said broken", fault.place)
+    except _HangsError as error:
+        return Outcome("hangs", fault.place, str(error))
     except AssertionError as error:
         return Outcome("wrong", fault.place, str(error)[:300])
     except IntegrityError as error:
-        return Outcome("broken", fault.place, f"integrity: {error}"[:300])
+        return Outcome("silently broken", fault.place, f"integrity: {error}"[:300])
     except Exception as error:
-        return Outcome("broken", fault.place, f"{type(error).__name__}: {error}"[:300])
+        return Outcome("silently broken", fault.place, f"{type(error).__name__}: {error}"[:300])
     return Outcome(kind, fault.place)
+
+
+def _run(engine: Engine[Any], step: int, fault: LineFault) -> Outputs:
+    """Step until all have ended, and see that nothing is held then."""
+    found: dict[str, list[Any]] = {}
+    for number in range(MAX_STEPS):
+        if not engine.has_unfinished_requests:
+            break
+        outputs: Sequence[Any] = ()
+        if number == step:
+            try:
+                with fault:
+                    outputs = engine.step()
+            except BaseException:
+                if fault.place is None:
+                    raise
+        else:
+            outputs = engine.step()
+        for output in outputs:
+            found.setdefault(output.request_id, []).append(output)
+        engine.check_integrity()
+    else:
+        raise _HangsError(f"after {MAX_STEPS} steps {engine.live_request_ids} are live")
+    stats = engine.stats()
+    if stats.kv is not None:
+        kv = stats.kv
+        if kv.held or kv.free + kv.cached + 1 != kv.num_blocks:
+            raise IntegrityError(f"idle, but of {kv.num_blocks} blocks {kv.held} are held: {kv}")
+    if stats.encoder_cache is not None and stats.encoder_cache.held_bytes:
+        raise IntegrityError(f"idle, but items are held: {stats.encoder_cache}")
+    return found

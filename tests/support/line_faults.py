@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dis
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["LineFault", "count_events"]
+__all__ = ["Event", "LineFault", "choose_events"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = tuple(f"{_ROOT / name}/" for name in ("engine", "prefix_cache", "stages"))
+
+_RETURN_VALUE = dis.opmap["RETURN_VALUE"]
+
+Event = tuple[CodeType, int]
+"""A line, or a bytecode by its place, of a function."""
 
 
 class LineFault:
@@ -22,12 +29,17 @@ class LineFault:
         with LineFault(17, MemoryError):
             engine.step()          # MemoryError out of whatever line is the 17th
 
+    No exception is raised where a function is about to return its value: Python delivers signals
+    when a function begins, at a loop's turn and after calls, and nothing is allocated there. What
+    was to be returned would be lost, and nobody could tell.
+
     Args:
-        nth: which line, from 0; -1 counts lines and raises nothing.
+        nth: which line, from 0; -1 notes all lines and raises nothing.
         error: what is raised.
         bytecodes: count bytecodes instead of lines, as a signal may come between any two.
 
     Attributes:
+        events: what ran, in order, if nothing is to be raised.
         num_events: lines or bytecodes that were seen.
         place: ``file:line`` where it was raised; None if the call ended before.
     """
@@ -38,6 +50,7 @@ class LineFault:
         self._nth = nth
         self._error = error
         self._event = "opcode" if bytecodes else "line"
+        self.events: list[Event] = []
         self.num_events = 0
         self.place: str | None = None
 
@@ -56,18 +69,43 @@ class LineFault:
             frame.f_trace_opcodes = True
         return self._line
 
+    def _is_return(self, frame: FrameType) -> bool:
+        code = frame.f_code.co_code
+        return self._event == "opcode" and code[frame.f_lasti] == _RETURN_VALUE
+
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == self._event and self.place is None:
-            if self.num_events == self._nth:
+        if event == self._event and self.place is None and not self._is_return(frame):
+            if self._nth < 0:
+                where = frame.f_lasti if event == "opcode" else frame.f_lineno
+                self.events.append((frame.f_code, where))
+            elif self.num_events == self._nth:
                 file = Path(frame.f_code.co_filename).relative_to(_ROOT)
                 self.place = f"{file}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+                if event == "opcode":
+                    self.place += f", bytecode {frame.f_lasti}"
                 raise self._error(f"a fault on purpose at {self.place}")
             self.num_events += 1
         return self._line
 
 
-def count_events(call: Callable[[], object], *, bytecodes: bool = False) -> int:
-    """How many lines, or bytecodes, of our own files a call runs."""
-    with LineFault(-1, bytecodes=bytecodes) as counted:
-        call()
-    return counted.num_events
+def choose_events(
+    steps: Sequence[Iterable[Event]], repeats: int, draw: random.Random
+) -> list[tuple[int, int]]:
+    """Every line that ran, in up to so many steps or turns of a loop each, in order.
+
+    Args:
+        steps: what ran in each step.
+        repeats: most occurrences of one line.
+        draw: chooses among more.
+
+    Returns:
+        Numbers of steps, and of events in them.
+    """
+    found: dict[Event, list[tuple[int, int]]] = {}
+    for step, events in enumerate(steps):
+        for number, event in enumerate(events):
+            found.setdefault(event, []).append((step, number))
+    chosen = [
+        each for places in found.values() for each in draw.sample(places, min(repeats, len(places)))
+    ]
+    return sorted(chosen)

@@ -1,79 +1,64 @@
 """An exception at any line of a step leaves an engine that goes on rightly.
 
 Whatever interrupts a step (a lack of memory, a signal), the requests begin anew, and those whose
-tokens were being taken in fail alone. Every run here interrupts one step at one line, goes on, and
-asks everything again: all that is answered has to be what each request says alone, uncached.
+tokens were being taken in fail alone. Every run here interrupts one step at one line, or between
+two bytecodes, goes on, and asks everything again: all that is answered has to be what each request
+says alone, uncached. ``torture/interrupted_steps.py`` does so at every line.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from engine import EngineConfig, LLMEngine
+from engine import Engine, TokensPrompt
 from engine.interface.engine import EngineBrokenError
-from tests.support.disturbed_run import disturbed_run, lines_of_step
-from tests.support.line_faults import LineFault
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask
+from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
+from tests.support.line_faults import LineFault, choose_events
+from tests.support.subjects import SUBJECTS, subject_of
 
-MODELS = {"qwen2": 26, "jamba": 8, "bart": 40}
-"""Blocks with which three of the four requests run at once, and one has to wait or give way."""
-ASKS = tuple(Ask(0, 14, n, 4 + n, False, n == 2, 0, None) for n in range(4))
-FAULTS_A_STEP = 3
+FAULTS = 24
+# A run of it takes as long as ten of the others.
+FAULTS_OF_VOCODER = 4
 SOUND = {"went on", "failed alone"}
 
 
-@dataclass(frozen=True)
-class Rig:
-    build: Callable[[], LLMEngine]
-    alone: Alone
-    num_lines: list[int]
+@pytest.fixture(scope="module", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Subject:
+    return subject_of(request.param, seeded)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
-    checkpoint = seeded(request.param)
-
-    def build() -> LLMEngine:
-        return LLMEngine(
-            EngineConfig(
-                model=checkpoint,
-                block_size=BLOCK_SIZE,
-                num_blocks=MODELS[request.param],
-                max_num_seqs=3,
-                max_num_batched_tokens=16,
-                max_model_len=96,
-            )
-        )
-
-    return Rig(build, Alone(checkpoint), lines_of_step(build, ASKS))
-
-
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_step_interrupted_at_any_line_answers_nothing_wrongly(
-    rig: Rig, error: type[BaseException]
+@pytest.mark.parametrize(
+    ("error", "bytecodes"),
+    [(MemoryError, False), (KeyboardInterrupt, True)],
+    ids=["a lack of memory at a line", "a signal between bytecodes"],
+)
+def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
+    subject: Subject, error: type[BaseException], bytecodes: bool
 ) -> None:
-    engine = rig.build()
+    draw = random.Random(error.__name__)
+    places = choose_events(events_of_steps(subject, bytecodes=bytecodes), 1, draw)
+    engine = subject.build()
     kinds = set()
-    # Lines spread over a step, others in every step, so that all of it has its turn.
-    for step, num_lines in enumerate(rig.num_lines):
-        for turn in range(FAULTS_A_STEP):
-            line = (turn * num_lines + step * 97) // FAULTS_A_STEP % num_lines
-            fault = LineFault(line, error)
-            engine.reset_prefix_cache()
-            outcome = disturbed_run(engine, ASKS, rig.alone, step=step, fault=fault)
-            assert outcome.kind in SOUND, outcome
-            kinds.add(outcome.kind)
+    num_faults = FAULTS_OF_VOCODER if "vocoder" in subject.name else FAULTS
+    for step, nth in sorted(draw.sample(places, num_faults)):
+        engine.reset_prefix_cache()
+        outcome = disturbed_run(engine, subject, step, LineFault(nth, error, bytecodes=bytecodes))
+        assert outcome.place is not None, "the line was not reached"
+        assert outcome.kind in SOUND, outcome
+        kinds.add(outcome.kind)
     assert "went on" in kinds
 
 
+@pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
 def test_an_engine_interrupted_while_it_mends_itself_says_so(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = rig.build()
-    engine.add_request("r", ASKS[0].prompt, ASKS[0].params)
+    engine: Any = subject.build()
+    engine.add_request("r", TokensPrompt((30, 31, 32)))
 
     def fail() -> None:
         raise MemoryError("again")
@@ -82,6 +67,29 @@ def test_an_engine_interrupted_while_it_mends_itself_says_so(
     with pytest.raises(MemoryError, match="again"), LineFault(40, KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()
-    for call in (engine.step, lambda: engine.abort("r")):
+    calls: list[Callable[[], object]] = [engine.step, lambda: engine.abort("r")]
+    for call in calls:
         with pytest.raises(EngineBrokenError, match="KeyboardInterrupt.*build it anew"):
             call()
+
+
+def test_what_is_wrong_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that loses an output, or an engine that holds on to something, is not called sound."""
+    engine: Any = subject.build()
+    step = engine.step
+
+    def forgetful() -> list[Any]:
+        return [output for output in step() if not output.request_id.endswith("1")]
+
+    monkeypatch.setattr(engine, "step", forgetful)
+    assert disturbed_run(engine, subject, -1, LineFault(-1)).kind == "wrong"
+    monkeypatch.setattr(engine, "step", list)
+    assert disturbed_run(engine, subject, -1, LineFault(-1)).kind == "hangs"
+    monkeypatch.undo()
+    broken: Engine[Any] = subject.build()
+
+    def abort_in_vain() -> None:
+        raise AssertionError("lost")
+
+    monkeypatch.setattr(broken, "check_integrity", abort_in_vain)
+    assert disturbed_run(broken, subject, -1, LineFault(-1)).kind == "wrong"

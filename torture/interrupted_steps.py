@@ -1,0 +1,83 @@
+"""Interrupts steps at every line, or between bytecodes, steps on, and compares.
+
+    python -m torture.interrupted_steps [--repeats 2] [--only qwen2 jamba ...]
+    python -m torture.interrupted_steps --bytecodes --limit 500
+
+A fault is one exception at one line of one step of a batch that shares prefixes, waits and gives
+way. After it the batch is stepped to its end, and all of it is asked again, of the same engine and
+its cache. Every answer has to be the one that the request has alone; nothing may be held when all
+have ended, and integrity is checked after each step. Every line that a run passes has its turn in
+up to ``--repeats`` steps, or turns of a loop, with MemoryError and with KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from omni.seeded.checkpoints import SEEDED_PREFIX, resolve_model
+from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
+from tests.support.line_faults import LineFault, choose_events
+from tests.support.outcome_table import Tally
+from tests.support.subjects import SUBJECTS, subject_of
+
+ERRORS: tuple[type[BaseException], ...] = (MemoryError, KeyboardInterrupt)
+
+
+def interrupt(subject: Subject, args: argparse.Namespace, note: Callable[[str], None]) -> Tally:
+    """All chosen faults of one subject."""
+    steps = events_of_steps(subject, bytecodes=args.bytecodes)
+    draw = random.Random(0)
+    places = choose_events(steps, args.repeats, draw)
+    if args.limit is not None and len(places) > args.limit:
+        places = sorted(draw.sample(places, args.limit))
+    what = "bytecode" if args.bytecodes else "line"
+    tally = Tally(f"{subject.name}: an exception at any {what} of a step")
+    engine = subject.build()
+    for number, (step, nth) in enumerate(places):
+        for error in ERRORS:
+            engine.reset_prefix_cache()
+            fault = LineFault(nth, error, bytecodes=args.bytecodes)
+            outcome = disturbed_run(engine, subject, step, fault)
+            tally.add(
+                outcome.kind,
+                f"{error.__name__} in step {step} at {outcome.place}: {outcome.detail}",
+            )
+            if outcome.kind not in ("went on", "failed alone"):
+                engine = subject.build()
+        if number % 100 == 0:
+            note(f"{subject.name}: {number} of {len(places)} places, {dict(tally.counts)}")
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=2, help="steps per line (default 2)")
+    parser.add_argument("--bytecodes", action="store_true", help="interrupt between bytecodes")
+    parser.add_argument("--limit", type=int, help="most places of each model; all if left out")
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, metavar="NAME")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # every fault would be logged with its traceback
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    tallies = []
+    for name in args.only:
+        subject = subject_of(name, lambda model: resolve_model(SEEDED_PREFIX + model))
+        tallies.append(interrupt(subject, args, note))
+        note(tallies[-1].row())
+    return Tally.report(tallies)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
