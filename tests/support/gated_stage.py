@@ -10,10 +10,33 @@ from stages import StageConfig, StageOutput, register_stage_kind
 from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 
-__all__ = ["GATES", "GatedStage", "GatedStageConfig", "gated_pipeline"]
+__all__ = ["GATES", "Gate", "GatedStage", "GatedStageConfig", "gated_pipeline"]
 
-GATES: dict[str, threading.Event] = {}
-"""By stage name: set, it is open."""
+
+class Gate:
+    """Holds a stage's steps back until it is opened, for good or for some."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_steps = 0.0
+
+    def open(self, num_steps: float = float("inf")) -> None:
+        """Let so many more steps pass."""
+        with self._changed:
+            self._num_steps += num_steps
+            self._changed.notify_all()
+
+    def passes(self) -> bool:
+        """Wait a little; whether a step may pass."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_steps >= 1, 0.005):
+                return False
+            self._num_steps -= 1
+            return True
+
+
+GATES: dict[str, Gate] = {}
+"""By stage name."""
 
 
 @register_stage_kind
@@ -22,8 +45,7 @@ class GatedStageConfig(StageConfig):
 
     Attributes:
         steps: how many steps a request takes.
-        fail: ids, or a part of them, that end with an error.
-        explode: whether every step raises.
+        fails: whether every request ends with an error.
     """
 
     kind: Literal["gated"]
@@ -46,10 +68,10 @@ class GatedStage(FakeStage):
             final=bool(config.final_output),
         )
         self._fails = config.fails
-        self._gate = GATES.setdefault(name, threading.Event())
+        self._gate = GATES.setdefault(name, Gate())
 
     def step(self) -> list[StageOutput]:
-        if not self._gate.wait(0.005):
+        if not self._gate.passes():
             return []
         if self._fails:
             self.fail = tuple(self.held)
@@ -58,6 +80,6 @@ class GatedStage(FakeStage):
 
 def gated_pipeline(name: str, **settings: object) -> PipelineConfig:
     """A pipeline of one such stage, which has the pipeline's name; its gate is closed."""
-    GATES[name] = threading.Event()
+    GATES[name] = Gate()
     stage = {"kind": "gated", "final_output": "text", **settings}
     return PipelineConfig.model_validate({"name": name, "stages": {name: stage}})

@@ -76,13 +76,17 @@ class Feeds:
     Args:
         pipeline: which to run them on.
         requests: each with its id.
+        prompt_param: what the client called the prompt.
 
     Raises:
         ApiError: on entering, the pipeline is not ready, or too many requests wait.
     """
 
-    def __init__(self, pipeline: ServedPipeline, requests: Sequence[OmniRequest]) -> None:
+    def __init__(
+        self, pipeline: ServedPipeline, requests: Sequence[OmniRequest], prompt_param: str
+    ) -> None:
         self._pipeline = pipeline
+        self._prompt_param = prompt_param
         self._requests = tuple(requests)
         self._feeds: list[_Feed] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,7 +134,7 @@ class Feeds:
                 if update is None:
                     continue
                 if update.output.error is not None:
-                    raise _refusal(update.output)
+                    raise self._refusal(update.output)
                 yield update
 
     async def _run(self, outputs: AsyncIterator[OmniOutput], feed: _Feed) -> None:
@@ -157,9 +161,10 @@ class Feeds:
             code="model_failed",
         )
 
-
-def _refusal(output: OmniOutput) -> ApiError:
-    assert output.error is not None
-    if output.refused:
-        return ApiError.bad_request(output.error, code="invalid_prompt")
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.error, code="request_failed")
+    def _refusal(self, output: OmniOutput) -> ApiError:
+        assert output.error is not None
+        if output.refused:
+            return ApiError.bad_request(
+                output.error, param=self._prompt_param, code="invalid_prompt"
+            )
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.error, code="request_failed")

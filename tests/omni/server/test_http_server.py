@@ -73,7 +73,12 @@ def test_a_pipeline_that_is_loaded_too_late_is_closed(monkeypatch: pytest.Monkey
     pipeline.close()
     closed: list[Omni] = []
     close = Omni.close
-    monkeypatch.setattr(Omni, "close", lambda self: (closed.append(self), close(self)))
+
+    def note(omni: Omni) -> None:
+        closed.append(omni)
+        close(omni)
+
+    monkeypatch.setattr(Omni, "close", note)
     pipeline.load()
     assert len(closed) == 1 and pipeline.state == "stopped"
 

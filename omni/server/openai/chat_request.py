@@ -1,0 +1,194 @@
+"""What a chat request may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from omni.documents.document_error import PlacedError
+from omni.server.openai.sampling_fields import SamplingFields
+from omni.server.serving.request_body import ApiModel
+
+__all__ = [
+    "AudioWish",
+    "ChatMessage",
+    "ChatRequest",
+    "ContentPart",
+    "ImageUrl",
+    "InputAudio",
+    "StreamOptions",
+]
+
+
+class ImageUrl(ApiModel):
+    """Where an image is.
+
+    Attributes:
+        url: a data URL, or one of http where the server allows its host.
+    """
+
+    not_supported: ClassVar = {"detail": ("auto",)}
+
+    url: str = Field(min_length=1)
+
+
+class InputAudio(ApiModel):
+    """A sound.
+
+    Attributes:
+        data: a file in base64.
+        format: which kind of file, for its reader to find out; it looks into the file.
+    """
+
+    data: str = Field(min_length=1)
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class ContentPart(ApiModel):
+    """A part of a message: the one of its fields that ``type`` names."""
+
+    type: Literal["text", "image_url", "input_audio"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+    input_audio: InputAudio | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_names(self) -> ContentPart:
+        for name in ("text", "image_url", "input_audio"):
+            given = getattr(self, name) is not None
+            if given != (name == self.type):
+                what = "missing; it must be given" if name == self.type else "does not belong here"
+                raise PlacedError((name,), f"{what}: a part of type {self.type!r}")
+        return self
+
+
+def _form_of(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "list" if isinstance(value, (list, tuple)) else None
+
+
+class ChatMessage(ApiModel):
+    """One turn of a conversation; keys that answers have are taken where they are empty."""
+
+    not_supported: ClassVar = dict.fromkeys(
+        ("name", "refusal", "audio", "function_call", "tool_calls", "annotations"), ()
+    )
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
+        Discriminator(
+            _form_of,
+            custom_error_type="neither_form",
+            custom_error_message="Input should be text or a list of parts",
+        ),
+    ]
+
+
+class StreamOptions(ApiModel):
+    """How a stream is told.
+
+    Attributes:
+        include_usage: whether its last chunk counts the tokens.
+    """
+
+    not_supported: ClassVar = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+
+
+class AudioWish(ApiModel):
+    """How an answer is to sound.
+
+    Attributes:
+        voice: a speaker of the pipeline.
+        format: of the file, or of the pieces of a stream.
+    """
+
+    voice: str = Field(min_length=1)
+    format: Literal["wav", "mp3", "flac", "pcm16"]
+
+
+class ChatRequest(SamplingFields):
+    """A chat request.
+
+    Attributes:
+        model: name of a pipeline.
+        messages: oldest first.
+        max_completion_tokens: of the answer; ``max_tokens`` is its older name.
+        logprobs: whether to report them.
+        top_logprobs: of how many tokens beside the chosen one.
+        stream: whether to answer by server-sent events.
+        stream_options: how.
+        modalities: what to answer with; text always is.
+        audio: how to sound; wanted with the modality ``audio``.
+    """
+
+    without_effect: ClassVar = frozenset(
+        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    )
+    not_supported: ClassVar = {
+        "tools": (),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "logit_bias": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "prompt_cache_retention": (),
+    }
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    modalities: list[Literal["text", "audio"]] = Field(default=["text"], min_length=1)
+    audio: AudioWish | None = None
+
+    @model_validator(mode="after")
+    def _fields_go_together(self) -> ChatRequest:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise PlacedError(
+                ("max_tokens",), "means the same as max_completion_tokens; give one of them"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PlacedError(("top_logprobs",), "needs logprobs to be true")
+        if self.stream_options is not None and not self.stream:
+            raise PlacedError(("stream_options",), "needs stream to be true")
+        if (self.audio is not None) != ("audio" in self.modalities):
+            raise PlacedError(("audio",), 'goes together with "audio" among the modalities')
+        return self
+
+    @property
+    def sampling_names(self) -> dict[str, str]:
+        """What fields of the sampling parameters are called here, where it is not the same."""
+        is_new = self.max_completion_tokens is not None
+        return {
+            "max_tokens": "max_completion_tokens" if is_new else "max_tokens",
+            "logprobs": "top_logprobs",
+        }
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """What is asked of the stage that answers."""
+        fields = self.given_fields()
+        limit = self.max_completion_tokens
+        limit = self.max_tokens if limit is None else limit
+        if limit is not None:
+            fields["max_tokens"] = limit
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        return fields

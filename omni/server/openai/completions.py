@@ -1,0 +1,175 @@
+"""Answers requests for completions, in one piece or by events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from omni.server.openai.answers import (
+    CompletionAnswer,
+    CompletionChoice,
+    Usage,
+    as_event,
+    as_json,
+)
+from omni.server.openai.chat import DONE
+from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.openai.written_text import (
+    LogprobWriter,
+    Written,
+    completions_of,
+    text_stage,
+    usage_of,
+)
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import asked
+from omni.server.serving.feeds import Feeds
+
+if TYPE_CHECKING:
+    from omni.server.openai.completion_request import CompletionRequest
+    from omni.server.serving.guard import Client
+    from omni.server.serving.served_pipeline import ServedPipeline
+    from stages import StageOutput
+
+__all__ = ["Completions"]
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a stream has told of one completion; ``offset`` is where its next token begins."""
+
+    num_chars: int = 0
+    num_logprobs: int = 0
+    offset: int = 0
+    is_over: bool = False
+
+
+class Completions:
+    """One request for completions of some prompts, each ``n`` times.
+
+    Args:
+        pipeline: which.
+        client: who asks.
+        body: what.
+        max_prompts: at most so many.
+
+    Raises:
+        ApiError: it cannot run as asked.
+    """
+
+    def __init__(
+        self, pipeline: ServedPipeline, client: Client, body: CompletionRequest, max_prompts: int
+    ) -> None:
+        stages = pipeline.omni.pipeline
+        prompts = body.prompts()
+        if len(prompts) > max_prompts:
+            raise ApiError.bad_request(
+                f"prompt: at most {max_prompts} prompts are taken at once, got {len(prompts)}",
+                param="prompt",
+            )
+        self._pipeline = pipeline
+        self._body = body
+        self._stage = text_stage(stages)
+        sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
+        params = sampling.get(self._stage, stages.stages[self._stage].sampling)
+        self._n = params.n if params is not None else 1
+        self._logprobs: LogprobWriter | None = None
+        if body.logprobs is not None:
+            if self._n > 1:
+                raise ApiError.bad_request("logprobs: not told of n > 1 answers", param="logprobs")
+            self._logprobs = LogprobWriter(stages, self._stage)
+        self._id = f"cmpl-{client.request_id}"
+        self._created = int(time.time())
+        self._requests = [
+            asked(
+                client,
+                prompt,
+                sampling,
+                index=index,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def whole(self) -> Response:
+        """All completions in one piece."""
+        last = {index: output async for index, output in self._outputs()}
+        outputs = [last[index] for index in range(len(self._requests))]
+        choices = [
+            choice
+            for index, output in enumerate(outputs)
+            for number, written in enumerate(completions_of(output))
+            if (choice := self._new(index * self._n + number, written, _Told())) is not None
+        ]
+        answer = self._answer(choices)
+        answer.usage = usage_of(outputs)
+        return Response(as_json(answer), media_type="application/json")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """All completions piece by piece, as they come."""
+        told = [_Told() for _ in range(self._n * len(self._requests))]
+        last: dict[int, StageOutput] = {}
+        async for index, output in self._outputs():
+            last[index] = output
+            for number, written in enumerate(completions_of(output)):
+                at = index * self._n + number
+                choice = self._new(at, written, told[at])
+                if choice is not None:
+                    yield as_event(self._with_usage(self._answer([choice]), None))
+        if self._tells_usage:
+            yield as_event(self._with_usage(self._answer([]), usage_of(list(last.values()))))
+        yield DONE
+
+    async def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
+        """What the stage has written of each prompt, up to its end; nothing later is waited for."""
+        unfinished = set(range(len(self._requests)))
+        async with Feeds(self._pipeline, self._requests, "prompt") as feeds:
+            async for update in feeds.updates():
+                output = update.output.stages.get(self._stage)
+                if output is None or update.index not in unfinished:
+                    continue
+                yield update.index, output
+                if output.finished:
+                    unfinished.discard(update.index)
+                if not unfinished:
+                    return
+
+    def _new(self, index: int, written: Written, told: _Told) -> CompletionChoice | None:
+        """What is new of one completion, if anything."""
+        text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
+        ends = written.finish_reason is not None and not told.is_over
+        if not (text or ends or (logprobs and self._logprobs)):
+            return None
+        choice = CompletionChoice(
+            index=index, text=text, logprobs=None, finish_reason=written.finish_reason
+        )
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs.completion(logprobs, told.offset)
+            told.offset += sum(map(len, choice.logprobs.tokens))
+        told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
+        told.is_over = ends or told.is_over
+        return choice
+
+    @property
+    def _tells_usage(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and options.include_usage
+
+    def _with_usage(self, answer: CompletionAnswer, usage: Usage | None) -> CompletionAnswer:
+        if self._tells_usage:
+            answer.usage = usage  # null but in the last one
+        return answer
+
+    def _answer(self, choices: list[CompletionChoice]) -> CompletionAnswer:
+        return CompletionAnswer(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._pipeline.name,
+            choices=choices,
+        )

@@ -1,0 +1,159 @@
+"""What a stage has written: texts, log-probabilities and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from omni.server.openai.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from omni.server.serving.api_error import ApiError
+from stages import AutoregressiveStage
+
+if TYPE_CHECKING:
+    from engine import TokenLogprobs
+    from omni.pipelines.pipeline import Pipeline
+    from stages import StageOutput
+
+__all__ = ["LogprobWriter", "Written", "completions_of", "text_stage", "usage_of"]
+
+_LEAST = -9999.0
+"""In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One completion, as far as it has come.
+
+    Attributes:
+        text: all of it so far.
+        num_tokens: generated.
+        finish_reason: ``stop`` or ``length``; None while it goes on.
+        logprobs: per token, if they were asked for.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None
+    logprobs: Sequence[TokenLogprobs]
+
+
+def text_stage(pipeline: Pipeline) -> str:
+    """The stage whose text answers: the last one that the user gets text of.
+
+    Raises:
+        ApiError: with status 400: there is none.
+    """
+    writing = [name for name, stage in pipeline.stages.items() if "text" in stage.final_output]
+    if not writing:
+        raise ApiError.bad_request(
+            "this model writes no text; /v1/pipelines/{name} gives all that it makes", param="model"
+        )
+    return writing[-1]
+
+
+def completions_of(output: StageOutput) -> list[Written]:
+    """Every completion of an output, in order."""
+    if not output.completions:  # a stage that generates no tokens, but has text
+        reason = output.finish_reason
+        return [Written(output.text or "", 0, None if reason is None else reason.value, ())]
+    return [
+        Written(
+            each.text,
+            len(each.token_ids),
+            None if each.finish_reason is None else each.finish_reason.value,
+            # Of several, the log-probabilities of the first alone are handed on.
+            output.logprobs or () if index == 0 else (),
+        )
+        for index, each in enumerate(output.completions)
+    ]
+
+
+def usage_of(outputs: Sequence[StageOutput]) -> Usage:
+    """Count the tokens of prompts, and of all their completions."""
+    prompt = sum(output.num_prompt_tokens for output in outputs)
+    written = sum(each.num_tokens for output in outputs for each in completions_of(output))
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+class LogprobWriter:
+    """Writes log-probabilities, with the text of each token by itself.
+
+    Args:
+        pipeline: whose tokens they are.
+        stage: that generated them.
+
+    Raises:
+        ApiError: with status 400: the stage has no tokenizer that could tell their texts.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: str) -> None:
+        found = pipeline.stages[stage]
+        tokenizer = found.engine.tokenizer if isinstance(found, AutoregressiveStage) else None
+        if tokenizer is None:
+            raise ApiError.bad_request(
+                f"logprobs: the stage {stage!r} has no tokenizer to name tokens by",
+                param="logprobs",
+            )
+        self._tokenizer: Any = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """In the shape of chats."""
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._token(entry.token_id, entry.logprob),
+                    top_logprobs=[TopLogprob(**self._token(*each)) for each in entry.top],
+                )
+                for entry in entries
+            ]
+        )
+
+    def completion(self, entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
+        """In the shape of completions.
+
+        Args:
+            entries: what to write.
+            offset: place in the text where the first of these tokens begins.
+        """
+        texts = [self._text(entry.token_id) for entry in entries]
+        return CompletionLogprobs(
+            tokens=texts,
+            token_logprobs=[_number(entry.logprob) for entry in entries],
+            top_logprobs=[
+                {self._text(token_id): _number(logprob) for token_id, logprob in entry.top}
+                for entry in entries
+            ],
+            text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        )
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token_id)
+        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            self._texts[token_id] = str(
+                self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            )
+        return self._texts[token_id]
+
+
+def _number(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST

@@ -1,0 +1,46 @@
+"""Makes a pipeline's request of what a client asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from omni.requests.request import OmniRequest
+
+if TYPE_CHECKING:
+    from engine import Prompt, SamplingParams
+    from omni.server.serving.guard import Client
+
+__all__ = ["asked"]
+
+
+def asked(
+    client: Client,
+    prompt: Prompt,
+    sampling: Mapping[str, SamplingParams],
+    *,
+    index: int = 0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> OmniRequest:
+    """Make a request, under an id that no client can choose.
+
+    Its cache salt is the client's API key's, so that who has another key cannot find out by the
+    time that a prompt takes whether somebody has sent it before.
+
+    Args:
+        client: who asks.
+        prompt: what is asked.
+        sampling: by stage.
+        index: among several requests of one client's request.
+        priority: lower comes first.
+        cache_salt: the client's own, within those of its key.
+    """
+    salts = [salt for salt in (client.tenant, cache_salt) if salt is not None]
+    return OmniRequest(
+        prompt,
+        request_id=f"{client.request_id}-{index}",
+        sampling=sampling,
+        priority=priority,
+        cache_salt=":".join(salts) if salts else None,
+    )

@@ -1,0 +1,223 @@
+"""What the official client gets of a chat is what ``Omni`` gives in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
+from stages import StageOutput
+from tests.support.live_server import LiveServer
+
+HELLO: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant, and you count the clocks."},
+    {"role": "user", "content": "How many clocks are there in the library?"},
+]
+
+# What a client sends, and what this is to the stage.
+SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+    ({"max_tokens": 5}, {"max_tokens": 5}),
+    ({"temperature": 0.9, "seed": 7}, {"temperature": 0.9, "seed": 7}),
+    (
+        {"temperature": 1.1, "seed": 1, "top_p": 0.7, "extra_body": {"top_k": 9, "min_p": 0.01}},
+        {"temperature": 1.1, "seed": 1, "top_p": 0.7, "top_k": 9, "min_p": 0.01},
+    ),
+    (
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+    ),
+    (
+        {"extra_body": {"repetition_penalty": 1.3, "ignore_eos": True, "min_tokens": 3}},
+        {"repetition_penalty": 1.3, "ignore_eos": True, "min_tokens": 3},
+    ),
+    ({"n": 3, "temperature": 1.0, "seed": 5}, {"n": 3, "temperature": 1.0, "seed": 5}),
+    ({"stop": "e"}, {"stop": ["e"]}),
+    ({"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0},
+     {"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0}),
+]  # fmt: skip
+
+
+def in_python(server: LiveServer, prompt: Any, sampling: dict[str, Any]) -> StageOutput:
+    request = OmniRequest(prompt, sampling={"writer": sampling})
+    (output,) = server.omni("chat").generate([request])
+    assert output.error is None
+    return output.stages["writer"]
+
+
+def told(output: StageOutput) -> list[tuple[str | None, str]]:
+    """Text and reason of every completion."""
+    if not output.completions:
+        return [(output.text, output.finish_reason.value)]
+    return [(each[0], each[2].value) for each in output.completions]
+
+
+@pytest.mark.parametrize(("asked", "sampling"), SAMPLING)
+def test_an_answer_is_that_of_omni_in_python(
+    server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any]
+):
+    answer = client.chat.completions.create(model="chat", messages=HELLO, **asked)
+    expected = in_python(server, ChatPrompt(tuple(HELLO)), sampling)
+    found = [(each.message.content, each.finish_reason) for each in answer.choices]
+    assert found == told(expected)
+    assert [each.index for each in answer.choices] == list(range(len(found)))
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+    lengths = [len(each[1]) for each in expected.completions] or [len(expected.token_ids)]
+    assert answer.usage.completion_tokens == sum(lengths)
+    assert answer.usage.total_tokens == expected.num_prompt_tokens + sum(lengths)
+    assert answer.model == "chat" and answer.id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize(("asked", "sampling"), SAMPLING)
+def test_the_pieces_of_a_stream_are_the_whole_answer(
+    server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any]
+):
+    expected = told(in_python(server, ChatPrompt(tuple(HELLO)), sampling))
+    texts, roles = [""] * len(expected), [0] * len(expected)
+    reasons: list[str | None] = [None] * len(expected)
+    stream = client.chat.completions.create(
+        model="chat", messages=HELLO, stream=True, stream_options={"include_usage": True}, **asked
+    )
+    chunks = list(stream)
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None and len({chunk.id, chunks[0].id}) == 1
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None, "nothing follows the end"
+            roles[choice.index] += choice.delta.role is not None
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert list(zip(texts, reasons, strict=True)) == expected
+    assert roles == [1] * len(expected)
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
+
+
+def test_a_stream_comes_in_pieces_and_tells_no_usage_unasked(client: Any):
+    stream = client.chat.completions.create(model="chat", messages=HELLO, stream=True)
+    chunks = list(stream)
+    assert len(chunks) > 4 and all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [None, 0, 3])
+def test_logprobs_are_those_of_omni_in_python(
+    server: LiveServer, client: Any, top: int | None, stream: bool
+):
+    given = {} if top is None else {"top_logprobs": top}
+    answer = client.chat.completions.create(
+        model="chat", messages=HELLO, logprobs=True, stream=stream, **given
+    )
+    expected = in_python(server, ChatPrompt(tuple(HELLO)), {"logprobs": top or 0})
+    found = [
+        each
+        for part in (answer if stream else [answer])
+        for choice in part.choices
+        if choice.logprobs is not None
+        for each in choice.logprobs.content
+    ]
+    assert [each.logprob for each in found] == [each.logprob for each in expected.logprobs]
+    assert [[one.logprob for one in each.top_logprobs] for each in found] == [
+        [logprob for _, logprob in each.top] for each in expected.logprobs
+    ]
+    assert "".join(each.token for each in found) == expected.text
+    assert all(bytes(each.bytes).decode() == each.token for each in found)
+
+
+def test_what_was_computed_before_is_told_as_cached(client: Any):
+    messages = [{"role": "user", "content": "The clocks of the library " * 6}]
+    first, again = (
+        client.chat.completions.create(model="chat", messages=messages) for _ in range(2)
+    )
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert first.choices == again.choices
+
+
+def test_every_stage_can_be_told_how_to_sample(server: LiveServer, client: Any):
+    stages = {"writer": {"max_tokens": 3, "temperature": 1.0, "seed": 4}}
+    answer = client.chat.completions.create(
+        model="two_step", messages=HELLO, max_tokens=6, extra_body={"stages": stages}
+    )
+    request = OmniRequest(
+        ChatPrompt(tuple(HELLO)), sampling={**stages, "reader": {"max_tokens": 6}}
+    )
+    (expected,) = server.omni("two_step").generate([request])
+    assert answer.choices[0].message.content == expected.stages["reader"].text
+
+
+def test_an_answer_can_be_sent_back_as_it_came(server: LiveServer, client: Any):
+    first = client.chat.completions.create(model="chat", messages=HELLO)
+    said = first.choices[0].message
+    more = {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]}  # fmt: skip  # noqa: E501
+    answer = client.chat.completions.create(
+        model="chat", messages=[*HELLO, said.model_dump(), more]
+    )
+    messages = (*HELLO, {"role": "assistant", "content": said.content}, more)
+    expected = in_python(server, ChatPrompt(messages), {})
+    assert answer.choices[0].message.content == expected.text
+
+
+def test_a_developer_speaks_as_the_system_does(client: Any):
+    developer = [{**HELLO[0], "role": "developer"}, HELLO[1]]
+    answers = [
+        client.chat.completions.create(model="chat", messages=messages).choices
+        for messages in (HELLO, developer)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_only_who_sends_the_same_salt_shares_what_was_cached(client: Any):
+    messages = [{"role": "user", "content": "A clock that nobody else has asked about. " * 4}]
+    cached = [
+        client.chat.completions.create(
+            model="chat", messages=messages, extra_body={"cache_salt": salt} if salt else {}
+        ).usage.prompt_tokens_details.cached_tokens
+        for salt in (None, "a", "b", "a", None)
+    ]
+    assert cached[:3] == [0, 0, 0] and cached[3] > 0 and cached[4] > 0
+
+
+PROMPTS = ["Once upon a time", "Twice upon a hill", "There"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_are_those_of_omni_in_python(server: LiveServer, client: Any, stream: bool):
+    sampling = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 7}
+    answer = client.completions.create(model="chat", prompt=PROMPTS, stream=stream, **sampling)
+    texts, reasons = ([""] * 6, [""] * 6)
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] += choice.finish_reason or ""
+    expected = [
+        each for prompt in PROMPTS for each in told(in_python(server, TextPrompt(prompt), sampling))
+    ]
+    assert list(zip(texts, reasons, strict=True)) == expected
+
+
+def test_token_ids_are_prompts_as_well(server: LiveServer, client: Any):
+    one = client.completions.create(model="chat", prompt=[5, 6, 7])
+    several = client.completions.create(model="chat", prompt=[[5, 6, 7], [8, 9]])
+    expected = [in_python(server, TokensPrompt(ids), {}).text for ids in ((5, 6, 7), (8, 9))]
+    assert [choice.text for choice in one.choices] == expected[:1]
+    assert [choice.text for choice in several.choices] == expected
+    assert one.usage.prompt_tokens == 3 and several.usage.prompt_tokens == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_completions_tell_where_tokens_begin(
+    server: LiveServer, client: Any, stream: bool
+):
+    answer = client.completions.create(model="chat", prompt="There", logprobs=2, stream=stream)
+    expected = in_python(server, TextPrompt("There"), {"logprobs": 2})
+    tokens: list[str] = []
+    numbers: list[float] = []
+    offsets: list[int] = []
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            tokens += choice.logprobs.tokens
+            numbers += choice.logprobs.token_logprobs
+            offsets += choice.logprobs.text_offset
+    assert numbers == [each.logprob for each in expected.logprobs]
+    assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]

@@ -1,0 +1,278 @@
+"""What is wrong is told in OpenAI's shape, and whoever leaves takes the request along."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
+from tests.support.live_server import LiveServer, wait_until
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def gated() -> Iterator[LiveServer]:
+    """A server whose pipeline goes on only when its gate is opened."""
+    limits = {"max_running_requests": 2, "max_waiting_requests": 1}
+    with LiveServer([gated_pipeline("gated")], **limits) as running:
+        yield running
+        GATES["gated"].open()
+        if running.pipelines.status == "ready":
+            running.check_nothing_is_left()
+
+
+def held_by(server: LiveServer, name: str = "gated") -> dict[str, Any]:
+    stage = server.omni(name).pipeline.stages[name]
+    assert isinstance(stage, GatedStage)
+    return stage.held
+
+
+def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> str:
+    return client.completions.create(model=model, prompt=prompt, **more).choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "message"),
+    [
+        ({"temperature": -1}, "temperature", "should be greater than or equal to 0, got -1"),
+        ({"temperature": "hot"}, "temperature", "should be a valid number, got 'hot'"),
+        ({"top_p": 0}, "top_p", "should be greater than 0"),
+        ({"seed": -5}, "seed", "should be greater than or equal to 0"),
+        ({"n": 0}, "n", "should be greater than or equal to 1"),
+        ({"n": 4000}, None, "n is 4000, but at most 128 completions"),
+        ({"stop": [""]}, "stop", "an empty stop string"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens", "greater than or equal to 0"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": True, "n": 2}, "logprobs", "n > 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "should be"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "should be text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "missing",
+        ),
+        ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
+        (
+            {"extra_body": {"stages": {"writer": {"top_k": -2}}}},
+            "stages.writer.top_k",
+            "greater than or equal to 0",
+        ),
+        ({"extra_body": {"stages": {"riter": {}}}}, "stages.riter", "did you mean 'writer'?"),
+        ({"modalities": ["text", "audio"]}, "audio", "goes together"),
+        ({"messages": [{"role": "user", "content": "x " * 40_000}]}, "messages", "characters"),
+        ({"messages": [{"role": "user", "content": "x " * 4_000}]}, "messages", "writer"),
+    ],
+)
+def test_a_mistake_is_told_with_the_field_that_has_it(
+    client: Any, wrong: dict[str, Any], param: str | None, message: str
+):
+    for stream in ({"stream": True}, {}) if "stream_options" not in wrong else ({},):
+        with pytest.raises(openai.BadRequestError, match=".") as error:
+            client.chat.completions.create(
+                **{"model": "chat", "messages": HELLO, **stream, **wrong}
+            )
+        assert error.value.param == param
+        body: Any = error.value.body
+        assert message in body["message"] and body["type"] == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_taken(client: Any):
+    harmless = {"user": "me", "store": False, "tools": [], "logit_bias": {}, "tool_choice": "none"}
+    first = client.chat.completions.create(model="chat", messages=HELLO)
+    second = client.chat.completions.create(
+        model="chat", messages=HELLO, response_format={"type": "text"}, **harmless
+    )
+    assert first.choices == second.choices
+
+
+def test_a_model_that_is_not_there_is_told_with_the_nearest_name(client: Any):
+    with pytest.raises(openai.NotFoundError, match="did you mean 'chat'?") as error:
+        client.chat.completions.create(model="chart", messages=HELLO)
+    assert error.value.code == "model_not_found" and error.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "message"),
+    [
+        (b"{", "application/json", 400, "not valid JSON"),
+        (b"[1]", "application/json", 400, "must be a JSON object"),
+        (b"\xff", "application/json", 400, "not valid JSON"),
+        (b"[" * 100_000, "application/json", 400, "not valid JSON"),
+        (b"{}", "application/json", 400, "missing"),
+        (b"{}", "text/plain", 415, "must be application/json, got 'text/plain'"),
+    ],
+)
+def test_a_body_that_is_none_is_refused(
+    server: LiveServer, body: bytes, kind: str, status: int, message: str
+):
+    found, told = post(server, body, kind)
+    assert found == status and message in told["error"]["message"]
+
+
+def post(server: LiveServer, body: bytes, kind: str = "application/json") -> tuple[int, Any]:
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", body, {"Content-Type": kind}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
+    with LiveServer([gated_pipeline("small")], max_body_bytes=2048) as server:
+        assert post(server, b'{"a": "' + b"x" * 2000)[0] == 400
+        status, told = post(server, b'{"a": "' + b"x" * 3000 + b'"}')
+        assert status == 413 and "larger than 2048 bytes" in told["error"]["message"]
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with connection(server) as client:
+            client.sendall(head + b"%x\r\n" % 3000 + b"x" * 3000 + b"\r\n0\r\n\r\n")
+            assert client.makefile("rb").readline().startswith(b"HTTP/1.1 413 ")
+
+
+def connection(server: LiveServer) -> socket.socket:
+    where = urlsplit(server.url)
+    return socket.create_connection((where.hostname, where.port), timeout=60)
+
+
+def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
+    client = gated.client()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
+        admission = gated.pipelines.pipelines["gated"].admission
+        wait_until(lambda: (admission.num_running, admission.num_waiting) == (2, 1))
+        with pytest.raises(openai.RateLimitError, match="2 requests run and 1 wait") as error:
+            ask(client, "d")
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        assert error.value.code == "queue_full"
+        with pytest.raises(openai.RateLimitError, match="no room for 2 requests"):
+            client.completions.create(model="gated", prompt=["e", "f"])
+        GATES["gated"].open()
+        assert [each.result() for each in answers] == ["gated(a)", "gated(b)", "gated(c)"]
+    assert ask(client, "g") == "gated(g)"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool):
+    body = json.dumps({"model": "gated", "prompt": ["x", "y", "z"], "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    admission = gated.pipelines.pipelines["gated"].admission
+    with connection(gated) as client:
+        client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: len(held_by(gated)) == 2 and admission.num_waiting == 1)
+    wait_until(lambda: not held_by(gated))
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+def test_leaving_in_the_middle_of_a_stream_frees_every_block(server: LiveServer, client: Any):
+    stream = client.chat.completions.create(
+        model="chat",
+        messages=HELLO,
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True, "n": 2},
+    )
+    with stream:
+        next(iter(stream))
+    server.check_nothing_is_left()
+
+
+def test_a_request_that_takes_too_long_is_aborted():
+    with LiveServer([gated_pipeline("gated")], request_timeout_s=0.2) as server:
+        client = server.client(max_retries=5)
+        more: dict[str, Any]
+        for more in ({}, {"stream": True}):
+            with pytest.raises(openai.InternalServerError, match="not done after 0.2 s") as error:
+                client.completions.create(model="gated", prompt="x", **more)
+            assert error.value.status_code == 504 and error.value.type == "timeout_error"
+        wait_until(lambda: not held_by(server))
+
+
+def test_a_stage_that_fails_is_told_and_the_next_request_runs():
+    with LiveServer([gated_pipeline("failing", fails=True, steps=3)]) as server:
+        client = server.client()
+        GATES["failing"].open(3 + 1)
+        with pytest.raises(openai.InternalServerError, match="stage 'failing': told to fail"):
+            ask(client, model="failing")
+        stream = client.completions.create(model="failing", prompt="xyz", stream=True)
+        assert next(iter(stream)).choices[0].text
+        GATES["failing"].open(2)
+        with pytest.raises(openai.APIError, match="told to fail"):
+            list(stream)
+        server.check_nothing_is_left()
+
+
+def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
+    client = gated.client()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
+        wait_until(lambda: len(held_by(gated)) == 2)
+        admission = gated.pipelines.pipelines["gated"].admission
+        wait_until(lambda: admission.num_waiting == 1)
+        gated.stop()
+        GATES["gated"].open()
+        assert [each.result() for each in answers] == ["gated(a)", "gated(b)", "gated(c)"]
+        gated.join()
+
+
+def test_what_does_not_end_is_cut_off_when_the_server_stops():
+    with LiveServer([gated_pipeline("endless")], stop_timeout_s=1) as server:
+        client = server.client()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, client, model="endless")
+            wait_until(lambda: len(held_by(server, "endless")) == 1)
+            server.stop()
+            with pytest.raises(openai.APIError):
+                answer.result()
+            server.join()
+
+
+def test_a_pipeline_that_cannot_go_on_is_told_by_health(monkeypatch: pytest.MonkeyPatch):
+    with LiveServer([gated_pipeline("crashing")]) as server:
+        orchestrator = server.omni()._driver._orchestrator
+
+        def crash() -> None:
+            raise MemoryError("all is lost")
+
+        monkeypatch.setattr(orchestrator, "step", crash)
+        with pytest.raises(openai.InternalServerError, match="cannot go on") as error:
+            ask(server.client(), model="crashing")
+        assert error.value.status_code == 503
+        assert server.pipelines.status == "failed"
+        with pytest.raises(openai.InternalServerError, match="is failed") as error:
+            ask(server.client(), model="crashing")
+        assert error.value.status_code == 503
+
+
+def test_keys_share_nothing_that_was_cached(checkpoint_cache: object):
+    config = PipelineConfig.load("two_step")
+    with LiveServer([config], api_keys=["first", "second"]) as server:
+        prompt = "The clocks of this library are nobody else's business. " * 3
+        cached = [
+            server.client(key)
+            .completions.create(model="two_step", prompt=prompt, max_tokens=2)
+            .usage.prompt_tokens_details.cached_tokens
+            for key in ("first", "second", "first", "second")
+        ]
+    assert cached[:2] == [0, 0] and min(cached[2:]) > 0
