@@ -47,11 +47,10 @@ def interrupt(subject: Subject, args: argparse.Namespace, note: Callable[[str], 
             engine.reset_prefix_cache()
             fault = LineFault(nth, error, bytecodes=args.bytecodes)
             outcome = disturbed_run(engine, subject, step, fault)
-            tally.add(
-                outcome.kind,
-                f"{error.__name__} in step {step} at {outcome.place}: {outcome.detail}",
-            )
+            detail = f"{error.__name__} in step {step} at {outcome.place}: {outcome.detail}"
+            tally.add(outcome.kind, detail)
             if outcome.kind not in ("went on", "failed alone"):
+                note(f"{subject.name}: {outcome.kind}: {detail}")
                 engine = subject.build()
         if number % 100 == 0:
             note(f"{subject.name}: {number} of {len(places)} places, {dict(tally.counts)}")

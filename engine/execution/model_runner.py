@@ -235,6 +235,13 @@ class ModelRunner:
         """Give back a request's row; one that has none is ignored."""
         self._batch.remove(request.request_id)
 
+    def forget_all(self) -> None:
+        """Give all rows back after a step that failed, maybe while it took one.
+
+        Requests that hold blocks are written to the tables again when they run next.
+        """
+        self._batch.clear()
+
     def _run_towers(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Run the towers for images and the like that this step begins and the cache lacks."""
         items = [entry for item in scheduled for entry in item.items_to_encode]

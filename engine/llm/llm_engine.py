@@ -147,8 +147,7 @@ class LLMEngine(Engine[RequestOutput]):
         culprits = self._scheduler.fault_isolation.recover(
             scheduled, swap_failed=isinstance(error, SwapError)
         )
-        for request in (*scheduled.preempted, *(item.request for item in scheduled.scheduled)):
-            self._runner.forget(request)
+        self._runner.forget_all()
         message = f"the step failed: {type(error).__name__}: {error}"
         return self._output_processor.fail(culprits, message, self._call)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
+from engine.execution.input_batch import InputBatch
 from engine.execution.model_inputs import ModelInputs
 from engine.execution.model_runner import ModelRunner
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
@@ -127,6 +128,38 @@ def prompt(first: int, length: int) -> TokensPrompt:
 
 def tokens(number: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=number, ignore_eos=True)
+
+
+def test_a_row_of_the_tables_that_was_being_taken_is_not_lost(
+    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(qwen2_checkpoint, max_num_seqs=2)
+    expected = engine.generate([prompt(30, 9), prompt(60, 9)], tokens(4))
+    engine.reset_prefix_cache()
+
+    def fail(self: InputBatch, request_id: str, token_ids: list[int]) -> None:
+        self._free_rows.pop()
+        raise MemoryError("no room for a row")
+
+    # A third request holds blocks, and a row, in the step that fails.
+    engine.add_request("paused", prompt(90, 9), tokens(9))
+    (moved,) = engine.step()
+    engine.pause("paused")
+    with monkeypatch.context() as patch:
+        patch.setattr(InputBatch, "add", fail)
+        engine.add_request("ill", prompt(30, 9), tokens(4))
+        (output,) = engine.step()
+    assert output.error is not None and "no room for a row" in output.error
+    engine.resume("paused")
+    engine.add_request("well", prompt(60, 9), tokens(4))
+    done = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    assert_same(done["well"], expected[1])
+    assert done["paused"].outputs[0].token_ids[:1] == moved.outputs[0].token_ids
+    again = engine.generate([prompt(30, 9), prompt(60, 9), prompt(90, 9)], tokens(9))
+    assert again[2].outputs[0].token_ids == done["paused"].outputs[0].token_ids
 
 
 def test_a_model_that_always_fails_ends_everybody_in_turn(
