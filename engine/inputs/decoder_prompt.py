@@ -9,8 +9,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from engine.inputs.admission import InputLimits
 from engine.inputs.encoder_inputs import describe_prompt
+from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt, TokensPrompt
+from engine.requests.continuation import Continuation
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
 
@@ -82,6 +84,24 @@ class DecoderPromptRule:
     def logits_processor(self, encoder: EncoderPrompt | None) -> LogitsProcessor | None:
         """What the kind of model asks of the output of a request, or None."""
         return None
+
+    def across(
+        self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> tuple[EncoderPrompt | None, Continuation]:
+        """How to go through an encoder's input that is longer than its window.
+
+        Args:
+            windows: of the input.
+            encoder: what it was made from.
+            decoder: what the user gave for the decoder.
+
+        Returns:
+            What the prompt of every window is made for, and how a request goes on after the first.
+
+        Raises:
+            ValueError: the kind of model cannot, or not with what is asked for.
+        """
+        raise ValueError("this model's encoder takes one window; cut the input into shorter pieces")
 
     @property
     def _first_ids(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from engine.inputs.decoder_prompt import DecoderPromptRule
 from engine.inputs.encoder_inputs import EncoderInputMaker, EncoderSide, TextEncoderInputs
+from engine.inputs.input_windows import InputWindows
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt
@@ -21,6 +22,8 @@ from engine.interface.prompts import (
     TokensPrompt,
 )
 from engine.requests.content_spans import encoder_spans
+from engine.requests.continuation import Continuation
+from engine.requests.encoder_input import EncoderInput
 
 __all__ = ["EncoderDecoderPromptProcessor"]
 
@@ -68,9 +71,15 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         """
         refuse_items(prompt)
         encoder, decoder = self._split(prompt)
-        entry = None
+        entry: EncoderInput | None = None
+        continuation: Continuation | None = None
         if encoder is not None or not self._text_is_for_decoder:
-            entry = self._encoder_inputs.make(encoder, cache_salt=cache_salt)
+            made = self._encoder_inputs.make_windows(encoder, cache_salt=cache_salt)
+            if isinstance(made, InputWindows):
+                encoder, continuation = self._decoder_rule.across(made, encoder, decoder)
+                entry = made.at(0)
+            else:
+                entry = made
         token_ids = self._decoder_rule.prompt_ids(encoder, decoder)
         return PromptContent(
             token_ids,
@@ -78,6 +87,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
             encoder_input=entry,
             encoder_view=self._encoder.encoder_view(entry, token_ids),
             logits_processor=self._decoder_rule.logits_processor(encoder),
+            continuation=continuation,
             prompt_choice=self._decoder_rule.prompt_choice(encoder, decoder),
         )
 

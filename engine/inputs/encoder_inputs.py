@@ -6,10 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
 from engine.inputs.admission import check_encoder_prompt
+from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.media_limits import MediaLimits
@@ -81,6 +84,15 @@ class EncoderInputMaker(ABC):
             ValueError: the prompt is of another kind, empty, too long, or cannot be read.
         """
 
+    def make_windows(
+        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
+    ) -> EncoderInput | InputWindows:
+        """Make the input of one request, or its windows if it is longer than one; see :meth:`make`.
+
+        By default there is one.
+        """
+        return self.make(prompt, cache_salt=cache_salt)
+
     def _refuse(self, prompt: object) -> ValueError:
         return ValueError(
             f"this model's encoder takes {self.takes}, but the encoder prompt is "
@@ -142,6 +154,9 @@ class AudioEncoderInputs(EncoderInputMaker):
 
         file ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
 
+    A recording that is longer than the window becomes the features of all of it, of which windows
+    are cut. The loudest place of the whole sets what counts as silence, as in transformers.
+
     Args:
         encoder: of the model.
         extractor: of the checkpoint.
@@ -164,11 +179,44 @@ class AudioEncoderInputs(EncoderInputMaker):
         """Read, resample and extract.
 
         Raises:
-            ValueError: the prompt is no audio, or cannot be read; see :meth:`SampleReader.read`.
+            ValueError: the prompt is no audio, longer than a window, or cannot be read; see
+                :meth:`SampleReader.read`.
         """
+        return self._of_samples(self._read(prompt, self._reader), cache_salt)
+
+    def make_windows(
+        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
+    ) -> EncoderInput | InputWindows:
+        """Read, resample and extract, however long it is.
+
+        Raises:
+            ValueError: the prompt is no audio, longer than the user's limit, or cannot be read.
+        """
+        samples = self._read(prompt, self._reader.of_any_length())
+        if len(samples) <= self._reader.max_samples:
+            return self._of_samples(samples, cache_salt)
+        whole = self._extractor(
+            samples,
+            sampling_rate=self._reader.rate,
+            truncation=False,
+            padding="longest",
+            return_tensors="pt",
+        )["input_features"][0]
+        window = self._reader.max_samples // int(self._extractor.hop_length)
+        windows = InputWindows(
+            whole,
+            window,
+            lambda part: self._of_features({"input_features": part}, cache_salt),
+        )
+        # A few samples more than a window are no frame more.
+        return windows if windows.num_frames > window else windows.at(0)
+
+    def _read(self, prompt: EncoderPrompt | None, reader: SampleReader) -> NDArray[np.float32]:
         if not isinstance(prompt, AudioPrompt):
             raise self._refuse(prompt)
-        samples = self._reader.read(prompt.audio, prompt.sampling_rate)
+        return reader.read(prompt.audio, prompt.sampling_rate)
+
+    def _of_samples(self, samples: NDArray[np.float32], cache_salt: str | None) -> EncoderInput:
         features = self._extractor(samples, sampling_rate=self._reader.rate, return_tensors="pt")
         return self._of_features({"input_features": features["input_features"][0]}, cache_salt)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,13 +13,19 @@ from engine.inputs.admission import Admission
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
-from engine.requests.request import Request
+from engine.requests.content_spans import encoder_spans
+from engine.requests.continuation import Sequel
+from engine.requests.encoder_input import EncoderInput
+from engine.requests.request import Request, RequestStatus, RequestTimes
 from engine.sampling.sampler import SamplingState
 from engine.sampling.sampling_state import LogitsProcessor
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 
 __all__ = ["Arrival", "InputProcessor"]
+
+_SEED_STEP = 2**40
+"""From one sequence of a completion to the next: further than completions lie apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,9 @@ class InputProcessor:
         cache_salt: str | None,
     ) -> Callable[..., Request]:
         """Makes the completions of a prompt: what they share is worked out, and known to fit."""
-        entry, choice, blocks = content.encoder_input, content.prompt_choice, None
+        entry, choice = content.encoder_input, content.prompt_choice
+        if content.continuation is not None:
+            _check_continued(params)
         num_prompt_tokens = len(content.token_ids)
         max_num_tokens = self._admission.max_num_tokens(
             num_prompt_tokens + (0 if choice is None else choice.num_tokens),
@@ -142,9 +150,6 @@ class InputProcessor:
             content.positions,
             0 if entry is None else entry.num_tokens,
         )
-        if entry is not None:
-            block_size = self._admission.limits.block_size
-            blocks = EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
         return partial(
             Request,
             num_prompt_tokens=num_prompt_tokens,
@@ -156,12 +161,49 @@ class InputProcessor:
             spans=content.spans,
             encoder_input=entry,
             encoder_view=content.encoder_view,
-            encoder_blocks=blocks,
+            encoder_blocks=None if entry is None else self._encoder_blocks(entry),
             multimodal_inputs=content.multimodal_inputs,
             positions=content.positions,
             streamed_rows=content.streamed_rows,
             prompt_choice=choice,
+            continuation=content.continuation,
         )
+
+    def next_sequence(self, request: Request, sequel: Sequel) -> Request:
+        """Build the sequence that follows on one that has ended: the same prompt, another input.
+
+        It is as long as that at most, so it is known to fit, and takes its place in the queues.
+        """
+        params, entry = request.params, sequel.encoder_input
+        if entry is None:
+            raise RuntimeError(f"nothing follows on request {request.request_id!r}")
+        prompt_ids = request.token_ids[: request.num_prompt_tokens]
+        return replace(
+            request,
+            token_ids=list(prompt_ids),
+            spans=encoder_spans(entry),
+            encoder_input=entry,
+            encoder_blocks=self._encoder_blocks(entry),
+            sampling=self._sampling_state(
+                params,
+                prompt_ids,
+                (request.sampling.seed + _SEED_STEP) % 2**63,
+                request.sampling.logits_processor,
+            ),
+            text=CompletionText(self._tokenizer, params, self._eos_token_ids),
+            continuation=sequel.continuation,
+            times=RequestTimes(request.times.arrival),
+            status=RequestStatus.WAITING,
+            num_computed_tokens=0,
+            num_cached_tokens=None,
+            alone_until=0,
+            block_hashes=[],
+            logprobs=[],
+        )
+
+    def _encoder_blocks(self, entry: EncoderInput) -> EncoderBlocks:
+        block_size = self._admission.limits.block_size
+        return EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse what no request could run with.
@@ -223,3 +265,16 @@ class InputProcessor:
     def _num_choices(self) -> int:
         """Ids that parameters may name; a checkpoint without a head only checks them."""
         return self._admission.limits.num_logits or self._admission.limits.vocab_size
+
+
+def _check_continued(params: SamplingParams) -> None:
+    """Refuse what cannot be asked of an input that takes several sequences."""
+    if params.max_tokens == 0:
+        raise ValueError(
+            "max_tokens is 0, but the input takes several windows, and where one ends is told by "
+            "what is generated for it; set max_tokens, or cut the input into shorter pieces"
+        )
+    if params.stop:
+        raise ValueError(
+            "stop strings do not go with an input that takes several windows; use stop_token_ids"
+        )

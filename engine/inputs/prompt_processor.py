@@ -17,6 +17,7 @@ from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import Prompt
 from engine.requests.content_spans import embeds_spans
+from engine.requests.continuation import Continuation
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
@@ -40,6 +41,7 @@ class PromptContent:
         encoder_input: what the encoder gets, if the model has one.
         encoder_view: which rows of the encoder's output the tokens see.
         logits_processor: what the output has to keep to, or None.
+        continuation: what follows when the sequence has ended, or None.
         prompt_choice: how the prompt goes on, if the model itself chooses; else None.
         multimodal_inputs: images and the like, in the order of their places.
         positions: where tokens lie on several axes; None where places are indices.
@@ -52,6 +54,7 @@ class PromptContent:
     encoder_input: EncoderInput | None = None
     encoder_view: EncoderView | None = None
     logits_processor: LogitsProcessor | None = None
+    continuation: Continuation | None = None
     prompt_choice: PromptChoice | None = None
     multimodal_inputs: tuple[MultiModalInput, ...] = ()
     positions: PromptPositions | None = None

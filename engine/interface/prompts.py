@@ -139,6 +139,10 @@ class AudioPrompt:
     config. Where that names no language, the model finds out which one is spoken. They cannot stand
     beside an explicit decoder prompt, nor in :data:`MultiModalData`.
 
+    A recording that is longer than the model's window is transcribed window after window, each from
+    where the text of the one before ended. For that timestamps are written, which count from the
+    beginning of their window; the end of a window's text is no token of the output.
+
     Attributes:
         audio: a file of WAV, FLAC, OGG or MP3, its content (as bytes, or as a data URL), or mono
             samples ``(num_samples,)``, floating point in -1 to 1.

@@ -15,7 +15,8 @@ class SamplingParams(BaseModel):
     """How one request's tokens are chosen and when it ends.
 
     Attributes:
-        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request).
+        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request). For a
+            recording that takes several windows they are counted for each.
         min_tokens: no stop token, EOS or stop string counts before this many tokens.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.

@@ -59,7 +59,11 @@ class LLMEngine(Engine[RequestOutput]):
         self._swap = parts.swap_space
         self._encoder_cache_manager = parts.encoder_cache_manager
         self._output_processor = OutputProcessor(
-            self._scheduler, self._runner, self._kv, frozenset(output_names or ())
+            self._scheduler,
+            self._runner,
+            self._kv,
+            frozenset(output_names or ()),
+            self._inputs.next_sequence,
         )
         self._groups = self._output_processor.groups
         self._num_steps = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.outputs import FinishReason, RequestOutput
 from engine.interface.stats import EngineStats
+from engine.requests.continuation import Sequel
 from engine.requests.request import Request, RequestStatus
 from engine.requests.request_group import RequestGroup
 from engine.scheduling.scheduler import Scheduler
@@ -30,6 +31,7 @@ class OutputProcessor:
         model_runner: is told that too, and which tokens were accepted.
         kv_cache_manager: gives the output rows of a sequence that ends.
         declared_outputs: tensors without which a request has failed.
+        next_sequence: makes the sequence that follows on one that has ended.
         groups: the live requests by the user's ids, oldest first.
         stats: what their tokens add up to.
     """
@@ -38,6 +40,7 @@ class OutputProcessor:
     model_runner: ModelRunner
     kv_cache_manager: KVCacheManager
     declared_outputs: frozenset[str]
+    next_sequence: Callable[[Request, Sequel], Request]
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
@@ -185,19 +188,32 @@ class OutputProcessor:
 
     def _finish(self, group: RequestGroup, request: Request, reason: FinishReason) -> None:
         """End a completion: full-length rows by the block table it still holds, then free."""
-        tensors = self.kv_cache_manager.gather_outputs(
-            request.request_id, request.num_computed_tokens
-        )
+        rows = self.kv_cache_manager.gather_outputs(request.request_id, request.num_computed_tokens)
         # A lone text has no encoder tokens, and so no rows of them.
         encoder = request.encoder_blocks
-        tensors |= self.kv_cache_manager.gather_encoder_outputs(
+        encoder_rows = self.kv_cache_manager.gather_encoder_outputs(
             request.request_id, encoder.num_tokens if encoder is not None else 0
         )
+        tensors = rows | encoder_rows
         missing = self.declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"
         self._release(request)
+        ended = group.completion_of(request).ended
+        if request.continuation is not None and ended is not None:
+            sequel = request.continuation.follow(request.output_token_ids, reason)
+            ended.take_in(request, sequel.num_kept, rows, encoder_rows)
+            if sequel.encoder_input is not None and group.error is None:
+                self._go_on(group, request, sequel)
+                return
+            tensors = ended.tensors()
         group.finish(request, reason, tensors)
+
+    def _go_on(self, group: RequestGroup, request: Request, sequel: Sequel) -> None:
+        """Let a completion go on by another sequence, under the same id and in the same place."""
+        following = self.next_sequence(request, sequel)
+        group.completion_of(request).request = following
+        self.scheduler.add(following)
 
     def _release(self, request: Request) -> None:
         self.scheduler.finish(request)

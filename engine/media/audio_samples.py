@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ class SampleReader:
 
     Attributes:
         rate: samples per second that are wanted.
-        max_samples: of that rate.
+        max_samples: of that rate; None takes as many as the limits allow.
         limits: what files may take.
     """
 
     rate: int
-    max_samples: int
+    max_samples: int | None
     limits: MediaLimits = field(default_factory=MediaLimits)
 
     @classmethod
@@ -43,12 +43,15 @@ class SampleReader:
         rate, window = int(extractor.sampling_rate), int(extractor.n_samples)
         return cls(rate, window, limits or MediaLimits())
 
+    def of_any_length(self) -> SampleReader:
+        """One that takes as much as the user's limit allows."""
+        return replace(self, max_samples=None)
+
     @property
     def longest(self) -> LongestSound:
         """What the window takes, or the user's limit if that is less."""
-        window = self.max_samples / self.rate
-        if window <= self.limits.max_audio_s:
-            return LongestSound(window)
+        if self.max_samples is not None and self.max_samples <= self.limits.max_audio_s * self.rate:
+            return LongestSound(self.max_samples / self.rate)
         return LongestSound(self.limits.max_audio_s, "engine.media_limits.max_audio_s")
 
     def read(

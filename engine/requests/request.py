@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.interface.outputs import RequestMetrics, TokenLogprobs
 from engine.interface.sampling_params import SamplingParams
+from engine.requests.continuation import Continuation
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from engine.requests.multimodal_input import MultiModalInput
 from engine.requests.prompt_choice import PromptChoice
@@ -87,6 +88,7 @@ class Request:
         streamed_rows: rows beside the tokens, in models that want them. They may come while the
             request runs, which it does only as far as they are known.
         is_paused: whether it rests, with what it holds, until its caller lets it go on.
+        continuation: what follows when the sequence has ended; None: the completion ends with it.
         prompt_choice: how the prompt goes on, until the model has chosen; None: it is known whole.
         alone_until: it shares no step before so many tokens are computed: a shared one failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
@@ -111,6 +113,7 @@ class Request:
     positions: PromptPositions | None = None
     streamed_rows: StreamedRows | None = None
     prompt_choice: PromptChoice | None = None
+    continuation: Continuation | None = None
     is_paused: bool = False
     alone_until: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.interface.outputs import CompletionOutput, FinishReason, RequestOutput
-from engine.requests.request import Request
+from engine.requests.ended_sequences import EndedSequences
+from engine.requests.request import Request, RequestTimes
 
 __all__ = ["Completion", "RequestGroup"]
 
@@ -19,24 +20,45 @@ class Completion:
     """One of a request's ``n`` completions.
 
     Attributes:
-        request: the sequence that computes it.
+        request: the sequence that computes it now.
+        ended: what those before it have come to, where it takes several: no other tokens are told.
         finish_reason: None while it runs.
         tensors: its stage outputs, once finished.
     """
 
     request: Request
+    ended: EndedSequences | None = None
     finish_reason: FinishReason | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        """By its first sequence."""
+        return cls(request, EndedSequences.before(request))
+
+    @property
+    def first(self) -> Request:
+        """Its first sequence."""
+        return self.request if self.ended is None else self.ended.first
+
+    @property
+    def times(self) -> RequestTimes:
+        """From the beginning of the first sequence on."""
+        times = self.request.times
+        return times if self.ended is None else self.ended.times(times)
+
     def output(self, index: int) -> CompletionOutput:
         """The state now; takes the text's growth since the last call."""
-        request = self.request
+        told, ended = self.request, self.ended
+        token_ids = told.output_token_ids if ended is None else ended.token_ids
+        text = told.text if ended is None else ended.text
+        logprobs = told.logprobs if ended is None else ended.logprobs
         return CompletionOutput(
             index=index,
-            text=request.text.text,
-            delta=request.text.take_delta(),
-            token_ids=tuple(request.output_token_ids),
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            text=text.text,
+            delta=text.take_delta(),
+            token_ids=tuple(token_ids),
+            logprobs=None if told.params.logprobs is None else tuple(logprobs),
             finish_reason=self.finish_reason,
             tensors=self.tensors,
         )
@@ -63,7 +85,7 @@ class RequestGroup:
         """Group the sequences that :class:`InputProcessor` made of one request."""
         return cls(
             request_id,
-            tuple(Completion(request) for request in requests),
+            tuple(map(Completion.of, requests)),
             has_prompt_ids=requests[0].prompt_embeds is None,
         )
 
@@ -74,18 +96,23 @@ class RequestGroup:
 
     def finish(self, request: Request, reason: FinishReason, tensors: Mapping[str, Tensor]) -> None:
         """Record the end of one completion."""
-        completion = next(c for c in self.completions if c.request is request)
+        completion = self.completion_of(request)
         completion.finish_reason = reason
         completion.tensors = tensors
-        request.text.finish()
+        text = request.text if completion.ended is None else completion.ended.text
+        text.finish()
         request.times.finished = time.monotonic()
+
+    def completion_of(self, request: Request) -> Completion:
+        """The completion that a sequence computes now."""
+        return next(each for each in self.completions if each.request is request)
 
     def output(self) -> RequestOutput:
         """The state now."""
-        first = self.completions[0].request
+        first = self.completions[0].first
         slowest = max(
-            (completion.request for completion in self.completions),
-            key=lambda request: request.times.finished or float("inf"),
+            (completion.times for completion in self.completions),
+            key=lambda times: times.finished or float("inf"),
         )
         encoder = first.encoder_input
         prompt_ids = first.token_ids[: first.num_prompt_tokens] if self.has_prompt_ids else ()
@@ -99,7 +126,7 @@ class RequestGroup:
             prompt_token_ids=tuple(prompt_ids),
             encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
             encoder_prompt=None if encoder is None else encoder.text,
-            metrics=slowest.times.metrics(
+            metrics=slowest.metrics(
                 sum(completion.request.num_preemptions for completion in self.completions)
             ),
         )

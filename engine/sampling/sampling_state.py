@@ -94,6 +94,11 @@ class SamplingState:
         other.counts = deepcopy(self.counts)
         return other
 
+    @property
+    def seed(self) -> int:
+        """Of the request's draws."""
+        return self._seed
+
     def extend_prompt(self, token_ids: Sequence[int]) -> None:
         """Take note of tokens by which the prompt turned out to go on."""
         if self.counts is not None:

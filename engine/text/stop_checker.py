@@ -81,6 +81,7 @@ class CompletionText:
                 f"stop strings {list(params.stop)} need text, but the checkpoint has no "
                 "tokenizer; use stop_token_ids"
             )
+        self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
         self._stop_ids = frozenset(() if params.ignore_eos else eos_token_ids).union(
             params.stop_token_ids
@@ -92,6 +93,12 @@ class CompletionText:
         self._num_certain = 0
         self._num_told = 0
         self._finished = False
+
+    def without_end(self) -> CompletionText:
+        """An empty one of the same tokenizer, which no token ends."""
+        endless = {"max_tokens": 2**62, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
+        params = self._params.model_copy(update=endless | {"ignore_eos": True})
+        return CompletionText(self._tokenizer, params, ())
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take the next generated token.

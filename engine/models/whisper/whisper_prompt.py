@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
 from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
+from engine.models.whisper.speech_windows import SpeechWindows
 from engine.models.whisper.timestamp_rule import TimestampRule
+from engine.requests.continuation import Continuation
 from engine.requests.prompt_choice import PromptChoice
 from engine.sampling.sampling_state import LogitsProcessor
 
 __all__ = ["WhisperPromptRule"]
 
 _WISHES = ("language", "task", "timestamps")
+
+_NOT_DONE = ("condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold")
+_NOT_DONE += ("no_speech_threshold",)
+"""What transformers can do beside with a long recording, if it is told to."""
 
 
 class WhisperPromptRule(DecoderPromptRule):
@@ -64,6 +72,39 @@ class WhisperPromptRule(DecoderPromptRule):
             return None
         end = self._first_named("eos_token_id", "bos_token_id")
         return TimestampRule(without, end, self._setting("max_initial_timestamp_index"))
+
+    def across(
+        self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
+    ) -> tuple[EncoderPrompt | None, Continuation]:
+        """Window after window, each from where the text of the one before ended; with timestamps.
+
+        Raises:
+            ValueError: timestamps are not to be had, or not wanted; a decoder prompt was given, or
+                the checkpoint asks for what is not done here.
+        """
+        if decoder is not None or not isinstance(encoder, AudioPrompt):
+            raise ValueError(
+                "a decoder prompt does not go with a recording that is longer than the model's "
+                "window: leave it out, or cut the recording into shorter pieces"
+            )
+        if encoder.timestamps is False:
+            raise ValueError(
+                "a recording that is longer than the model's window is cut by its timestamps: "
+                "leave timestamps out, or cut the recording into shorter pieces"
+            )
+        for name in _NOT_DONE:
+            if self._setting(name) not in (None, False):
+                raise ValueError(
+                    f"the checkpoint's generation_config.json states {name}, which is not "
+                    "supported for a recording that is longer than the model's window"
+                )
+        without = self._setting("no_timestamps_token_id")
+        asked = replace(encoder, timestamps=True)
+        if without is None:
+            # Says that there are none.
+            self._with_timestamps([self.start_token_id], True)
+        end = self._first_named("eos_token_id", "bos_token_id")
+        return asked, SpeechWindows(windows, 0, int(without) + 1, end)
 
     def _wants_timestamps(self, encoder: EncoderPrompt | None) -> bool:
         asked = encoder.timestamps if isinstance(encoder, AudioPrompt) else None

@@ -1,0 +1,307 @@
+"""Recordings longer than the window are transcribed as transformers' long form does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
+
+from engine import (
+    AudioPrompt,
+    EngineConfig,
+    ExplicitEncoderDecoderPrompt,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+from engine.inputs.input_windows import InputWindows
+from engine.interface.outputs import FinishReason
+from engine.models.whisper.speech_windows import SpeechWindows
+from engine.requests.encoder_input import EncoderInput
+from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+
+WINDOW_S = 2
+SECONDS = (2.5, 4.0, 5.37, 9.0)
+
+
+def melody(seconds: float, seed: int) -> np.ndarray:
+    """Tones of various pitches and loudness, and pauses."""
+    draw = np.random.default_rng(seed)
+    parts = [
+        tone(0.37, float(pitch), seed) * loud
+        for pitch, loud in zip(draw.uniform(100, 3000, 40), draw.uniform(0, 1, 40), strict=True)
+    ]
+    return np.concatenate(parts)[: round(seconds * SAMPLING_RATE)].astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(seeded: Callable[[str], str]) -> str:
+    return seeded("whisper")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> LLMEngine:
+    return LLMEngine(
+        EngineConfig(model=folder, num_blocks=256, block_size=8, max_num_seqs=4, dtype="float32"),
+        output_names=("hidden_states",),
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(folder: str) -> Callable[..., list[int]]:
+    model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    extractor = AutoFeatureExtractor.from_pretrained(folder)
+
+    def answer(samples: np.ndarray, num_tokens: int | None, **wishes: Any) -> list[int]:
+        features = extractor(
+            samples,
+            sampling_rate=SAMPLING_RATE,
+            truncation=False,
+            padding="longest",
+            return_tensors="pt",
+        )["input_features"]
+        given = {} if num_tokens is None else {"max_new_tokens": num_tokens}
+        with torch.inference_mode():
+            ids: torch.Tensor = model.generate(features, return_timestamps=True, **given, **wishes)
+        return [int(each) for each in ids[0]]
+
+    return answer
+
+
+def params(num_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, **more)
+
+
+def run(engine: LLMEngine, prompts: Sequence[Any], sampling: SamplingParams) -> list[RequestOutput]:
+    outputs = engine.generate(prompts, sampling)
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    engine.check_integrity()
+    return outputs
+
+
+@pytest.mark.parametrize("num_tokens", [3, 12])
+def test_tokens_are_those_of_transformers(
+    engine: LLMEngine, reference: Callable[..., list[int]], num_tokens: int
+) -> None:
+    sounds = [melody(seconds, seed) for seed, seconds in enumerate(SECONDS)]
+    expected = [reference(sound, num_tokens, language="en") for sound in sounds]
+    engine.reset_prefix_cache()
+    for _ in range(2):
+        outputs = run(engine, [AudioPrompt(s, language="en") for s in sounds], params(num_tokens))
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_the_model_s_own_length_ends_windows_too(
+    engine: LLMEngine, reference: Callable[..., list[int]]
+) -> None:
+    sound = melody(2.6, 7)
+    (output,) = run(engine, [AudioPrompt(sound, language="de", task="translate")], params(10_000))
+    expected = reference(sound, None, language="de", task="translate")
+    assert list(output.outputs[0].token_ids) == expected
+
+
+def test_the_language_is_detected_once_in_the_first_window(
+    engine: LLMEngine, reference: Callable[..., list[int]]
+) -> None:
+    for seed in range(4):
+        sound = melody(5.0, 20 + seed)
+        (output,) = run(engine, [AudioPrompt(sound)], params(9))
+        assert list(output.outputs[0].token_ids) == reference(sound, 9)
+
+
+def test_a_window_and_a_few_samples_more_are_one_window(engine: LLMEngine) -> None:
+    """They make no frame more, so no timestamps have to be written."""
+    sound = melody(2.0 + 20 / SAMPLING_RATE, 3)
+    (output,) = run(engine, [AudioPrompt(sound, language="en")], params(6))
+    (plain,) = run(engine, [AudioPrompt(sound[:-20], language="en")], params(6))
+    assert output.prompt_token_ids == plain.prompt_token_ids
+    assert output.num_prompt_tokens == 4
+
+
+def test_files_hit_what_was_computed_for_their_samples(engine: LLMEngine, tmp_path: Path) -> None:
+    samples = np.round(melody(5.0, 1) * 32767) / 32768
+    path = tmp_path / "long.flac"
+    soundfile.write(path, samples, SAMPLING_RATE, "PCM_16")
+    engine.reset_prefix_cache()
+    before = engine.stats()
+    (first,) = run(engine, [AudioPrompt(samples.astype(np.float32), language="en")], params(12))
+    middle = engine.stats()
+    (again,) = run(engine, [AudioPrompt(path, language="en")], params(12))
+    after = engine.stats()
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    num_windows = middle.encoder_runs - before.encoder_runs
+    assert num_windows > 2
+    assert (after.encoder_runs, after.encoder_hits) == (
+        middle.encoder_runs,
+        middle.encoder_hits + num_windows,
+    )
+    assert after.prompt_tokens - middle.prompt_tokens == num_windows * first.num_prompt_tokens
+
+
+def test_a_stream_tells_a_window_when_it_has_ended(engine: LLMEngine, folder: str) -> None:
+    prompt = AudioPrompt(melody(6.0, 5), language="en")
+    (whole,) = run(engine, [prompt], params(12))
+    outputs = list(engine.stream(prompt, params(12)))
+    texts = [output.outputs[0].text for output in outputs]
+    assert "".join(output.outputs[0].delta for output in outputs) == whole.outputs[0].text
+    assert all(later.startswith(text) for text, later in pairwise(texts))
+    ids = [output.outputs[0].token_ids for output in outputs]
+    assert ids[0] == () and len(set(ids)) > 2
+    assert all(whole.outputs[0].token_ids[: len(each)] == each for each in ids)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = tokenizer.decode(
+        list(ids[-1]), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert outputs[-1].outputs[0].text == plain.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def test_rows_are_those_of_all_windows_and_logprobs_of_all_kept_tokens(engine: LLMEngine) -> None:
+    prompt = AudioPrompt(melody(6.0, 5), language="en")
+    before = engine.stats()
+    (output,) = run(engine, [prompt], params(12, logprobs=1))
+    num_windows = engine.stats().since(before).prompt_tokens // output.num_prompt_tokens
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert [entry.token_id for entry in completion.logprobs] == list(completion.token_ids)
+    rows = completion.tensors["hidden_states"].shape[0]
+    most = num_windows * output.num_prompt_tokens + len(completion.token_ids)
+    # Of a window whose last token is kept, that one has not run.
+    assert most - num_windows <= rows <= most
+
+
+def test_several_completions_go_their_own_ways(engine: LLMEngine) -> None:
+    prompt = AudioPrompt(melody(5.0, 2), language="en")
+    sampling = SamplingParams(temperature=1.0, max_tokens=10, n=3, seed=3)
+    (output,) = run(engine, [prompt], sampling)
+    (again,) = run(engine, [prompt], sampling)
+    ids = [completion.token_ids for completion in output.outputs]
+    assert len(set(ids)) == 3
+    assert ids == [completion.token_ids for completion in again.outputs]
+    windows = np.array_split(np.array(ids[0]), 2)
+    assert windows[0].tolist() != windows[1].tolist()
+
+
+def test_a_stop_token_of_the_user_s_ends_all_of_it(engine: LLMEngine) -> None:
+    prompt = AudioPrompt(melody(6.0, 5), language="en")
+    (whole,) = run(engine, [prompt], params(12))
+    ids = list(whole.outputs[0].token_ids)
+    stop = next(token for token in ids[len(ids) // 2 :] if ids.count(token) == 1)
+    (output,) = run(engine, [prompt], params(12, stop_token_ids=(stop,)))
+    assert list(output.outputs[0].token_ids) == ids[: ids.index(stop) + 1]
+    assert output.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_an_aborted_recording_leaves_nothing_behind(engine: LLMEngine) -> None:
+    for num_steps in (1, 8, 20, 33):
+        engine.add_request("r", AudioPrompt(melody(9.0, 4), language="en"), params(12))
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("r")
+        assert not engine.has_unfinished_requests
+        engine.check_integrity()
+
+
+def test_short_and_long_ones_share_a_small_pool(folder: str, engine: LLMEngine) -> None:
+    prompts = [
+        AudioPrompt(melody(seconds, seed), language="en")
+        for seed, seconds in enumerate((5.0, 1.0, 3.0, 0.5, 6.0))
+    ]
+    expected = run(engine, prompts, params(12))
+    small = LLMEngine(
+        EngineConfig(model=folder, num_blocks=42, block_size=8, max_num_seqs=3, dtype="float32")
+    )
+    for one, other in zip(run(small, prompts, params(12)), expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+WRONG: dict[str, tuple[Callable[[np.ndarray], Any], SamplingParams, str]] = {
+    "no timestamps": (
+        lambda s: AudioPrompt(s, timestamps=False),
+        params(9),
+        "is cut by its timestamps: leave timestamps out, or cut",
+    ),
+    "a decoder prompt": (
+        lambda s: ExplicitEncoderDecoderPrompt(AudioPrompt(s), TokensPrompt((1, 2))),
+        params(9),
+        "a decoder prompt does not go with a recording that is longer",
+    ),
+    "no tokens": (AudioPrompt, params(0), "max_tokens is 0, but the input takes several windows"),
+    "stop strings": (AudioPrompt, params(9, stop=("a",)), "stop strings do not go with"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_asked_of_a_long_recording_is_refused(engine: LLMEngine, case: str) -> None:
+    make, sampling, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("r", make(melody(3.0, 0)), sampling)
+    assert not engine.has_unfinished_requests
+
+
+def test_what_the_checkpoint_asks_for_and_is_not_done_is_refused(
+    folder: str, tmp_path: Path
+) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "m")
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"condition_on_prev_tokens": True}))
+    engine = LLMEngine(EngineConfig(model=str(tmp_path / "m"), num_blocks=64))
+    run(engine, [AudioPrompt(melody(1.0, 0))], params(3))
+    with pytest.raises(ValueError, match="states condition_on_prev_tokens, which is not supported"):
+        engine.add_request("r", AudioPrompt(melody(3.0, 0)), params(3))
+
+
+def test_longer_than_the_user_s_limit_is_refused(folder: str) -> None:
+    limited = EngineConfig(model=folder, num_blocks=64, media_limits={"max_audio_s": 4.0})
+    engine = LLMEngine(limited)
+    run(engine, [AudioPrompt(melody(4.0, 0))], params(3))
+    with pytest.raises(ValueError, match=r"4\.10 s long, but 4 s .* raise engine.media_limits.max"):
+        engine.add_request("r", AudioPrompt(melody(4.1, 0)), params(3))
+
+
+FIRST, END = 100, 50
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "begin"),
+    [
+        ([FIRST, 1, 2, END], 3, 200),  # no end of a segment: all of the window
+        ([FIRST, 1, FIRST + 30, END], 3, 200),  # speech ended there
+        ([FIRST, 1, FIRST + 30, FIRST + 30, 2, 3], 4, 60),  # the second segment is unfinished
+        ([FIRST, 1, FIRST + 9, FIRST + 9, 2, FIRST + 30, FIRST + 30, END], 7, 60),
+        ([FIRST, 1, FIRST + 9, FIRST + 9, 2, FIRST + 30, END], 6, 200),
+        ([1, 2], 2, 200),
+        ([FIRST, FIRST, 1], 2, 200),  # never stands still
+    ],
+)
+def test_a_window_is_kept_up_to_its_last_finished_segment(
+    tokens: list[int], kept: int, begin: int
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def make(part: torch.Tensor) -> EncoderInput:
+        made.append(part)
+        return EncoderInput(100, b"")
+
+    features = torch.arange(1, 351.0).expand(2, -1)
+    windows = SpeechWindows(InputWindows(features, 200, make), 0, FIRST, END)
+    reason = FinishReason.STOP if tokens[-1] == END else FinishReason.LENGTH
+    sequel = windows.follow(tokens, reason)
+    assert sequel.num_kept == kept
+    assert made[0].shape == (2, 200)
+    assert made[0][0].tolist()[:150] == list(range(begin + 1, begin + 151))
+    follower = sequel.continuation
+    assert isinstance(follower, SpeechWindows) and follower.begin == begin
+    if begin == 200:
+        assert not made[0][0, 150:].any(), "what is behind the end is silence"
+        assert follower.follow([FIRST, 1, END], FinishReason.STOP).encoder_input is None
