@@ -127,11 +127,8 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         self._pooling = resolve_pooling("last" if pooling == "auto" else pooling, None)
         return LLMEngine(config, output_names=_rows_behind(self.outputs))
 
-    def add_request(self, request: StageRequest) -> None:
-        """Queue a request; see :class:`~stages.stage.Stage`."""
-        if self._layout is not None:
-            request = replace(request, prompt=_written(request.prompt, self._layout))
-        super().add_request(request)
+    def _engine_prompt(self, request: StageRequest) -> Prompt:
+        return request.prompt if self._layout is None else _written(request.prompt, self._layout)
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
         return self._params

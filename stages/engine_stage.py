@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine import FinishReason
+from engine.interface.engine import Admit, Prepare
 from stages.stage import Stage, StageOutput, StageRequest, StageStats
 
 if TYPE_CHECKING:
@@ -71,14 +72,43 @@ class EngineStage(Stage, Generic[OutputT]):
 
     def add_request(self, request: StageRequest) -> None:
         """Queue a request; see :class:`~stages.stage.Stage`."""
+        prepare = self._begin(request)
+        admit = prepare()
+        admit()
+
+    def begin_request(self, request: StageRequest) -> Prepare:
+        """Begin to take a request; see :class:`~stages.stage.Stage`."""
+        if type(self).add_request is not EngineStage.add_request:
+            # A kind of stage that does something of its own does it in the stage's thread.
+            return super().begin_request(request)
+        engine, prepare = self.engine, self._begin(request)
+
+        def prepared() -> Admit:
+            admit = prepare()
+
+            def admit_here() -> None:
+                if getattr(self, "engine", None) is engine:
+                    admit()
+                else:  # the stage was built anew in between
+                    self.add_request(request)
+
+            return admit_here
+
+        return prepared
+
+    def _begin(self, request: StageRequest) -> Prepare:
         self.ownership.check()
-        self.engine.add_request(
+        return self.engine.begin_request(
             request.request_id,
-            request.prompt,
+            self._engine_prompt(request),
             self._engine_sampling(request),
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
+
+    def _engine_prompt(self, request: StageRequest) -> Prompt:
+        """What the engine is given to run."""
+        return request.prompt
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
         """What the engine is told of sampling; None to one that generates no tokens."""

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import core_schema
 
 from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
 
 if TYPE_CHECKING:
@@ -302,6 +303,20 @@ class Stage(ABC):
             ValueError: this request cannot run here (too long, wrong width, unknown ids, ...);
                 the stage is unchanged and goes on with its other requests.
         """
+
+    def begin_request(self, request: StageRequest) -> Prepare:
+        """Begin to take a request: ``stage.begin_request(request)()()`` is ``add_request``.
+
+        The first and the third call are for the thread that drives the stage, the second for any,
+        beside its steps and other requests' preparation; see
+        :meth:`engine.Engine.begin_request`. A kind of stage that prepares nothing leaves it as
+        it is here: all is done by the third.
+
+        Returns:
+            What prepares the request, and gives what lets it in. All three raise ``ValueError`` if
+            it cannot run here.
+        """
+        return lambda: lambda: self.add_request(request)
 
     @abstractmethod
     def step(self) -> list[StageOutput]:

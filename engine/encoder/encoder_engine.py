@@ -22,7 +22,7 @@ from engine.inputs.admission import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.config import EngineConfig
-from engine.interface.engine import Engine
+from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import EncoderOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self.memory_plan = self._plan_memory(stored)
         self._store = EncoderOutputStore(self.memory_plan.num_blocks, config.block_size, stored)
         self._enable_prefix_caching = config.enable_prefix_caching
-        self._limits = self._input_limits()
+        self._limits = _input_limits(config, self._model, self.memory_plan, self.tokenizer)
         self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
         self._requests: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
@@ -114,7 +114,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def add_request(
+    def begin_request(
         self,
         request_id: str,
         prompt: Prompt,
@@ -122,16 +122,26 @@ class EncoderEngine(Engine[EncoderOutput]):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue an input; see :class:`~engine.interface.engine.Engine`.
+    ) -> Prepare:
+        """Begin to take an input; see :class:`~engine.interface.engine.Engine`.
 
         The prompt is text, chat messages, token ids, or embeddings if the model takes them.
         """
         self.ownership.check()
         if sampling is not None:
             self.check_sampling(sampling)
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        self._check_free(request_id)
+        place = priority, next(self._arrivals)
+
+        def prepare() -> Admit:
+            request = self._request(request_id, prompt, place, cache_salt)
+            return lambda: self._consistently(lambda: self._enter(request))
+
+        return prepare
+
+    def _request(
+        self, request_id: str, prompt: Prompt, place: tuple[int, int], cache_salt: str | None
+    ) -> EncoderRequest:
         refuse_items(prompt)
         token_ids, embeds = resolve_prompt(prompt, self.tokenizer, self._limits)
         budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
@@ -142,16 +152,20 @@ class EncoderEngine(Engine[EncoderOutput]):
                 raise ValueError(f"{self._model.architecture} takes token ids, not embeddings")
             embeds = embeds.cpu()
             spans = (ContentSpan("prompt_embeds", 0, len(token_ids), content_hash(embeds)),)
-        request = EncoderRequest(
+        return EncoderRequest(
             request_id=request_id,
             content=torch.tensor(token_ids) if embeds is None else embeds,
             input_hash=whole_input_hash(token_ids, spans=spans, salt=cache_salt),
-            priority=priority,
-            arrival_index=next(self._arrivals),
+            priority=place[0],
+            arrival_index=place[1],
         )
-        self._consistently(lambda: self._enter(request))
+
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
 
     def _enter(self, request: EncoderRequest) -> None:
+        self._check_free(request.request_id)
         self._queue.add(request)
         self._requests[request.request_id] = request
 
@@ -289,22 +303,6 @@ class EncoderEngine(Engine[EncoderOutput]):
         del self._requests[item.request.request_id]
         self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
 
-    def _input_limits(self) -> InputLimits:
-        config, longest = self.config, self.max_model_len
-        return InputLimits(
-            max_model_len=longest,
-            hidden_size=self.hidden_size,
-            vocab_size=self._model.vocab_size,
-            num_logits=0,
-            block_size=config.block_size,
-            usable_tokens=self.memory_plan.num_tokens,
-            dtype=self.dtype,
-            max_prompt_chars=max_prompt_chars(
-                self.tokenizer, longest, config.limits.max_prompt_chars
-            ),
-            requests=config.limits,
-        )
-
     def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:
         known = {*self._model.row_nbytes, "pooled"}
         unknown = sorted(set(wanted or ()) - known)
@@ -338,6 +336,26 @@ class EncoderEngine(Engine[EncoderOutput]):
                 name: num_blocks * nbytes for name, nbytes in sorted(block_nbytes.items())
             },
         )
+
+
+def _input_limits(
+    config: EngineConfig,
+    model: EncoderModel,
+    plan: MemoryPlan,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> InputLimits:
+    longest, limits = plan.max_model_len, config.limits
+    return InputLimits(
+        max_model_len=longest,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        num_logits=0,
+        block_size=config.block_size,
+        usable_tokens=plan.num_tokens,
+        dtype=model.dtype,
+        max_prompt_chars=max_prompt_chars(tokenizer, longest, limits.max_prompt_chars),
+        requests=limits,
+    )
 
 
 def _max_model_len(config: EngineConfig, model: EncoderModel) -> int:

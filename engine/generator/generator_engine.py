@@ -16,14 +16,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 from operator import index
 from typing import Any
 
 import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
-from engine.interface.engine import Engine
+from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.outputs import GeneratorOutput
 from engine.interface.prompts import CodecPrompt, Prompt
@@ -84,7 +84,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
 
-    def add_request(
+    def begin_request(
         self,
         request_id: str,
         prompt: Prompt,
@@ -92,8 +92,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue an utterance, or its first chunk; see :class:`~engine.interface.engine.Engine`.
+    ) -> Prepare:
+        """Begin to take an utterance, or its first chunk; see :class:`Engine`.
 
         A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
         Utterances share nothing, so that ``cache_salt`` says nothing.
@@ -101,24 +101,31 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.ownership.check()
         if sampling is not None:
             self.check_sampling(sampling)
+        self._check_free(request_id)
+        codec, arrival_index = _codec_prompt(prompt), next(self._arrivals)
+
+        def prepare() -> Admit:
+            request = GeneratorRequest(
+                request_id=request_id,
+                speaker=self._model.choose_speaker(codec.speaker),
+                priority=priority,
+                arrival_index=arrival_index,
+                whole=codec.is_last,
+                state=self._model.new_state(),
+                codes=self._check_codes(codec, num_before=0),
+                is_last=codec.is_last,
+                is_cut_off=codec.is_cut_off,
+            )
+            return lambda: self._consistently(lambda: self._enter(request))
+
+        return prepare
+
+    def _check_free(self, request_id: str) -> None:
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is already in use by a live request")
-        prompt = _codec_prompt(prompt)
-        codes = self._check_codes(prompt, num_before=0)
-        request = GeneratorRequest(
-            request_id=request_id,
-            speaker=self._model.choose_speaker(prompt.speaker),
-            priority=priority,
-            arrival_index=next(self._arrivals),
-            whole=prompt.is_last,
-            state=self._model.new_state(),
-            codes=codes,
-            is_last=prompt.is_last,
-            is_cut_off=prompt.is_cut_off,
-        )
-        self._consistently(lambda: self._enter(request))
 
     def _enter(self, request: GeneratorRequest) -> None:
+        self._check_free(request.request_id)
         self._requests[request.request_id] = request
 
     @property
@@ -296,14 +303,16 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         return request.failure(f"the vocoder failed: {type(error).__name__}: {error}")
 
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
-        num_codebooks = self._model.num_codebooks
+        num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before
         try:
-            codes = [_place(codes, num_codebooks) for codes in prompt.codes]
+            # One more than there may be is enough to know.
+            codes = [_place(codes, num_codebooks) for codes in islice(prompt.codes, room + 1)]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
-        if num_before + len(codes) > self.max_codes:
+        if len(codes) > room:
+            given = len(prompt.codes)
             raise ValueError(
-                f"the utterance has {num_before + len(codes)} codes; "
+                f"the utterance has {num_before + given} codes; "
                 f"this vocoder takes {self.max_codes} at most"
             )
         for place, code in enumerate(codes, num_before):

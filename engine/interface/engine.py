@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 from engine.interface.ownership import Ownership
 
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from engine.interface.sampling_params import SamplingParams
     from engine.interface.stats import EngineStats
 
-__all__ = ["Engine", "EngineBrokenError"]
+__all__ = ["Admit", "Engine", "EngineBrokenError", "Prepare"]
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 T = TypeVar("T")
+
+Admit: TypeAlias = Callable[[], None]
+"""Lets a request that is prepared into the queue; for the thread that drives the engine."""
+
+Prepare: TypeAlias = Callable[[], Admit]
+"""Prepares a request that was begun; for any thread."""
 
 
 class EngineBrokenError(RuntimeError):
@@ -73,7 +79,6 @@ class Engine(ABC, Generic[OutputT_co]):
         engine.ownership = Ownership(f"this {cls.__name__}")
         return engine
 
-    @abstractmethod
     def add_request(
         self,
         request_id: str,
@@ -83,17 +88,47 @@ class Engine(ABC, Generic[OutputT_co]):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request; nothing runs before ``step``.
+        """Queue a request; nothing runs before ``step``. See :meth:`begin_request`, all in one.
+
+        Raises:
+            ValueError: this request cannot run, alone and with the whole pool to itself.
+        """
+        prepare = self.begin_request(
+            request_id, prompt, sampling, priority=priority, cache_salt=cache_salt
+        )
+        admit = prepare()
+        admit()
+
+    @abstractmethod
+    def begin_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Prepare:
+        """Begin to take a request, in three calls of which the second may take long. ::
+
+            begin_request(...)  the engine's thread   its place among others, its seed
+              └─► prepare()     any thread            tokenizing, decoding, features, hashes
+                    └─► admit() the engine's thread   into the queue
+
+        Requests stand in the queue in the order in which they were begun, however long each was
+        prepared. Several may be prepared at once, also while the engine steps; one that is never
+        admitted leaves nothing behind.
 
         Args:
             request_id: unique among the live ones.
-            prompt: what to run, or its first chunk.
+            prompt: what to run, or its first chunk; not to be changed until the request ends.
             sampling: how tokens are chosen; None takes the defaults. See :meth:`check_sampling`.
             priority: lower runs earlier; equal ones run first come, first served.
             cache_salt: what was computed is shared only within one salt.
 
-        Raises:
-            ValueError: this request cannot run, alone and with the whole pool to itself.
+        Returns:
+            What prepares it. All three raise ``ValueError`` if this request cannot run, alone and
+            with the whole pool to itself.
         """
 
     def check_sampling(self, params: SamplingParams) -> None:

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from engine.execution.model_runner import SwapError
 from engine.interface.config import EngineConfig
-from engine.interface.engine import Engine
+from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ class LLMEngine(Engine[RequestOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def add_request(
+    def begin_request(
         self,
         request_id: str,
         prompt: Prompt,
@@ -79,24 +80,32 @@ class LLMEngine(Engine[RequestOutput]):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue a request; see :class:`~engine.interface.engine.Engine`.
+    ) -> Prepare:
+        """Begin to take a request; see :class:`~engine.interface.engine.Engine`.
 
         The prompt is text, chat messages, token ids, embeddings, or all or the first chunk of what
         a talker speaks.
         """
         self.ownership.check()
-        if request_id in self._groups:
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        self._check_free(request_id)
         if "\x00" in request_id:
             raise ValueError("a request_id must not contain a NUL character")
         params = sampling or SamplingParams()
-        requests = self._inputs.process(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt
-        )
-        self._consistently(lambda: self._enter(RequestGroup.of(request_id, requests), requests))
+        process = partial(self._inputs.process, arrival=self._inputs.arrive(params))
+
+        def prepare() -> Admit:
+            requests = process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+            group = RequestGroup.of(request_id, requests)
+            return lambda: self._consistently(lambda: self._enter(group, requests))
+
+        return prepare
+
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._groups:
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
 
     def _enter(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+        self._check_free(group.request_id)
         try:
             self._output_processor.add(group)
             for request in requests:

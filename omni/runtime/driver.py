@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.orchestrator import Orchestrator, refusal
 
 __all__ = ["Driver", "Sink", "Ticket"]
 
@@ -59,6 +59,8 @@ class Driver:
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
+        self._group: object | None = None
+        orchestrator.prepare_aside(self._wake)
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
@@ -78,7 +80,8 @@ class Driver:
                 self._thread = threading.Thread(target=self._run, name="omni-driver", daemon=True)
                 self._thread.start()
             self._submitted.append(ticket)
-            self._command(lambda: self._add(ticket))
+            group = self._group
+            self._command(lambda: self._add(ticket, group))
         return ticket
 
     @contextmanager
@@ -86,9 +89,14 @@ class Driver:
         """Have requests that are submitted meanwhile begin in one turn, none ahead of the others.
 
         So that they share batches, and that one id given twice is found out however fast they run.
+        One that takes much longer to prepare than the others begins later.
         """
         with self._changed:
-            yield
+            outer, self._group = self._group, self._group or object()
+            try:
+                yield
+            finally:
+                self._group = outer
 
     def abort(self, request_id: str) -> None:
         """End a request: its sink gets a last output. An unknown id is ignored."""
@@ -158,6 +166,11 @@ class Driver:
         # The garbage collector may finalize the driver's owner in this very thread.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._orchestrator.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._crash is not None:
@@ -189,14 +202,15 @@ class Driver:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(self._has_work)
+            while not self._has_work():
+                self._changed.wait(self._orchestrator.time_to_work)
             self._busy = True
             return not self._stopping
 
     def _has_work(self) -> bool:
         if self._stopping:
             return True
-        return not self._pauses and bool(self._commands or self._live)
+        return not self._pauses and (bool(self._commands) or self._orchestrator.has_work)
 
     def _can_pause(self) -> bool:
         """Whether it is known if the driver is idle: what was commanded has been done."""
@@ -212,20 +226,15 @@ class Driver:
                 self._commands.popleft()
                 self._changed.notify_all()
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, ticket: Ticket, group: object | None) -> None:
+        request = replace(ticket.request, request_id=ticket.request_id)
         try:
-            self._orchestrator.add_request(replace(ticket.request, request_id=ticket.request_id))
+            self._orchestrator.add_request(request, group)
         except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
                 _logger.exception("request %r could not be added", ticket.request_id)
-            message = str(error) if isinstance(error, ValueError) else repr(error)
             self._submitted.remove(ticket)
-            self._tell(
-                ticket,
-                OmniOutput(
-                    ticket.request_id, {}, finished=True, error=message, refused=_is_askers(error)
-                ),
-            )
+            self._tell(ticket, refusal(ticket.request_id, error))
         else:
             self._submitted.remove(ticket)
             self._live[ticket.request_id] = ticket
@@ -271,8 +280,3 @@ class Driver:
             self._changed.notify_all()
         for ticket in waiting:
             self._tell(ticket, error)
-
-
-def _is_askers(error: Exception) -> bool:
-    """Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well."""
-    return isinstance(error, ValueError) and isinstance(error.__cause__, ValueError | None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine import CodecPrompt, Prompt, SpeechPrompt
+from engine.interface.engine import Admit, Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.runtime.broken_stages import BrokenStages
 from omni.runtime.live_request import LiveRequest
@@ -65,8 +66,18 @@ class GuardedStages:
         Raises:
             ValueError: the stage refused it, or can be used no more.
         """
-        if stage.name in self._broken and (failure := self._rebuild(stage)) is not None:
-            raise ValueError(f"stage {stage.name!r}: {failure}")
+        prepare = self.begin(live, stage, prompt)
+        admit = prepare()
+        admit()
+
+    def begin(self, live: LiveRequest, stage: Stage, prompt: Prompt) -> Prepare:
+        """Begin to hand a request to a stage that it waited for.
+
+        Returns:
+            What prepares it, in any thread, and gives what lets it in, in this one. All three
+            raise ``ValueError`` if the stage refuses it, or can be used no more.
+        """
+        self._check_usable(stage)
         live.waiting.discard(stage.name)
         request = StageRequest(
             request_id=live.request_id,
@@ -75,11 +86,27 @@ class GuardedStages:
             priority=live.request.priority,
             cache_salt=live.request.cache_salt,
         )
+        with blamed_on(stage, live):
+            prepare = stage.begin_request(request)
+
+        def prepared() -> Admit:
+            with blamed_on(stage, live):
+                admit = prepare()
+            return lambda: self._admit(live, stage, request, admit)
+
+        return prepared
+
+    def _check_usable(self, stage: Stage) -> None:
+        if stage.name in self._broken and (failure := self._rebuild(stage)) is not None:
+            raise ValueError(f"stage {stage.name!r}: {failure}")
+
+    def _admit(self, live: LiveRequest, stage: Stage, request: StageRequest, admit: Admit) -> None:
+        self._check_usable(stage)
         self.inside[stage.name][live.request_id] = live
         self._stays[stage.name, live.request_id] = _Stay(request)
         with blamed_on(stage, live):
             try:
-                stage.add_request(request)
+                admit()
             except Exception as error:
                 if not stage.is_broken:
                     raise

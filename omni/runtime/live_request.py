@@ -29,6 +29,8 @@ class LiveRequest:
         waiting: stages that it has yet to enter.
         streams: its chunks on every streamed edge, by the stage that takes them.
         final_stages: those whose outputs the user gets.
+        preparing: stages that it is being made ready for.
+        has_begun: whether it was let into any stage after it had been made ready.
         paused: stages in which it rests, since a stage behind does not keep up.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
         visible: what the user has been or is about to be told, by final stage.
@@ -41,6 +43,8 @@ class LiveRequest:
     waiting: set[str]
     streams: Mapping[str, ChunkStream]
     final_stages: tuple[str, ...]
+    preparing: set[str] = field(default_factory=set)
+    has_begun: bool = False
     paused: set[str] = field(default_factory=set)
     finished: dict[str, StageOutput] = field(default_factory=dict)
     visible: dict[str, StageOutput] = field(default_factory=dict)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from engine import FinishReason
+from engine.interface.engine import Admit, Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.guarded_stages import GuardedStages, blamed_on
 from omni.runtime.live_request import LiveRequest
+from omni.runtime.preparations import Preparation, Preparations, is_light
 from omni.runtime.streamed_edges import StreamedEdges
 from stages import Stage, StageOutput
 
-__all__ = ["Orchestrator"]
+__all__ = ["Orchestrator", "refusal"]
 
 
 class Orchestrator:
@@ -46,19 +49,53 @@ class Orchestrator:
         self._live: dict[str, LiveRequest] = {}
         self._guarded = GuardedStages(pipeline)
         self._edges = StreamedEdges(self._guarded)
+        self._preparations: Preparations[LiveRequest] | None = None
+
+    def prepare_aside(self, on_done: Callable[[], None]) -> None:
+        """Have requests prepared in other threads from now on, so that no turn waits for it.
+
+        A request that cannot run is then refused by an output of :meth:`step`, and not by
+        :meth:`add_request`, which tells only what it sees at once. To be closed.
+
+        Args:
+            on_done: called in another thread when there may be work for :meth:`step`.
+        """
+        self._preparations = Preparations(on_done)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has work."""
+        """Whether any request has not ended."""
         return bool(self._live)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has work: not while all requests are only being prepared."""
+        if not self._preparations:
+            return bool(self._live)
+        return self._preparations.has_ready or any(self._guarded.inside.values())
+
+    @property
+    def time_to_work(self) -> float | None:
+        """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
+        return None if self._preparations is None else self._preparations.time_to_ready
+
+    def close(self) -> None:
+        """Wait for the threads that prepare requests, if there are any."""
+        if self._preparations is not None:
+            self._preparations.close()
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
         """The requests on their way, oldest first."""
         return tuple(self._live)
 
-    def add_request(self, request: OmniRequest) -> None:
+    def add_request(self, request: OmniRequest, group: object | None = None) -> None:
         """Let a request enter the stages that take the user's prompt.
+
+        Args:
+            request: with its id set.
+            group: requests of one group enter in one turn if they are prepared in about the same
+                time; None for one that enters by itself.
 
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
@@ -82,16 +119,16 @@ class Orchestrator:
             final_stages=self._pipeline.final_stages,
         )
         try:
-            self._enter_ready_stages(live)
+            self._enter_ready_stages(live, group or live)
         except ValueError:
-            self._guarded.abort(live)
+            self._abort(live)
             raise
         self._live[live.request_id] = live
 
     def step(self) -> list[OmniOutput]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
         self._edges.has_moved = False
-        moved: dict[str, OmniOutput | None] = {}
+        moved: dict[str, OmniOutput | None] = {**self._admit_prepared()}
         for name in reversed(self._pipeline.order):
             if self._guarded.inside[name]:
                 moved |= self._step_stage(self._pipeline.stages[name])
@@ -148,7 +185,7 @@ class Orchestrator:
             self._pass_on(live, stage, output)
         except ValueError as error:
             return self._end(live, str(error))
-        if live.waiting or self._guarded.has(live):
+        if live.waiting or live.preparing or self._guarded.has(live):
             return None
         del self._live[live.request_id]
         return live.snapshot(finished=True)
@@ -171,8 +208,32 @@ class Orchestrator:
             live.finished[stage.name] = output
             self._enter_ready_stages(live)
 
-    def _enter_ready_stages(self, live: LiveRequest) -> None:
+    def _admit_prepared(self) -> dict[str, OmniOutput]:
+        """Let in what has been prepared; the last outputs of those that were refused."""
+        refused: dict[str, OmniOutput] = {}
+        for done in [] if self._preparations is None else self._preparations.take():
+            live, had_begun = done.owner, done.owner.has_begun
+            try:
+                if done.error is not None:
+                    raise done.error
+                for stage_name, admit in done.made:
+                    live.preparing.discard(stage_name)
+                    admit()
+                    live.has_begun = True
+            except ValueError as error:
+                refused[live.request_id] = self._end(live, str(error))
+                if not had_begun:
+                    # As if it had never been added.
+                    refused[live.request_id] = refusal(live.request_id, error)
+        return refused
+
+    def _enter_ready_stages(self, live: LiveRequest, group: object | None = None) -> None:
         """Let a request into every stage whose sources are all done with it.
+
+        Args:
+            live: the request.
+            group: None for stages behind others: what takes no time worth speaking of enters them
+                at once.
 
         Raises:
             ValueError: a transform or a stage refused it; it may be in some stages by then.
@@ -183,11 +244,23 @@ class Orchestrator:
             if name in live.waiting and name not in live.streams
             for inputs in [self._pipeline.stages[name].inputs]
         }
+        begun: dict[str, Prepare] = {}
+        all_light = True
         for name, sources in whole.items():
             if all(source in live.finished for source in sources):
                 stage = self._pipeline.stages[name]
                 outputs = [live.finished[source] for source in sources]
-                self._guarded.enter(live, stage, self._guarded.prompt(live, stage, outputs))
+                prompt = self._guarded.prompt(live, stage, outputs)
+                light = is_light(prompt)
+                if self._preparations is None or (group is None and light):
+                    self._guarded.enter(live, stage, prompt)
+                else:
+                    begun[name] = self._guarded.begin(live, stage, prompt)
+                    all_light &= light
+        if begun and self._preparations is not None:
+            live.preparing |= begun.keys()
+            work = partial(_prepare_all, begun)
+            self._preparations.submit(Preparation(live, work, group), light=all_light)
         # Tensors of a long request are large: nothing is kept longer than a stage waits for it.
         needed = {source for name in whole if name in live.waiting for source in whole[name]}
         live.finished = {name: out for name, out in live.finished.items() if name in needed}
@@ -196,10 +269,33 @@ class Orchestrator:
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
     ) -> OmniOutput:
         """Cut a request short; free what it holds everywhere."""
-        self._guarded.abort(live)
+        self._abort(live)
         self._live.pop(live.request_id, None)
         live.cut_short(reason)
         return live.snapshot(finished=True, error=error)
+
+    def _abort(self, live: LiveRequest) -> None:
+        self._guarded.abort(live)
+        if self._preparations is not None:
+            self._preparations.drop(live)
+            live.preparing.clear()
+
+
+def refusal(request_id: str, error: Exception) -> OmniOutput:
+    """The one output of a request that no stage has begun with."""
+    is_told = isinstance(error, ValueError)
+    return OmniOutput(
+        request_id,
+        {},
+        finished=True,
+        error=str(error) if is_told else repr(error),
+        # Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well.
+        refused=is_told and isinstance(error.__cause__, ValueError | None),
+    )
+
+
+def _prepare_all(begun: Mapping[str, Prepare]) -> list[tuple[str, Admit]]:
+    return [(name, prepare()) for name, prepare in begun.items()]
 
 
 def _failure(output: StageOutput) -> str | None:

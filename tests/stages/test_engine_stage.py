@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from engine import FinishReason
-from stages import StageOutput
+from engine import EngineConfig, FinishReason, SamplingParams
+from stages import AutoregressiveStage, StageOutput, StageRequest
 from stages.engine_stage import select_tensors
 
 OUTPUT = StageOutput(
@@ -40,3 +41,44 @@ def test_an_output_that_is_not_done_or_failed_lacks_tensors_rightly() -> None:
         replace(OUTPUT, finish_reason=FinishReason.ABORT, tensors={}),
     ):
         assert select_tensors(output, ["codes"]) is output
+
+
+def writer(seeded: Callable[[str], str], kind: type[AutoregressiveStage]) -> AutoregressiveStage:
+    config = EngineConfig(model=seeded("qwen2"), block_size=4, num_blocks=32, max_model_len=32)
+    return kind("writer", config, sampling=SamplingParams(temperature=0.0, max_tokens=2))
+
+
+def finished(stage: AutoregressiveStage) -> list[str]:
+    ids = []
+    while stage.has_unfinished_requests:
+        ids += [output.request_id for output in stage.step() if output.finished]
+    return ids
+
+
+def test_what_was_prepared_for_an_engine_that_is_gone_enters_the_one_that_is_there(
+    seeded: Callable[[str], str],
+) -> None:
+    stage = writer(seeded, AutoregressiveStage)
+    prepared = stage.begin_request(StageRequest("a", "Hello"))()
+    old = stage.engine
+    stage.rebuild()
+    prepared()
+    assert not old.live_request_ids and stage.engine.live_request_ids == ("a",)
+    assert finished(stage) == ["a"]
+    stage.close()
+
+
+def test_a_stage_that_takes_requests_in_its_own_way_is_asked_to(
+    seeded: Callable[[str], str],
+) -> None:
+    class Polite(AutoregressiveStage):
+        def add_request(self, request: StageRequest) -> None:
+            super().add_request(replace(request, prompt=f"Please: {request.prompt}"))
+
+    stage = writer(seeded, Polite)
+    stage.begin_request(StageRequest("a", "Hello"))()()
+    assert stage.engine.tokenizer is not None
+    plain = len(stage.engine.tokenizer("Hello")["input_ids"])
+    outputs = [output for _ in range(2) for output in stage.step()]
+    assert outputs[-1].finished and outputs[-1].num_prompt_tokens > plain
+    stage.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,3 +97,38 @@ def test_the_cache_can_be_switched_and_forgotten(case: tuple[Engine[Any], Prompt
     engine.reset_prefix_cache()
     assert engine.dtype == torch.float32
     assert {"dtype", "device", "memory"} <= engine.describe().keys()
+
+
+def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(
+    case: tuple[Engine[Any], Prompt],
+) -> None:
+    engine, prompt = case
+    engine.reset_prefix_cache()
+    prepare = engine.begin_request("a", prompt)
+    engine.add_request("b", prompt)
+    with ThreadPoolExecutor(1) as other:
+        admit = other.submit(prepare)
+        outputs = [*engine.step()]
+        assert "a" not in engine.live_request_ids
+        admit.result()()
+    assert "a" in engine.live_request_ids
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs if output.finished} == {"a", "b"}
+    engine.check_integrity()
+
+
+def test_one_that_is_never_admitted_leaves_nothing_and_an_id_is_taken_once(
+    case: tuple[Engine[Any], Prompt],
+) -> None:
+    engine, prompt = case
+    engine.begin_request("a", prompt)
+    engine.begin_request("a", prompt)()
+    assert not engine.live_request_ids and not engine.step()
+    admit = engine.begin_request("a", prompt)()
+    engine.add_request("a", prompt)
+    with pytest.raises(ValueError, match="'a' is already in use by a live request"):
+        admit()
+    assert engine.live_request_ids == ("a",)
+    engine.abort("a")
+    engine.check_integrity()

@@ -1,0 +1,213 @@
+"""Makes requests ready for stages in threads beside the one that steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
+
+__all__ = ["Preparation", "Preparations", "is_light"]
+
+# Of either lane. What holds Python's lock gains nothing from more.
+_NUM_THREADS = 2
+_LIGHT_CHARS = 2**15
+_LIGHT_BYTES = 2**22
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Preparation(Generic[T]):
+    """Something that is made ready.
+
+    Attributes:
+        owner: whose it is.
+        work: makes it, in another thread.
+        group: what it begins together with; None for nothing.
+        is_done: whether it was made, or failed.
+        made: what the work gave.
+        error: what it raised.
+    """
+
+    owner: T
+    work: Callable[[], Any]
+    group: object | None = None
+    is_done: bool = False
+    made: Any = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Do the work."""
+        try:
+            self.made = self.work()
+        except Exception as error:
+            self.error = error
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is to begin together, if it is ready at about the same time.
+
+    Attributes:
+        deadline: when those that are ready wait no longer, by ``time.monotonic``.
+        num_left: how many are not ready.
+    """
+
+    deadline: float
+    num_left: int = 0
+
+
+class Preparations(Generic[T]):
+    """Work on its way, in the order in which it was handed in. ::
+
+        submit ──► light lane ──┐
+               └─► heavy lane ──┴─► done ──► (its group) ──► take
+
+    Two lanes, each of a few threads, so that what takes long is overtaken by what does not. What
+    belongs to a group is taken when all of the group is done, so that it shares batches from the
+    beginning; but nobody waits for a slow one longer than ``patience_s``.
+
+    ``submit``, ``take``, ``drop`` and the properties are for one thread.
+
+    Args:
+        on_done: called in another thread when something may be ready to be taken.
+        patience_s: see above.
+    """
+
+    def __init__(self, on_done: Callable[[], None] | None = None, patience_s: float = 0.1) -> None:
+        self._on_done = on_done
+        self._patience_s = patience_s
+        self._waiting: dict[Preparation[T], None] = {}
+        self._groups: dict[object, _Group] = {}
+        self._lanes: dict[bool, ThreadPoolExecutor] = {}
+        self._changed = threading.Condition()
+        self._here = threading.local()
+
+    def __bool__(self) -> bool:
+        """Whether anything is on its way or ready."""
+        return bool(self._waiting)
+
+    def submit(self, preparation: Preparation[T], *, light: bool) -> None:
+        """Hand in work.
+
+        Args:
+            preparation: what is to be made.
+            light: whether it is known to take no time worth speaking of.
+        """
+        with self._changed:
+            self._waiting[preparation] = None
+            if preparation.group is not None:
+                group = self._groups.setdefault(preparation.group, _Group(0.0))
+                group.deadline = time.monotonic() + self._patience_s
+                group.num_left += 1
+        self._lane(light).submit(self._run, preparation)
+
+    def drop(self, owner: T) -> None:
+        """Forget what belongs to an owner; what is being made is not waited for."""
+        with self._changed:
+            for preparation in [each for each in self._waiting if each.owner is owner]:
+                del self._waiting[preparation]
+                if not preparation.is_done:
+                    self._leave_group(preparation)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether :meth:`take` would give anything now."""
+        with self._changed:
+            now = time.monotonic()
+            return any(self._is_ready(each, now) for each in self._waiting)
+
+    @property
+    def time_to_ready(self) -> float | None:
+        """Seconds after which something that is done is ready; None if that is not known."""
+        with self._changed:
+            now = time.monotonic()
+            left = [
+                max(0.0, self._groups[each.group].deadline - now)
+                for each in self._waiting
+                if each.is_done and each.group in self._groups
+            ]
+            return min(left, default=None)
+
+    def take(self) -> list[Preparation[T]]:
+        """Those that are ready, in the order in which they were handed in."""
+        with self._changed:
+            now = time.monotonic()
+            ready = [each for each in self._waiting if self._is_ready(each, now)]
+            for each in ready:
+                del self._waiting[each]
+        return ready
+
+    def wait(self) -> None:
+        """Wait until something is ready; at once if nothing is on its way."""
+        with self._changed:
+            while self._waiting and not self.has_ready:
+                self._changed.wait(self.time_to_ready)
+
+    def close(self) -> None:
+        """Forget all, and wait for what is being made. May be called again, from any thread."""
+        with self._changed:
+            self._waiting.clear()
+            self._groups.clear()
+            lanes, self._lanes = list(self._lanes.values()), {}
+        for lane in lanes:
+            # The garbage collector may have brought one of its threads here.
+            is_own = getattr(self._here, "is_lane", False)
+            lane.shutdown(wait=not is_own, cancel_futures=True)
+
+    def _lane(self, light: bool) -> ThreadPoolExecutor:
+        if light not in self._lanes:
+            self._lanes[light] = ThreadPoolExecutor(
+                _NUM_THREADS, "omni-prepare", initializer=self._note_lane
+            )
+        return self._lanes[light]
+
+    def _note_lane(self) -> None:
+        self._here.is_lane = True
+
+    def _run(self, preparation: Preparation[T]) -> None:
+        if preparation not in self._waiting:
+            return
+        preparation.run()
+        with self._changed:
+            preparation.is_done = True
+            if preparation in self._waiting:
+                self._leave_group(preparation)
+            self._changed.notify_all()
+        if self._on_done is not None:
+            self._on_done()
+
+    def _leave_group(self, preparation: Preparation[T]) -> None:
+        group = self._groups.get(preparation.group)
+        if group is not None:
+            group.num_left -= 1
+            if group.num_left == 0:
+                del self._groups[preparation.group]
+
+    def _is_ready(self, preparation: Preparation[T], now: float) -> bool:
+        if not preparation.is_done:
+            return False
+        group = self._groups.get(preparation.group)
+        return group is None or now >= group.deadline
+
+
+def is_light(prompt: object) -> bool:
+    """Whether a prompt, whatever a user may have put into it, is prepared in milliseconds."""
+    match prompt:
+        case str():
+            return len(prompt) <= _LIGHT_CHARS
+        case TextPrompt(prompt=str(text)):
+            return len(text) <= _LIGHT_CHARS and not prompt.multi_modal_data
+        case TokensPrompt():
+            return not prompt.multi_modal_data
+        case EmbedsPrompt(prompt_embeds=rows):
+            return getattr(rows, "nbytes", 0) <= _LIGHT_BYTES
+        case SpeechPrompt() | CodecPrompt():
+            return True
+        case _:
+            return False
