@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import RequestOutput
 from engine.interface.config import EngineConfig
 from engine.interface.sampling_params import SamplingParams
 from stages.engine_stage import EngineStage
+from stages.model_fit import misfit_of_tokens
 from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -40,6 +41,10 @@ class AutoregressiveStageConfig(TokenStageConfig):
     def own_sampling(self) -> SamplingParams:
         """See :class:`~stages.stage_config.StageConfig`."""
         return self.sampling
+
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return misfit_of_tokens(config, self.part)
 
     def build_stage(self, name: str) -> AutoregressiveStage:
         """See :class:`~stages.stage_config.StageConfig`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import FinishReason, GeneratorOutput
 from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
 from stages.engine_stage import EngineStage
+from stages.model_fit import misfit_of_codes
 from stages.stage import OneOrMore, StageInputs, StageOutput
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
@@ -40,6 +41,10 @@ class GeneratorStageConfig(StageConfig):
         return GeneratorConfig(
             model=self.model, part=self.part, generation=self.generation, **self.engine.model_dump()
         )
+
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return misfit_of_codes(config, self.part)
 
     def build_stage(self, name: str) -> GeneratorStage:
         """See :class:`~stages.stage_config.StageConfig`."""

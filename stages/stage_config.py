@@ -81,6 +81,17 @@ class StageConfig(BaseModel):
             ValueError: it cannot be built as asked.
         """
 
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """What keeps a checkpoint from being one for this stage, as far as its config tells.
+
+        Args:
+            config: the content of its ``config.json``.
+
+        Returns:
+            The key that is wrong and what is wrong there; None if nothing is known to be.
+        """
+        return None
+
     @property
     def own_sampling(self) -> SamplingParams | None:
         """Parameters of requests that bring none; None if such a stage samples nothing."""

@@ -1,4 +1,7 @@
-"""The table of model families, and whatever users add to it."""
+"""The table of model families, and whatever users add to it.
+
+Names are known without torch and transformers; a family is imported when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-from engine.checkpoints.checkpoint_parts import CheckpointPart
-from engine.models.family import ModelFamily
+    from engine.checkpoints.checkpoint_parts import CheckpointPart
+    from engine.models.family import ModelFamily
 
 __all__ = ["ENTRY_POINTS", "FAMILIES", "FamilyRegistry", "FamilyRow", "register_model_family"]
 
@@ -38,8 +42,15 @@ class FamilyRow(NamedTuple):
     whole: str | None = None
     makes_sound: bool = False
 
+    @property
+    def part(self) -> str | None:
+        """By which users ask for this model of the whole."""
+        return self.attribute.lower() if self.whole else None
+
     def load(self) -> ModelFamily:
         """Import the declaration."""
+        from engine.models.family import ModelFamily
+
         family = getattr(importlib.import_module(f"engine.models.{self.module}"), self.attribute)
         assert isinstance(family, ModelFamily)
         return family
@@ -101,12 +112,22 @@ class FamilyRegistry:
             *(name for name, f in self._added.items() if bool(f.generator) == makes_sound),
         )
 
+    def parts_named_in_table(self, whole: str) -> tuple[FamilyRow, ...]:
+        """The table's models of a checkpoint that holds several, by its ``model_type``."""
+        return tuple(row for row in dict.fromkeys(self._rows.values()) if row.whole == whole)
+
+    def may_grow(self) -> bool:
+        """Whether entry points may bring families that are not known yet."""
+        return self._failures is None and bool(entry_points(group=ENTRY_POINTS))
+
     def register(self, family: ModelFamily) -> None:
         """Add a family; one that was added before is left as it is.
 
         Raises:
             ValueError: an architecture, or the ``model_type`` of its config, is that of another.
         """
+        from engine.models.family import ModelFamily
+
         if not isinstance(family, ModelFamily):
             raise ValueError(f"a model family is a ModelFamily, got {type(family).__name__}")
         for name in family.architectures:
@@ -185,6 +206,8 @@ def _teach_config(family: ModelFamily) -> None:
     made = family.config_class
     if made is None:
         return
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     if made.model_type not in CONFIG_MAPPING:
         AutoConfig.register(made.model_type, made)
     elif (known := CONFIG_MAPPING[made.model_type]) is not made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
@@ -104,6 +104,7 @@ def check_graph(
             _check_streamed_edge(name, stages, stage.inputs, needs)
         if needs is not None:
             _check_number_of_sources(name, stage.inputs, needs)
+            _check_outputs(name, stages, stage.inputs, needs)
     return transforms
 
 
@@ -121,12 +122,6 @@ def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transfor
         needs, stage = requirements_of(transform), stages[name]
         for source in (stages[each] for each in sources_of(stages)[name]):
             edge = f"stage {name!r} takes {', '.join(needs.tensors)} of {source.name!r}"
-            handed_on = needs.tensors if source.outputs is None else source.outputs
-            missing = [repr(tensor) for tensor in needs.tensors if tensor not in handed_on]
-            if missing:
-                raise ValueError(
-                    f"{edge}, whose outputs are {list(handed_on)}: add {', '.join(missing)} to them"
-                )
             widths = (source.hidden_size, stage.hidden_size)
             if needs.same_width and None not in widths and widths[0] != widths[1]:
                 raise ValueError(
@@ -193,6 +188,26 @@ def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements
         problem = f"transform {inputs.transform_name!r} takes {wanted} source(s), got {got}"
         place = ("stages", name, "inputs", "from")
         raise GraphError(place, problem, f"stage {name!r}: {problem}: {', '.join(inputs.sources)}")
+
+
+def _check_outputs(
+    name: str, stages: Mapping[str, GraphStage], inputs: StageInputs, needs: Requirements
+) -> None:
+    """Whether every source hands on the tensors that the transform needs."""
+    for source in inputs.sources:
+        outputs: Collection[str] | None = getattr(stages[source], "outputs", None)
+        missing = [
+            tensor for tensor in needs.tensors if outputs is not None and tensor not in outputs
+        ]
+        if missing:
+            mend = f"add {', '.join(map(repr, missing))} to them"
+            raise GraphError(
+                ("stages", source, "outputs"),
+                f"{list(outputs or ())} is not what stage {name!r} needs with its transform "
+                f"{inputs.transform_name!r}: {mend}, or leave outputs out",
+                f"stage {name!r} takes {', '.join(needs.tensors)} of {source!r}, whose outputs are "
+                f"{list(outputs or ())}: {mend}",
+            )
 
 
 def _check_streamed_edge(

@@ -25,6 +25,7 @@ from omni.documents.schema_error import explain_validation_error
 from omni.documents.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
+from omni.pipelines.local_config import local_config
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.stage_config import parse_stage_config
@@ -93,6 +94,12 @@ class PipelineConfig(BaseModel):
             check_graph(self.stages, run_custom=False)
         except GraphError as error:
             raise PlacedError(error.place, error.at_place) from error
+        for name, stage in self.stages.items():
+            config = None if stage.model is None else local_config(stage.model)
+            misfit = None if config is None else stage.misfit(config)
+            if misfit is not None:
+                key, problem = misfit
+                raise PlacedError(("stages", name, key), f"model {stage.model!r}: {problem}")
         return self
 
     def custom_transforms(self) -> dict[str, str]:

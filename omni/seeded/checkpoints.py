@@ -64,11 +64,13 @@ class SeededModel:
 
     Args:
         place: ``module:function`` in this room.
+        says: what of its ``config.json`` is to be known before it is built.
         settings: of the function.
     """
 
-    def __init__(self, place: str, **settings: Any) -> None:
+    def __init__(self, place: str, says: Mapping[str, Any], **settings: Any) -> None:
         self._place = place
+        self.says = says
         self._settings = settings
 
     def builder(self) -> Callable[..., Path]:
@@ -83,8 +85,13 @@ class SeededModel:
 
 
 def _decoder(architecture: str, **settings: Any) -> SeededModel:
-    return SeededModel("language_models:build_causal_lm", architecture=architecture, **settings)
+    says = {"model_type": architecture}
+    return SeededModel(
+        "language_models:build_causal_lm", says, architecture=architecture, **settings
+    )
 
+
+_OF_PARTS: Mapping[str, Any] = {"model_type": "qwen2_5_omni"}
 
 SEEDED_MODELS: dict[str, SeededModel] = {
     "qwen2": _decoder("qwen2"),
@@ -104,17 +111,21 @@ SEEDED_MODELS: dict[str, SeededModel] = {
     "gemma3": _decoder("gemma3_text", num_layers=3),
     "jamba": _decoder("jamba", tied=False, num_layers=4),
     "bamba": _decoder("bamba", tied=False, num_layers=4),
-    "bart": SeededModel("encoder_decoders:build_bart"),
-    "bart-benchmark": SeededModel("encoder_decoders:build_bart", **BART_BENCHMARK),
-    "t5": SeededModel("encoder_decoders:build_t5"),
-    "t5-gated": SeededModel("encoder_decoders:build_t5", gated=True),
-    "whisper": SeededModel("encoder_decoders:build_whisper"),
-    "mllama": SeededModel("encoder_decoders:build_mllama"),
-    "llava": SeededModel("multimodal:build_llava"),
-    "qwen2_5_vl": SeededModel("multimodal:build_qwen2_5_vl"),
-    "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni"),
-    "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", benchmark=True),
-    "bert": SeededModel("language_models:build_text_encoder"),
+    "bart": SeededModel("encoder_decoders:build_bart", {"model_type": "bart"}),
+    "bart-benchmark": SeededModel(
+        "encoder_decoders:build_bart", {"model_type": "bart"}, **BART_BENCHMARK
+    ),
+    "t5": SeededModel("encoder_decoders:build_t5", {"model_type": "t5"}),
+    "t5-gated": SeededModel("encoder_decoders:build_t5", {"model_type": "t5"}, gated=True),
+    "whisper": SeededModel("encoder_decoders:build_whisper", {"model_type": "whisper"}),
+    "mllama": SeededModel("encoder_decoders:build_mllama", {"model_type": "mllama"}),
+    "llava": SeededModel("multimodal:build_llava", {"model_type": "llava"}),
+    "qwen2_5_vl": SeededModel("multimodal:build_qwen2_5_vl", {"model_type": "qwen2_5_vl"}),
+    "qwen2_5_omni": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS),
+    "qwen2_5_omni-benchmark": SeededModel("omni:build_qwen2_5_omni", _OF_PARTS, benchmark=True),
+    "bert": SeededModel(
+        "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
+    ),
 }
 """What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
 

@@ -1,0 +1,76 @@
+"""Whether a checkpoint is one for a stage, as far as its config tells without its weights."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from engine.models.registry import FAMILIES
+
+__all__ = ["misfit_of_codes", "misfit_of_tokens"]
+
+_Misfit = tuple[str, str] | None
+
+
+def misfit_of_tokens(config: Mapping[str, Any], part: str | None) -> _Misfit:
+    """Say why a model is none that generates tokens, if that is known.
+
+    Args:
+        config: the content of ``config.json``; may be anything.
+        part: the model of several that is asked for.
+
+    Returns:
+        The stage's key that is wrong, ``part`` or ``kind``, and what is wrong there.
+    """
+    return _misfit(config, part, makes_sound=False)
+
+
+def misfit_of_codes(config: Mapping[str, Any], part: str | None) -> _Misfit:
+    """The same for a model that makes sound of codec tokens."""
+    return _misfit(config, part, makes_sound=True)
+
+
+def _misfit(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:
+    rows = FAMILIES.parts_named_in_table(str(config.get("model_type")))
+    if rows:
+        return _misfit_of_part({str(row.part): row.makes_sound for row in rows}, part, makes_sound)
+    if FAMILIES.may_grow():
+        return None
+    if part is not None and "model_type" in config:
+        return "part", f"got {part!r}, but the checkpoint is one model without parts: leave it out"
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        return None
+    return _misfit_of_architecture(str(architectures[0]), makes_sound)
+
+
+def _misfit_of_part(known: Mapping[str, bool], part: str | None, makes_sound: bool) -> _Misfit:
+    names = ", ".join(known)
+    if part is None:
+        return "part", f"missing; the checkpoint holds several models: {names}"
+    if part not in known:
+        close = difflib.get_close_matches(part, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return "part", f"the checkpoint has no part {part!r}, but {names}{hint}"
+    if known[part] is makes_sound:
+        return None
+    return "kind", _wrong_kind(f"part {part!r}", known[part])
+
+
+def _misfit_of_architecture(architecture: str, makes_sound: bool) -> _Misfit:
+    subject = f"architecture {architecture!r}"
+    if architecture in FAMILIES.architectures(makes_sound=makes_sound):
+        return None
+    if architecture in FAMILIES.architectures(makes_sound=not makes_sound):
+        return "kind", _wrong_kind(subject, not makes_sound)
+    return "kind", (
+        f"{subject} is none that generates {'sound' if makes_sound else 'tokens'} here; if it is a "
+        "text encoder, use kind: encoder; omni list architectures shows all others"
+    )
+
+
+def _wrong_kind(subject: str, makes_sound: bool) -> str:
+    if makes_sound:
+        return f"{subject} makes sound of codes; use kind: generator"
+    return f"{subject} generates tokens; use kind: autoregressive"

@@ -1,0 +1,156 @@
+"""What a YAML file can name, listed and described: for people, editors and shells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from engine.models.registry import FAMILIES
+from omni.commands.cli import app
+from omni.pipelines.config_file import shipped_configs
+from omni.pipelines.config_schema import config_schema
+from omni.seeded.checkpoints import SEEDED_MODELS
+from stages import registered_transforms
+from stages.stage_config import stage_kinds
+from tests.support.import_graph import ROOT
+
+NAMES = {
+    "pipelines": shipped_configs(),
+    "models": [f"seeded:{name}" for name in SEEDED_MODELS],
+    "architectures": [*FAMILIES.rows],
+    "transforms": registered_transforms(),
+    "kinds": [*stage_kinds()],
+}
+
+
+def omni(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_version_is_told() -> None:
+    result = omni("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"omni {version('omni-pipeline')}\n"
+
+
+@pytest.mark.parametrize("what", [*NAMES, None])
+def test_everything_that_can_be_named_is_listed(what: str | None) -> None:
+    result = omni("list", *([what] if what else []))
+    assert result.exit_code == 0
+    listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
+    for sort, names in NAMES.items():
+        assert set(names) <= listed if what in (sort, None) else not set(names) & listed
+
+
+def test_what_is_not_a_sort_of_names_is_an_error() -> None:
+    result = omni("list", "pipelins")
+    assert result.exit_code == 2
+    assert "pipelines" in result.stderr
+
+
+def test_listing_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom omni.commands.cli import app\n"
+        "app(['list'], standalone_mode=False)\napp(['schema'], standalone_mode=False)\n"
+        "app(['--version'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def validator() -> Any:
+    schema = json.loads(omni("schema").stdout)
+    assert schema == config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_pipeline_keeps_the_schema(name: str) -> None:
+    text = Path(ROOT, "stage_configs", f"{name}.yaml").read_text("utf-8")
+    validator().validate(yaml.safe_load(text))
+    explained = omni("explain", name, "--no-load").stdout.split("Every setting:")[1]
+    validator().validate(yaml.safe_load(explained))
+
+
+MISTAKES = {
+    "an unknown key": "descripton: x",
+    "an unknown key of a stage": "stages: {a: {kind: encoder, model: m, sampling: {}}}",
+    "no kind": "stages: {a: {model: m}}",
+    "an unknown kind": "stages: {a: {kind: encodr, model: m}}",
+    "no model": "stages: {a: {kind: encoder}}",
+    "no stage": "stages: {}",
+    "a number in quotes": "stages: {a: {kind: encoder, model: m, engine: {block_size: '4'}}}",
+    "too small a number": "stages: {a: {kind: encoder, model: m, engine: {block_size: 0}}}",
+    "an unknown key of the engine": "stages: {a: {kind: encoder, model: m, engine: {blok: 4}}}",
+    "an unknown output": "stages: {a: {kind: encoder, model: m, final_output: text}}",
+    "inputs without a transform": "stages: {a: {kind: encoder, model: m, inputs: {from: b}}}",
+}
+RIGHT = {
+    "one output for a list": "final_output: tensors",
+    "a list": "final_output: [tensors]",
+    "nothing for a list": "final_output:",
+    "one source": "inputs: {from: b, transform: text_as_prompt}",
+    "several sources": "inputs: {from: [b, c], transform: 'mine:mine'}",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_schema_finds_mistakes(mistake: str) -> None:
+    good = {"name": "p", "stages": {"a": {"kind": "encoder", "model": "m"}}}
+    validator().validate(good)
+    with pytest.raises(jsonschema.ValidationError):
+        validator().validate(good | yaml.safe_load(MISTAKES[mistake]))
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_the_schema_knows_what_may_stand_for_a_list(case: str) -> None:
+    stage = {"kind": "encoder", "model": "m"} | yaml.safe_load(RIGHT[case])
+    validator().validate({"name": "p", "stages": {"a": stage}})
+
+
+def test_the_schema_tells_what_keys_are_for() -> None:
+    schema = config_schema()
+    described = {
+        f"{name}.{key}": value.get("description")
+        for name, definition in {"Pipeline": schema, **schema["$defs"]}.items()
+        for key, value in definition.get("properties", {}).items()
+    }
+    silent = [key for key, words in described.items() if not words]
+    assert all(key.endswith((".kind", ".model", ".part", ".inputs", ".engine", ".outputs"))
+               or ".final_output" in key for key in silent), silent  # fmt: skip
+    assert described["EngineSettings.block_size"] == "tokens per KV block."
+    assert "from" in schema["$defs"]["StageInputs"]["properties"]
+
+
+def complete(typed: str) -> list[str]:
+    """What a shell is offered for a beginning of a command line."""
+    result = CliRunner().invoke(
+        app,
+        [],
+        prog_name="omni",
+        env={
+            "_OMNI_COMPLETE": "complete_bash",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(len(typed.split(" ")) - 1),
+        },
+    )
+    return result.stdout.split()
+
+
+def test_the_shell_completes_commands_flags_and_pipelines() -> None:
+    assert {"run", "validate", "list"} <= set(complete("omni "))
+    assert complete("omni val") == ["validate"]
+    assert complete("omni run two") == ["two_step"]
+    assert complete("omni run two_step --max") == ["--max-tokens"]
+    assert "transforms" in complete("omni list ")

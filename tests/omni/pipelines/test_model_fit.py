@@ -1,0 +1,202 @@
+"""What is found wrong with a pipeline's models before any of them is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
+from omni.documents.document_error import ConfigError
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.seeded.checkpoints import SEEDED_MODELS
+from tests.support.import_graph import ROOT
+
+PIPELINE = """\
+name: mine
+stages:
+  writer:
+    kind: {kind}
+    model: {model}
+    part: {part}
+    final_output: {final}
+"""
+FINAL = {"autoregressive": "text", "encoder": "tensors", "generator": "audio"}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+VOCODER = {"model_type": "mine", "architectures": ["Qwen2_5OmniToken2WavModel"]}
+WHOLE = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+
+FITS: dict[str, tuple[Any, str, str]] = {
+    "a decoder": (QWEN, "autoregressive", "null"),
+    "an embedding model that is a decoder": (QWEN, "encoder", "null"),
+    "a text encoder": (BERT, "encoder", "null"),
+    "a vocoder": (VOCODER, "generator", "null"),
+    "a thinker": (WHOLE, "autoregressive", "thinker"),
+    "a vocoder of several": (WHOLE, "generator", "code2wav"),
+    "a config that says nothing": ({}, "autoregressive", "x"),
+    "architectures that are none": ({"architectures": 3}, "autoregressive", "null"),
+    "no architectures": ({"architectures": []}, "generator", "null"),
+    "a model type that is a list": ({"model_type": ["x"]}, "autoregressive", "null"),
+    "a config that is a list": ([], "autoregressive", "null"),
+    "a config that is no JSON": ("{", "autoregressive", "null"),
+    "a config that is deep": ("[" * 100_000, "autoregressive", "null"),
+}
+MISFITS: dict[str, tuple[Any, str, str, str]] = {
+    "an encoder as a decoder": (
+        BERT, "autoregressive", "null",
+        "stages.writer.kind: model 'm': architecture 'BertForMaskedLM' is none that generates "
+        "tokens here; if it is a text encoder, use kind: encoder",
+    ),
+    "a vocoder as a decoder": (
+        VOCODER, "autoregressive", "null",
+        "stages.writer.kind: model 'm': architecture 'Qwen2_5OmniToken2WavModel' makes sound of "
+        "codes; use kind: generator",
+    ),
+    "a decoder as a vocoder": (
+        QWEN, "generator", "null",
+        "stages.writer.kind: model 'm': architecture 'Qwen2ForCausalLM' generates tokens; use "
+        "kind: autoregressive",
+    ),
+    "a thinker as a vocoder": (
+        WHOLE, "generator", "thinker",
+        "stages.writer.kind: model 'm': part 'thinker' generates tokens; use kind: autoregressive",
+    ),
+    "a vocoder of several as a decoder": (
+        WHOLE, "autoregressive", "code2wav",
+        "stages.writer.kind: model 'm': part 'code2wav' makes sound of codes; use kind: generator",
+    ),
+    "a part of a misspelt name": (
+        WHOLE, "autoregressive", "thinkr",
+        "stages.writer.part: model 'm': the checkpoint has no part 'thinkr', but thinker, talker, "
+        "code2wav; did you mean 'thinker'?",
+    ),
+    "no part of several": (
+        WHOLE, "autoregressive", "null",
+        "stages.writer.part: model 'm': missing; the checkpoint holds several models: thinker",
+    ),
+    "a part of one": (
+        QWEN, "autoregressive", "thinker",
+        "stages.writer.part: model 'm': got 'thinker', but the checkpoint is one model without "
+        "parts: leave it out",
+    ),
+}  # fmt: skip
+
+
+def load(folder: Path, config: Any, kind: str, part: str) -> PipelineConfig:
+    text = config if isinstance(config, str) else json.dumps(config)
+    (folder / "m").mkdir()
+    (folder / "m/config.json").write_text(text)
+    file = folder / "mine.yaml"
+    file.write_text(PIPELINE.format(kind=kind, model="m", part=part, final=FINAL[kind]))
+    return PipelineConfig.load(file)
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_a_model_that_may_fit_is_left_alone(case: str, tmp_path: Path) -> None:
+    assert load(tmp_path, *FITS[case]).stages["writer"].kind == FITS[case][1]
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_model_that_cannot_fit_is_told_with_its_line(case: str, tmp_path: Path) -> None:
+    config, kind, part, told = MISFITS[case]
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, config, kind, part)
+    assert told in str(raised.value).replace(f"{tmp_path}/m'", "m'")
+    assert "mine.yaml:" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "part", "told"),
+    [
+        ("seeded:bert", "autoregressive", "null", "use kind: encoder"),
+        ("seeded:qwen2_5_omni", "autoregressive", "talkr", "did you mean 'talker'?"),
+        ("seeded:gemma3", "autoregressive", "thinker", "one model without parts"),
+    ],
+)
+def test_a_seeded_model_need_not_be_built_for_that(
+    model: str, kind: str, part: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "mine.yaml"
+    file.write_text(PIPELINE.format(kind=kind, model=model, part=part, final=FINAL[kind]))
+    with pytest.raises(ConfigError, match=told):
+        PipelineConfig.load(file)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "t5", "llava", "qwen2_5_omni", "bert"])
+def test_a_seeded_model_is_what_is_said_of_it(name: str, seeded: Callable[[str], str]) -> None:
+    built = json.loads(Path(seeded(name), "config.json").read_text())
+    says = SEEDED_MODELS[name].says
+    assert {key: built[key] for key in says} == dict(says)
+
+
+def test_a_model_on_the_hub_is_looked_at_if_it_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--org--bert/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(BERT))
+    (tmp_path / "models--org--bert/refs").mkdir()
+    (tmp_path / "models--org--bert/refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    for model, wrong in (("org/bert", True), ("org/other", False)):
+        file = tmp_path / "mine.yaml"
+        text = PIPELINE.format(kind="autoregressive", model=model, part="null", final="text")
+        file.write_text(text)
+        if not wrong:
+            PipelineConfig.load(file)
+            continue
+        with pytest.raises(ConfigError, match="use kind: encoder"):
+            PipelineConfig.load(file)
+
+
+def test_what_other_packages_may_bring_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def some(**query: str) -> list[str]:
+        asked.append(query["group"])
+        return ["an entry point, which is not loaded"]
+
+    monkeypatch.setattr("engine.models.registry.entry_points", some)
+    monkeypatch.setattr(FAMILIES, "_failures", None)
+    load(tmp_path, QWEN | {"architectures": ["MineForCausalLM"]}, "autoregressive", "null")
+    assert asked == [ENTRY_POINTS]
+
+
+def test_the_table_names_parts_as_their_families_do() -> None:
+    rows = FamilyRegistry(dict.fromkeys(FAMILIES.rows.values())).parts_named_in_table(
+        "qwen2_5_omni"
+    )
+    assert [row.part for row in rows] == ["thinker", "talker", "code2wav"]
+    for row in rows:
+        part = row.load().part
+        assert part is not None and part.name == row.part
+
+
+def test_names_of_architectures_need_no_torch() -> None:
+    code = (
+        "import sys\nfrom engine.models.registry import FAMILIES\nassert FAMILIES.architectures()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_outputs_that_a_transform_needs_are_missed_without_a_model() -> None:
+    for outputs in ([], ["pooled"]):
+        with pytest.raises(ConfigError) as raised:
+            PipelineConfig.load("two_step", {"stages.writer.outputs": outputs})
+        assert (
+            f"overrides: stages.writer.outputs: {outputs} is not what stage 'reader' needs with "
+            "its transform 'hidden_states_as_prompt_embeds': add 'hidden_states' to them"
+        ) in str(raised.value)
+    PipelineConfig.load("two_step", {"stages.writer.outputs": None})
