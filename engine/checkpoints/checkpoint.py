@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from engine.checkpoints.checkpoint_parts import CheckpointPart, find_part
-from engine.checkpoints.quiet_transformers import quiet_config_log
+from engine.checkpoints.config_file import CONFIG_FILE, load_config, read_config_file
+from engine.checkpoints.folder_files import check_files, load_generation_config
+from engine.checkpoints.weight_files import WeightFiles, listed
 
 __all__ = ["Checkpoint"]
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Weights in the Hugging Face layout, configs, tokenizers and chat templates. Nothing pickled but
 # a speech model's voices, of which only tensors and numbers are read.
 _WANTED_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "spk_dict.pt"]
 # Of the dense layers behind the pooling of an embedding model.
 _WANTED_FILES += ["*_Dense/model.safetensors"]
-# Buffers that old exports contain and that are computed from the config.
-_COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids")
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -44,12 +37,14 @@ class Checkpoint:
         generation_config: from ``generation_config.json``, or None where there is none.
         part: which of several models this is. Its weights go by their names in the part, and no
             others are seen.
+        trust_remote_code: whether its processors may come with their own Python code.
     """
 
     path: Path
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
     part: CheckpointPart | None = None
+    trust_remote_code: bool = False
 
     @classmethod
     def open(
@@ -73,24 +68,19 @@ class Checkpoint:
 
         Raises:
             ValueError: there is no such folder or hub model, it cannot be fetched, it has no
-                ``config.json`` that transformers understands, or no such part.
+                ``config.json`` that transformers understands, or no such part; a file of it lies
+                elsewhere, or a value of its configs cannot be. Names file and key.
         """
         path = _locate(str(model), revision, trust_remote_code)
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} is no checkpoint: it has no config.json")
-        try:
-            with quiet_config_log():
-                parts = parts_of(PreTrainedConfig.get_config_dict(path)[0])
-                config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+        check_files(path, _WANTED_FILES)
+        parts = parts_of(read_config_file(path))
+        config = load_config(path, trust_remote_code=trust_remote_code)
         found = find_part(parts, part, path)
-        has_generation = (path / "generation_config.json").is_file()
+        generation_config = load_generation_config(path)
         if found is not None:
             config = getattr(config, found.config_name)
-            has_generation = has_generation and found.has_generation_config
-        generation_config = GenerationConfig.from_pretrained(path) if has_generation else None
-        return cls(path, config, generation_config, found)
+            generation_config = generation_config if found.has_generation_config else None
+        return cls(path, config, generation_config, found, trust_remote_code)
 
     @property
     def architecture(self) -> str:
@@ -103,7 +93,7 @@ class Checkpoint:
             return self.part.architecture
         architectures = getattr(self.config, "architectures", None)
         if not architectures:
-            raise ValueError(f"{self.path / 'config.json'} states no architectures")
+            raise ValueError(f"{self.path / CONFIG_FILE} states no architectures")
         return str(architectures[0])
 
     @cached_property
@@ -116,7 +106,7 @@ class Checkpoint:
         prefix = self._prefix
         return {
             name.removeprefix(prefix): file
-            for name, file in self._whole_files.items()
+            for name, file in self._whole.files.items()
             if name.startswith(prefix)
         }
 
@@ -125,14 +115,8 @@ class Checkpoint:
         return "" if self.part is None else self.part.prefix
 
     @cached_property
-    def _whole_files(self) -> Mapping[str, str]:
-        index = self.path / _INDEX_FILE
-        if index.is_file():
-            return _read_index(index)
-        if not (self.path / _SINGLE_FILE).is_file():
-            raise ValueError(_no_weights_message(self.path))
-        with _open_safetensors(self.path / _SINGLE_FILE) as file:
-            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+    def _whole(self) -> WeightFiles:
+        return WeightFiles(self.path)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Read tensors one by one, on the CPU, in the type they are stored in.
@@ -143,15 +127,10 @@ class Checkpoint:
         Raises:
             ValueError: a name that is not there, or a file that is missing or damaged.
         """
+        prefix = self._prefix
         wanted = self.weight_files.keys() if names is None else names
-        self._require(wanted)
-        by_file: dict[str, list[str]] = {}
-        for name in wanted:
-            by_file.setdefault(self.weight_files[name], []).append(name)
-        for file_name, members in by_file.items():
-            with _open_safetensors(self.path / file_name) as file:
-                for name in members:
-                    yield name, file.get_tensor(self._prefix + name)
+        for name, tensor in self._whole.tensors([f"{prefix}{name}" for name in wanted]):
+            yield name.removeprefix(prefix), tensor
 
     def rows_of_whole(self, name: str, indices: Sequence[int]) -> Tensor:
         """Read single rows of a matrix, which may be another part's, and nothing else of it.
@@ -166,15 +145,36 @@ class Checkpoint:
         Raises:
             ValueError: there is no such matrix, or it has no such row.
         """
-        if name not in self._whole_files:
-            raise ValueError(f"{self.path} lacks the weights {name}")
-        with _open_safetensors(self.path / self._whole_files[name]) as file:
-            matrix = file.get_slice(name)
-            num_rows = matrix.get_shape()[0]
-            wrong = [index for index in indices if not 0 <= index < num_rows]
-            if wrong:
-                raise ValueError(f"{name} has rows 0 to {num_rows - 1}, asked for {wrong}")
-            return torch.cat([matrix[index : index + 1] for index in indices])
+        return self._whole.rows(name, indices)
+
+    def unplaced(self, targets: Collection[str]) -> list[str]:
+        """Names of the stored tensors that are not among the targets."""
+        return [name for name in self.weight_files if name not in targets]
+
+    def check_weights(
+        self, targets: Mapping[str, Tensor], *, ignored: Collection[str] = frozenset()
+    ) -> None:
+        """Compare what is stored with its places, by the headers alone.
+
+        Args:
+            targets: tensor name to the tensor that will receive it; it may be on ``meta``.
+            ignored: names that may be in the checkpoint without having a place.
+
+        Raises:
+            ValueError: tensors are missing, have no place, or differ in shape; or one that is to
+                hold floating-point numbers holds others.
+        """
+        prefix = self._prefix
+        missing = [name for name in targets if name not in self.weight_files]
+        if missing:
+            raise ValueError(f"{self.path} lacks the weights {listed(missing)}")
+        unexpected = [name for name in self.unplaced(targets) if name not in ignored]
+        if unexpected:
+            raise ValueError(
+                f"{self.path} holds weights that {self.architecture} has no place for: "
+                + listed(unexpected)
+            )
+        self._whole.check({f"{prefix}{name}": tensor for name, tensor in targets.items()})
 
     def load_into(
         self, targets: Mapping[str, Tensor], *, ignored: Collection[str] = frozenset()
@@ -188,32 +188,11 @@ class Checkpoint:
             ignored: names that may be in the checkpoint without having a place.
 
         Raises:
-            ValueError: tensors are missing, have no place, or differ in shape.
+            ValueError: see :meth:`check_weights`; nothing has been copied then.
         """
-        self._require(targets)
-        unexpected = [
-            name
-            for name in self.weight_files
-            if name not in targets and name not in ignored and not name.endswith(_COMPUTED)
-        ]
-        if unexpected:
-            raise ValueError(
-                f"{self.path} holds weights that {self.architecture} has no place for: "
-                + _listed(unexpected)
-            )
+        self.check_weights(targets, ignored=ignored)
         for name, tensor in self.weights(targets):
-            target = targets[name]
-            if tensor.shape != target.shape:
-                raise ValueError(
-                    f"{name} in {self.path} has shape {tuple(tensor.shape)}; "
-                    f"its config asks for {tuple(target.shape)}"
-                )
-            target.copy_(tensor)
-
-    def _require(self, names: Collection[str]) -> None:
-        missing = [name for name in names if name not in self.weight_files]
-        if missing:
-            raise ValueError(f"{self.path} lacks the weights {_listed(missing)}")
+            targets[name].copy_(tensor)
 
 
 def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
@@ -233,36 +212,3 @@ def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
             f"model {model!r} is no folder here, and it could not be fetched from the "
             f"Hugging Face hub: {error}"
         ) from error
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {str(name): str(file) for name, file in weight_map.items()}
-    except (KeyError, AttributeError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{index} is no index of shards: {error!r}") from error
-    missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
-    if missing:
-        raise ValueError(f"{index} names shards that are not there: {_listed(missing)}")
-    return files
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no readable safetensors file: {error}") from error
-
-
-def _no_weights_message(path: Path) -> str:
-    pickled = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLED_SUFFIXES)
-    message = f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}"
-    if pickled:
-        message += f"; its weights are pickled ({_listed(pickled)}), convert them to safetensors"
-    return message
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    more = len(names) - _LISTED
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from engine.checkpoints.config_file import describe
 from engine.checkpoints.quiet_transformers import hidden_progress_bars
+from engine.checkpoints.weight_files import WeightFiles
 
 __all__ = ["EncoderModel"]
 
@@ -155,6 +159,7 @@ def _load(
 ) -> tuple[PreTrainedModel, bool]:
     """The module, and whether the checkpoint lacks the weights of its pooler."""
     try:
+        _check_weights(Path(folder), config, trust_remote_code)
         with hidden_progress_bars():
             module, info = AutoModel.from_pretrained(
                 folder,
@@ -164,8 +169,9 @@ def _load(
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
             )
-    except OSError as error:
-        raise ValueError(f"cannot load an encoder from {folder}: {error}") from error
+    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    except Exception as error:
+        raise ValueError(f"cannot load an encoder from {folder}: {describe(error)}") from error
     missing = sorted(info["missing_keys"])
     lacking = [name for name in missing if not name.startswith("pooler.")]
     if lacking:
@@ -174,6 +180,17 @@ def _load(
             + ", ".join(lacking[:5])
         )
     return module, bool(missing)
+
+
+def _check_weights(folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Compare the headers of the files with the module, which has no memory for weights yet."""
+    with torch.device("meta"):
+        module = AutoModel.from_config(deepcopy(config), trust_remote_code=trust_remote_code)
+    # A checkpoint that has a head as well puts a name before those of the module.
+    places, prefix = module.state_dict(), f"{module.base_model_prefix}."
+    files = WeightFiles(folder)
+    named = {name: name.removeprefix(prefix) for name in files.files}
+    files.check({name: places[own] for name, own in named.items() if own in places})
 
 
 def _max_positions(module: PreTrainedModel) -> int | None:

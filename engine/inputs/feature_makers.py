@@ -168,21 +168,32 @@ class VideoFeatureMaker(FeatureMaker):
 
 
 def load_feature_makers(
-    path: Path, towers: Mapping[Modality, FeatureTaker], limits: MediaLimits
+    path: Path,
+    towers: Mapping[Modality, FeatureTaker],
+    limits: MediaLimits,
+    *,
+    trust_remote_code: bool = False,
 ) -> dict[Modality, FeatureMaker]:
     """Load what a checkpoint folder brings for what a model's towers take.
 
     A processor that is missing is told in the log, and in the error of each request that needs it.
+
+    Args:
+        path: the folder.
+        towers: of the model, by what they make rows of.
+        limits: how much of a file is read.
+        trust_remote_code: whether processors may come with their own Python code.
     """
+    trust = {"trust_remote_code": trust_remote_code}
     makers: dict[Modality, FeatureMaker] = {}
     for modality, tower in towers.items():
         try:
             match modality:
                 case "image":
-                    processor = load_image_processor(path)
+                    processor = load_image_processor(path, **trust)
                     makers[modality] = ImageFeatureMaker(processor, tower.feature_names, limits)
                 case "audio":
-                    makers[modality] = AudioFeatureMaker(load_extractor(path), limits)
+                    makers[modality] = AudioFeatureMaker(load_extractor(path, **trust), limits)
                 case "video":
                     makers[modality] = VideoFeatureMaker()
         except ValueError as error:

@@ -53,8 +53,12 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources)
         self._model: ItemSide = sources.model
+        checkpoint = sources.checkpoint
         self._makers = load_feature_makers(
-            sources.checkpoint.path, self._model.towers, sources.media_limits
+            checkpoint.path,
+            self._model.towers,
+            sources.media_limits,
+            trust_remote_code=checkpoint.trust_remote_code,
         )
         self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
         self._cache_bytes = sources.encoder_cache_bytes

@@ -63,6 +63,8 @@ class LayerOps:
 class NativeLayerOps(LayerOps):
     """float32 on a CPU: each operation is one pass over its rows, shared by all threads.
 
+    Rows may be a stride apart, as with :class:`LayerOps`; the kernels get a copy of such.
+
     Args:
         kernels: the C kernels.
     """
@@ -79,16 +81,16 @@ class NativeLayerOps(LayerOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
-        return self._kernels.rms_norm(x, weight, eps)
+        return self._kernels.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""
-        return self._kernels.add_rms_norm(x, residual, weight, eps)
+        return self._kernels.add_rms_norm(x.contiguous(), residual, weight, eps)
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
         """See :class:`LayerOps`; activations other than SiLU take torch's way."""
         if isinstance(activation, nn.SiLU | SiLUActivation):
-            return self._kernels.gated_silu(gate_up)
+            return self._kernels.gated_silu(gate_up.contiguous())
         return super().gate(gate_up, activation)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:

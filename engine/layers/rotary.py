@@ -12,6 +12,7 @@ Up to the trained length both give what transformers gives; set ``max_model_len`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["MultiAxisRotaryEmbedding", "RotaryEmbedding", "apply_rotary", "rope_frequencies"]
+
+# Of a table of cosines and sines: what is made on the way to it takes little memory.
+_ROWS_AT_ONCE = 2**14
 
 
 def rope_frequencies(
@@ -36,7 +40,8 @@ def rope_frequencies(
         ``(rotary_dim / 2,)`` float32 inverse frequencies, and the factor on cosine and sine.
 
     Raises:
-        ValueError: the config has no rope parameters, or asks for an unknown variant.
+        ValueError: the config has no rope parameters, asks for an unknown variant, or lacks or
+            misstates a parameter of its variant.
     """
     parameters = getattr(config, "rope_parameters", None)
     if parameters and layer_type is not None:
@@ -45,15 +50,26 @@ def rope_frequencies(
         of_layers = "" if layer_type is None else f" of {layer_type!r} layers"
         raise ValueError(f"{type(config).__name__} has no rope_parameters{of_layers}")
     rope_type = parameters.get("rope_type", "default")
-    if rope_type == "default":
-        return _default_frequencies(config, parameters), 1.0
-    if rope_type not in ROPE_INIT_FUNCTIONS:
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
         raise ValueError(f"unknown rope_type {rope_type!r}; known are {known}")
-    # Only dynamic and longrope look at seq_len.
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-        config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
-    )
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {share!r}")
+    try:
+        if rope_type == "default":
+            inv_freq, scaling = _default_frequencies(config, parameters), 1.0
+        else:
+            # Only dynamic and longrope look at seq_len.
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+                config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
+            )
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"rope_parameters {parameters} cannot be used: {type(error).__name__}: {error}"
+        ) from error
+    if not (inv_freq.isfinite().all() and math.isfinite(scaling) and len(inv_freq)):
+        raise ValueError(f"rope_parameters {parameters} give no finite frequencies")
     return inv_freq, scaling
 
 
@@ -85,10 +101,14 @@ class RotaryEmbedding(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling)
         # (max_model_len, rotary_dim): half cosines, half sines, so that a step gathers once.
-        self.table = nn.Buffer(table.to(dtype=dtype, device=device), persistent=False)
+        table = torch.empty(max_model_len, 2 * len(inv_freq), dtype=dtype, device=device)
+        for rows in () if table.is_meta else table.split(_ROWS_AT_ONCE):
+            start = rows.storage_offset() // table.stride(0)
+            positions = torch.arange(start, start + len(rows), dtype=torch.float32)
+            angles = torch.outer(positions, inv_freq)
+            rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling))
+        self.table = nn.Buffer(table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Gather what :func:`apply_rotary` wants, once a step for all layers.

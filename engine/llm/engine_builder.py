@@ -20,7 +20,12 @@ from engine.inputs.prompt_processor import PromptSources
 from engine.interface.config import EngineConfig
 from engine.layers import LayerOps, NativeLayerOps
 from engine.models.base import CausalModel
-from engine.models.model_loader import find_family, load_model, open_checkpoint
+from engine.models.model_loader import (
+    find_family,
+    load_model,
+    longest_sequence,
+    open_checkpoint,
+)
 from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from engine.resources.device import resolve_device, resolve_dtype
@@ -51,6 +56,8 @@ logger = logging.getLogger(f"omni.{__name__}")
 
 # The warm-up runs two requests, of three tokens and of two.
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5
+# Positions that a checkpoint may ask tables for, unless a user asks for more.
+_LONGEST_UNASKED = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +291,13 @@ def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ..
 
 
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    limit = find_family(checkpoint).max_positions(checkpoint.config)
+    limit = longest_sequence(checkpoint)
     if config.max_model_len is None:
+        if limit > _LONGEST_UNASKED:
+            raise ValueError(
+                f"the checkpoint {config.model!r} allows {limit} positions, more than the "
+                f"{_LONGEST_UNASKED} for which tables are made unasked; set max_model_len"
+            )
         return limit
     if config.max_model_len > limit:
         raise ValueError(

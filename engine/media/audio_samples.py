@@ -102,15 +102,23 @@ class SampleReader:
         return samples, rate
 
 
-def load_extractor(path: Path) -> WhisperFeatureExtractor:
+def load_extractor(path: Path, *, trust_remote_code: bool = False) -> WhisperFeatureExtractor:
     """Load the feature extractor of a checkpoint folder.
 
+    Args:
+        path: the folder.
+        trust_remote_code: whether it may come with its own Python code. Nobody is asked.
+
     Raises:
-        ValueError: it brings none, or one of another kind.
+        ValueError: it brings none, one of another kind, or one that cannot be made or needs code
+            of its own.
     """
     try:
-        extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        extractor = AutoFeatureExtractor.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+        )
+    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    except Exception as error:
         raise ValueError(f"the feature extractor in {path} cannot be loaded: {error}") from error
     if not isinstance(extractor, WhisperFeatureExtractor):
         raise ValueError(

@@ -146,13 +146,24 @@ def image_features(
     return features
 
 
-def load_image_processor(path: Path) -> Any:
+def load_image_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the image processor of a checkpoint folder; Pillow does its work.
 
+    Args:
+        path: the folder.
+        trust_remote_code: whether it may come with its own Python code. Nobody is asked.
+
     Raises:
-        ValueError: it brings none, or Pillow is not installed.
+        ValueError: it brings none, or one that cannot be made or needs code of its own; or Pillow
+            is not installed.
     """
     try:
-        return AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
+        return AutoImageProcessor.from_pretrained(
+            path,
+            backend="pil",
+            trust_remote_code=trust_remote_code,
+            local_files_only=not trust_remote_code,
+        )
+    # Values of a wrong kind make transformers raise whatever it stumbles over.
+    except Exception as error:
         raise ValueError(f"the image processor in {path} cannot be loaded: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,12 +11,20 @@ import torch
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import can_pack
 from engine.models.base import CausalModel
+from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.family import ModelFamily
 from engine.models.generator_model import GeneratorModel
 from engine.models.model_settings import ModelSettings
 from engine.models.registry import FAMILIES
 
-__all__ = ["find_family", "is_supported", "load_generator", "load_model", "open_checkpoint"]
+__all__ = [
+    "find_family",
+    "is_supported",
+    "load_generator",
+    "load_model",
+    "longest_sequence",
+    "open_checkpoint",
+]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -59,6 +68,17 @@ def find_family(checkpoint: Checkpoint) -> ModelFamily:
     return family
 
 
+def longest_sequence(checkpoint: Checkpoint) -> int:
+    """How many positions the config of a model that makes tokens allows.
+
+    Raises:
+        ValueError: the architecture is not supported, or the config is of another model.
+    """
+    family = find_family(checkpoint)
+    with told_of_config(checkpoint):
+        return family.max_positions(checkpoint.config)
+
+
 def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
     """Build a checkpoint's model and load its weights.
 
@@ -74,17 +94,26 @@ def load_model(checkpoint: Checkpoint, settings: ModelSettings) -> CausalModel:
             f"weights are packed for float32 on a CPU only, not {settings.dtype} on "
             f"{settings.device}"
         )
-    model = build(checkpoint, replace(settings, decoder_config_of=FAMILIES.decoder_config_of))
-    stored = checkpoint.weight_files
-    # Some embedding models keep the headless names under a causal architecture.
-    targets = dict(model.targets("model." if _EMBEDDING in stored else ""))
-    ignored = set(model.ignored_weights)
-    if getattr(checkpoint.config, "tie_word_embeddings", False):
-        ignored |= {name for name in stored if name.endswith(_HEAD)}
-    checkpoint.load_into(targets, ignored=ignored)
+    settings = replace(settings, decoder_config_of=FAMILIES.decoder_config_of)
+    model: CausalModel = load_checked(
+        checkpoint,
+        settings.device,
+        lambda device: build(checkpoint, replace(settings, device=device)),
+        partial(_places, checkpoint),
+    )
     pack = packable if settings.pack_weights is None else settings.pack_weights
     model.finish_loading(pack_weights=pack)
     return model.eval()
+
+
+def _places(checkpoint: Checkpoint, model: CausalModel) -> Places:
+    stored = checkpoint.weight_files
+    ignored = set(model.ignored_weights)
+    if getattr(checkpoint.config, "tie_word_embeddings", False):
+        ignored |= {name for name in stored if name.endswith(_HEAD)}
+    # Some embedding models keep the headless names under a causal architecture.
+    targets = dict(model.targets("model." if _EMBEDDING in stored else ""))
+    return Places(targets, frozenset(ignored))
 
 
 def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorModel:

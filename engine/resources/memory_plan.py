@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 
 from engine.interface.config import EngineConfig
 from engine.resources.byte_sizes import format_bytes
+from engine.resources.free_memory import free_bytes
 from engine.resources.kv_cache_report import KVCacheReport, report_kv_cache
 from prefix_cache import KVCacheConfig, KVCacheGroup, KVCacheManager
 
@@ -116,13 +116,6 @@ class MemoryPlan:
         ]
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return int(psutil.virtual_memory().available)
-
-
 def resolve_num_blocks(
     config: EngineConfig,
     page_bytes: int,
@@ -146,7 +139,7 @@ def resolve_num_blocks(
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
-        budget = int(_free_bytes(device) * config.memory_fraction)
+        budget = int(free_bytes(device) * config.memory_fraction)
         wanted = pages_for(max_model_len, config.max_num_seqs) + 1
         num_pages = min(wanted, budget // page_bytes)
         limit = f"memory_fraction {config.memory_fraction} of the free memory "

@@ -6,7 +6,8 @@ What differs from what transformers writes today::
                            layer_types; other class names; Qwen2.5-VL: its text config at the top
     generation_config.json says nothing (Qwen2.5-Omni)
     chat_template.json     for chat_template.jinja: the processor's, and none of the tokenizer's
-    model-0000i-of-00002   shards under an index
+    model-0000i-of-00002   shards under an index; with buffers that are computed today
+                           LLaVA: its tower in a module of its own
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 __all__ = ["publish", "publish_on_hub"]
@@ -24,6 +26,15 @@ _ARCHITECTURES = {
     "qwen2_5_omni": "Qwen2_5OmniModel",
     "qwen2_5_omni_thinker": "Qwen2OmniNaViTThinkerForConditionalGeneration",
     "qwen2_5_omni_talker": "Qwen2OmniTalkerForConditionalGeneration",
+}
+# What older code stored of that which it computed; the values count for nothing.
+_COMPUTED = {
+    "llava": ("vision_tower.vision_model.embeddings.position_ids",),
+    "qwen2_5_vl": ("visual.rotary_pos_emb.inv_freq",),
+    "qwen2_5_omni": (
+        "thinker.visual.rotary_pos_emb.inv_freq",
+        "token2wav.code2wav_dit_model.rotary_embed.inv_freq",
+    ),
 }
 _COMMIT = "0" * 39 + "1"
 
@@ -45,7 +56,7 @@ def publish(folder: str | Path, target: Path) -> Path:
     told = {"chat_template": template.read_text("utf-8")}
     (target / "chat_template.json").write_text(json.dumps(told))
     template.unlink()
-    _shard(target)
+    _shard(target, _COMPUTED.get(config["model_type"], ()))
     return target
 
 
@@ -98,8 +109,14 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return text | config
 
 
-def _shard(folder: Path) -> None:
+def _old_name(name: str) -> str:
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+
+def _shard(folder: Path, computed: tuple[str, ...]) -> None:
     weights = load_file(folder / "model.safetensors")
+    weights = {_old_name(name): tensor for name, tensor in weights.items()}
+    weights |= {name: torch.full((4,), 7.0) for name in computed}
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
     half = len(names) // 2

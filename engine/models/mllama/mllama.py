@@ -119,7 +119,8 @@ class MllamaPromptRule(DecoderPromptRule):
 
 
 def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
-    processor = load_image_processor(sources.checkpoint.path)
+    path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
+    processor = load_image_processor(path, trust_remote_code=trust)
     return ImageEncoderInputs(sources.model, processor, FEATURE_NAMES, sources.media_limits)
 
 

@@ -21,11 +21,12 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.generator_config import GenerationParams
+from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.encoder_module import build_empty
 from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_omni.neighbour_attention import NEIGHBOUR_ATTENTION, NEIGHBOURS
-from engine.models.qwen2_5_omni.speakers import Speaker, load_speakers
+from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, load_speakers
 
 __all__ = ["Code2Wav", "flow_times", "initial_noise"]
 
@@ -57,7 +58,8 @@ class Code2Wav(GeneratorModel):
         super().__init__()
         dit: Any = checkpoint.config.dit_config
         bigvgan: Any = checkpoint.config.bigvgan_config
-        _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
+        with told_of_config(checkpoint):
+            _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
         self.device = device
         self.num_codes = dit.num_embeds + 1
         self.max_codes = dit.max_position_embeddings // dit.repeats
@@ -65,20 +67,23 @@ class Code2Wav(GeneratorModel):
         self.frames_per_code = dit.repeats
         self.samples_per_code = dit.repeats * prod(bigvgan.upsample_rates)
         self.mel_dim = dit.mel_dim
-        settings = ModelSettings(torch.float32, device, dit.block_size, self.max_codes)
         dit._attn_implementation = NEIGHBOUR_ATTENTION
-        self.dit = build_empty(_NeighbourDiT, dit, settings)
-        self.bigvgan = build_empty(Qwen2_5OmniToken2WavBigVGANModel, bigvgan, settings)
-        networks = {"code2wav_dit_model": self.dit, "code2wav_bigvgan_model": self.bigvgan}
-        targets = {
-            f"{prefix}.{name}": tensor
-            for prefix, network in networks.items()
-            for name, tensor in network.state_dict().items()
-        }
-        checkpoint.load_into(targets)
+
+        networks = load_checked(
+            checkpoint,
+            device,
+            lambda where: _Networks(
+                checkpoint.config,
+                ModelSettings(torch.float32, where, dit.block_size, self.max_codes),
+            ),
+            lambda networks: Places(networks.state_dict()),
+        )
+        self.dit = networks.code2wav_dit_model
+        self.bigvgan = networks.code2wav_bigvgan_model
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
+        self._voices_file = checkpoint.path / SPEAKERS_FILE
         self._speakers = load_speakers(checkpoint.path)
         self.speakers = self._speakers.names
         for name in self.speakers:
@@ -94,8 +99,8 @@ class Code2Wav(GeneratorModel):
         found = speaker.conditioning.shape[-1], speaker.reference_mel.shape[-1]
         if found != (dit.enc_emb_dim, dit.mel_dim):
             raise ValueError(
-                f"speaker {speaker.name!r} has a conditioning and a reference_mel of widths "
-                f"{found}; the model takes {(dit.enc_emb_dim, dit.mel_dim)}"
+                f"speaker {speaker.name!r} of {self._voices_file} has a conditioning and a "
+                f"reference_mel of widths {found}; the model takes {(dit.enc_emb_dim, dit.mel_dim)}"
             )
 
     def generate(
@@ -164,6 +169,17 @@ class Code2Wav(GeneratorModel):
         solver = RungeKutta4ODESolver(function=velocity, initial_value=noise)
         mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
         return mel
+
+
+class _Networks(nn.Module):
+    """Both networks, by the names that checkpoints have for them."""
+
+    def __init__(self, config: Any, settings: ModelSettings) -> None:
+        super().__init__()
+        self.code2wav_dit_model = build_empty(_NeighbourDiT, config.dit_config, settings)
+        self.code2wav_bigvgan_model = build_empty(
+            Qwen2_5OmniToken2WavBigVGANModel, config.bigvgan_config, settings
+        )
 
 
 class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ SPEAKERS_FILE = "spk_dict.pt"
 """Where a checkpoint of the Qwen Omni family keeps its voices. Not pickled code: it is read with
 ``weights_only=True``, which builds tensors and plain containers and refuses everything else."""
 
+_MOST_BYTES = 2**26
 # What the family itself falls back to (``generate(speaker="Chelsie")`` in transformers).
 _PREFERRED = "Chelsie"
 
@@ -90,7 +92,9 @@ def load_speakers(path: Path) -> Speakers:
     if not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint brings no voices, so it cannot speak")
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        _check_archive(file)
+        # Mapped, so that no tensor can lie outside of the file, whatever it says of itself.
+        content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # Damaged files raise whatever the archive, the unpickler or torch stumbled over.
         raise ValueError(f"{file} cannot be read as a dictionary of speakers: {error}") from error
@@ -99,13 +103,23 @@ def load_speakers(path: Path) -> Speakers:
     return Speakers(tuple(_speaker(file, name, entry) for name, entry in content.items()))
 
 
+def _check_archive(file: Path) -> None:
+    """Archives that ``torch.save`` writes are not compressed: one that is may be of any size."""
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise ValueError(f"it has {size} bytes; voices have at most {_MOST_BYTES}")
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is compressed")
+
+
 def _speaker(file: Path, name: object, entry: Any) -> Speaker:
     where = f"speaker {name!r} of {file}"
     wanted = {"bos_token", "cond", "ref_mel"}
     if not isinstance(name, str) or not isinstance(entry, Mapping) or not wanted <= entry.keys():
         raise ValueError(f"{where} must have a name and {', '.join(sorted(wanted))}")
     bos_token = entry["bos_token"]
-    if not isinstance(bos_token, int) or bos_token < 0:
+    if not isinstance(bos_token, int) or isinstance(bos_token, bool) or bos_token < 0:
         raise ValueError(f"{where}: bos_token must be a token id, got {bos_token!r}")
     return Speaker(
         name=name,
@@ -119,6 +133,11 @@ def _rows(where: str, value: object, num_dims: int) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim != num_dims or len(value) != 1:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where} must be a tensor of {num_dims} dimensions, 1 first, got {got}")
+    if value.layout != torch.strided or value.is_meta or not value.is_floating_point():
+        raise ValueError(f"{where} must hold plain floating-point numbers")
+    # A few bytes can be spread over any shape, for which there is no memory.
+    if value.nbytes > value.untyped_storage().nbytes():
+        raise ValueError(f"{where} has the shape {tuple(value.shape)}, but not as many numbers")
     if not value.numel() or not value.isfinite().all():
         raise ValueError(f"{where} must hold finite numbers")
-    return value.to(torch.float32)
+    return value.to(torch.float32, copy=True)

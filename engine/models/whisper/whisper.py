@@ -89,7 +89,8 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
 
 
 def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
-    extractor = load_extractor(sources.checkpoint.path)
+    path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
+    extractor = load_extractor(path, trust_remote_code=trust)
     return AudioEncoderInputs(sources.model, extractor, sources.media_limits)
 
 

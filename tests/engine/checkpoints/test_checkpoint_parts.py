@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import EngineConfig, LLMEngine
-from engine.checkpoints import checkpoint as checkpoint_module
+from engine.checkpoints import weight_files
 from engine.generator.generator_engine import GeneratorEngine
 from engine.interface.generator_config import GeneratorConfig
 from engine.models.model_loader import open_checkpoint
@@ -53,6 +53,9 @@ class _CountingFile:
             def get_shape(self) -> Any:
                 return matrix.get_shape()
 
+            def get_dtype(self) -> Any:
+                return matrix.get_dtype()
+
             def __getitem__(self, key: slice) -> Any:
                 rows[name] += key.stop - key.start
                 return matrix[key]
@@ -65,11 +68,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Count
     """How often each tensor was read whole, and how many single rows of each."""
     whole: Counter[str] = Counter()
     rows: Counter[str] = Counter()
-    plain = checkpoint_module._open_safetensors
+    plain = weight_files.open_safetensors
     monkeypatch.setattr(
-        checkpoint_module,
-        "_open_safetensors",
-        lambda path: _CountingFile(plain(path), whole, rows),
+        weight_files, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
     )
     yield whole, rows
 
@@ -151,5 +152,5 @@ def test_one_model_has_no_parts(qwen2_checkpoint: str):
 
 @pytest.mark.parametrize(("name", "index"), [("thinker.nothing", 0), (EMBEDDING, 768)])
 def test_rows_that_are_not_there_are_refused(folder: str, name: str, index: int):
-    with pytest.raises(ValueError, match=r"lacks the weights|has rows 0 to 767"):
+    with pytest.raises(ValueError, match=r"lacks the weights|in .* has rows 0 to 767"):
         open_checkpoint(folder, part="talker").rows_of_whole(name, [index])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from engine.files import disk_cache
 from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 
 needs_users = pytest.mark.skipif(
@@ -224,7 +223,7 @@ def test_where_files_cannot_be_locked_the_first_to_finish_wins(
     def refuse(self: FileLock, *args: object, **kwargs: object) -> None:
         raise reason
 
-    monkeypatch.setattr(disk_cache.FileLock, "acquire", refuse)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
     second = Builder()
 
     def overtaken(folder: Path) -> None:

@@ -253,7 +253,7 @@ def test_weight_nbytes_counts_what_the_checkpoint_stores(family: str, tmp_path: 
     [
         ("jamba", {"mamba_d_conv": 1}, "at least 2 tokens, got 1"),
         ("jamba", {"num_experts_per_tok": 9}, "1 to 4 experts.*num_experts_per_tok is 9"),
-        ("jamba", {"hidden_act": "swishy"}, "unknown activation 'swishy'"),
+        ("jamba", {"hidden_act": "swishy"}, "hidden_act must be one of .*, got 'swishy'"),
         ("jamba", {"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
         ("jamba", {"mamba_d_state": 16}, "x_proj.weight in .* has shape"),
         ("bamba", {"time_step_limit": None}, "time_step_limit must be two numbers"),

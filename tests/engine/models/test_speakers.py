@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,14 @@ def test_an_unknown_speaker_is_told_who_there_is(
         ({"A": entry(ref_mel=torch.ones(2, 5, 3))}, r"ref_mel must be .*got \(2, 5, 3\)"),
         ({"A": entry(ref_mel=torch.ones(1, 0, 3))}, "ref_mel must hold finite numbers"),
         ({"A": entry(cond=torch.full((1, 4), torch.nan))}, "cond must hold finite numbers"),
+        ({"A": entry(bos_token=True)}, "bos_token must be a token id, got True"),
+        ({"A": entry(cond=torch.ones(1, 4).int())}, "cond must hold plain floating-point"),
+        ({"A": entry(cond=torch.ones(1, 4).to_sparse())}, "cond must hold plain floating-point"),
+        ({"A": entry(cond=torch.ones(1, 4, device="meta"))}, "cond must hold plain floating-point"),
+        (
+            {"A": entry(cond=torch.ones(1, 1).expand(1, 10**12))},
+            r"cond has the shape \(1, 1000000000000\), but not as many numbers",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: Any, message: str) -> None:
@@ -100,6 +110,30 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as a dictionary of speakers"):
         load_speakers(save(tmp_path, {"A": entry(cond=Bomb())}))
     assert not (tmp_path / "exploded").exists()
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path = save(tmp_path, {"A": entry()}) / SPEAKERS_FILE
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in held.items():
+            archive.writestr(name, data)
+    with pytest.raises(ValueError, match="cannot be read as .*: it is compressed"):
+        load_speakers(tmp_path)
+
+
+def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    save(tmp_path, {"A": entry()})
+    os.truncate(tmp_path / SPEAKERS_FILE, 2**36)
+    with pytest.raises(ValueError, match="it has 68719476736 bytes"):
+        load_speakers(tmp_path)
+
+
+def test_voices_stay_when_their_file_changes(tmp_path: Path) -> None:
+    speaker = load_speakers(save(tmp_path, {"A": entry()})).default
+    os.truncate(tmp_path / SPEAKERS_FILE, 0)
+    assert speaker.reference_mel.sum() == 0 and speaker.conditioning.sum() == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive"])

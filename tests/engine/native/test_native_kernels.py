@@ -59,6 +59,18 @@ def test_norms_equal_torch(ops: LayerOps, rows: int, width: int):
 
 
 @needs_kernels
+def test_rows_may_be_a_stride_apart_as_torch_takes_them(ops: LayerOps):
+    wide, weight = normal(5, 3 * 8), normal(8, seed=2)
+    x, gate_up = wide[:, 8:16], wide[:, 4:20]
+    assert_near(ops.rms_norm(x, weight, 1e-6), LayerOps().rms_norm(x, weight, 1e-6))
+    residual = normal(5, 8, seed=1)
+    expected = LayerOps().add_rms_norm(x, residual.clone(), weight, 1e-6)
+    assert_near(ops.add_rms_norm(x, residual, weight, 1e-6), expected)
+    silu = nn.SiLU()
+    assert_near(ops.gate(gate_up, silu), LayerOps().gate(gate_up, silu))
+
+
+@needs_kernels
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate_equals_torch(ops: LayerOps, rows: int, width: int):

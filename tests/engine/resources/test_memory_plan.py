@@ -50,7 +50,7 @@ def planned(
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     told = SimpleNamespace(available=num_bytes)
-    monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: told)
+    monkeypatch.setattr("engine.resources.free_memory.psutil.virtual_memory", lambda: told)
 
 
 def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:

@@ -1,0 +1,75 @@
+"""A folder's files are its own, or of the cache that it is a part of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.files.folder_bounds import file_inside
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_text("a")
+    (folder / "sub" / "b").write_text("b")
+    (tmp_path / "secret").write_text("secret")
+    return folder
+
+
+def test_files_of_the_folder_are_found(folder: Path) -> None:
+    (folder / "link").symlink_to("sub/b")
+    for name in ("a", "sub/b", "link"):
+        assert file_inside(folder, name) == folder / name
+
+
+def test_a_folder_may_be_reached_by_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").symlink_to(folder)
+    assert file_inside(tmp_path / "short", "a").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "sub/../../secret", "/etc/passwd", "..\\secret", "C:\\secret", "a\0b"]
+)
+def test_names_that_lead_out_are_refused(name: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"lies outside of .*model"):
+        file_inside(folder, name)
+
+
+@pytest.mark.parametrize("target", ["../secret", "{tmp}/secret"])
+def test_links_that_lead_out_are_refused(target: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "link").symlink_to(target.format(tmp=tmp_path))
+    with pytest.raises(ValueError, match=r"model/link is a link to .*secret, which lies outside"):
+        file_inside(folder, "link")
+
+
+def test_a_link_through_a_folder_that_leads_out_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "up").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="lies outside of the folder"):
+        file_inside(folder, "up/secret")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("nowhere")
+    for name in ("pipe", "sub", "nothing", "dangling"):
+        with pytest.raises(ValueError, match=f"{name} is not there, or is no file"):
+            file_inside(folder, name)
+
+
+@pytest.mark.parametrize("blob", ["models--me--mine/blobs/123", "blobs/12/345"])
+def test_in_a_cache_of_the_hub_links_lead_to_its_blobs(blob: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--mine" / "snapshots" / "0001"
+    snapshot.mkdir(parents=True)
+    (tmp_path / blob).parent.mkdir(parents=True)
+    (tmp_path / blob).write_text("content")
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "a").symlink_to(os.path.relpath(tmp_path / blob, snapshot))
+    (snapshot / "b").symlink_to("../../../secret")
+    assert file_inside(snapshot, "a").read_text() == "content"
+    with pytest.raises(ValueError, match="lies outside of the folder"):
+        file_inside(snapshot, "b")

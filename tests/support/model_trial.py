@@ -1,0 +1,114 @@
+"""Loads a seeded checkpoint of any family, whole or spoilt, and asks it something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    CodecPrompt,
+    EncoderEngine,
+    Engine,
+    EngineConfig,
+    GenerationParams,
+    GeneratorConfig,
+    GeneratorEngine,
+    ImagePrompt,
+    LLMEngine,
+    Prompt,
+    SamplingParams,
+)
+from tests.support.encoder_decoder_requests import tone
+
+__all__ = ["TRIALS", "Trial"]
+
+_SHOWS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
+
+
+def _picture() -> Prompt:
+    return ChatPrompt((_SHOWS,), {"image": [Image.new("RGB", (60, 40), "teal")]})
+
+
+def _text() -> Prompt:
+    return "the quick brown fox"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a checkpoint of a family is tried.
+
+    Attributes:
+        seeded: the model.
+        part: of it, where it holds several.
+        prompt: what it is asked; None asks nothing.
+        kind: of its engine.
+    """
+
+    seeded: str
+    part: str | None = None
+    prompt: Callable[[], Prompt] | None = _text
+    kind: str = "llm"
+
+    def run(self, folder: str | Path) -> str | None:
+        """Load it and ask; returns the message of a request that failed alone.
+
+        Raises:
+            Exception: whatever the engine raises when it is built, or when it runs.
+        """
+        engine = self._engine(str(folder))
+        try:
+            return None if self.prompt is None else _ask(engine, self.prompt())
+        finally:
+            engine.close()
+
+    def _engine(self, model: str) -> Engine[Any]:
+        if self.kind == "generator":
+            params = GenerationParams(num_steps=2)
+            return GeneratorEngine(
+                GeneratorConfig(model=model, part=self.part, device="cpu", generation=params)
+            )
+        config = EngineConfig(
+            model=model, part=self.part, device="cpu", num_blocks=64, block_size=8, max_num_seqs=4
+        )
+        return EncoderEngine(config) if self.kind == "encoder" else LLMEngine(config)
+
+
+def _ask(engine: Engine[Any], prompt: Prompt) -> str | None:
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+    try:
+        engine.add_request("x", prompt, sampling if isinstance(engine, LLMEngine) else None)
+    except ValueError as refused:
+        return str(refused)
+    error: str | None = None
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            error = error or output.error
+    return error
+
+
+TRIALS: Mapping[str, Trial] = {
+    **{
+        name: Trial(name)
+        for name in (
+            *("qwen2", "qwen3", "llama", "mistral", "ministral", "gemma2", "gemma3"),
+            *("jamba", "bamba", "bart", "t5"),
+        )
+    },
+    "whisper": Trial("whisper", prompt=lambda: AudioPrompt(tone(0.5))),
+    "mllama": Trial("mllama", prompt=lambda: ImagePrompt(Image.new("RGB", (60, 40), "teal"))),
+    "llava": Trial("llava", prompt=_picture),
+    "qwen2_5_vl": Trial("qwen2_5_vl", prompt=_picture),
+    "thinker": Trial("qwen2_5_omni", "thinker", prompt=_picture),
+    "talker": Trial("qwen2_5_omni", "talker", prompt=None),
+    "code2wav": Trial(
+        "qwen2_5_omni", "code2wav", prompt=lambda: CodecPrompt((1, 2, 3, 4)), kind="generator"
+    ),
+    "bert": Trial("bert", kind="encoder"),
+}
+"""By a short name of the family, or of its part."""

@@ -1,0 +1,102 @@
+"""Loads checkpoints that were spoilt in every way that we know of, in processes of their own.
+
+Each has to be refused by a ``ValueError`` that names the file and what is wrong with it, or to
+load and answer; within 30 seconds and 1.5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from omni.seeded.checkpoints import resolve_model
+from tests.support.guarded_process import Guarded, run_guarded
+from tests.support.hostile_checkpoints import Hostile, hostile_checkpoints
+from tests.support.model_trial import TRIALS
+from tests.support.outcome_table import Tally
+
+__all__ = ["judge", "main"]
+
+SECONDS, MOST_BYTES, MOST_MB = 30.0, 3 * 2**29, 1500.0
+
+
+def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, str]:
+    """The outcome of a checkpoint, and what there is to say of it.
+
+    Args:
+        found: what became of it.
+        folder: where it was.
+        names: what its error has to name; empty where it may as well load.
+    """
+    detail = f"{found.kind} {' '.join(found.told)}"[:300]
+    if found.kind == "hangs":
+        return "hangs", detail
+    if found.kind == "died":
+        return "wrong", detail
+    if found.peak_mb > MOST_MB:
+        return "wrong", f"{found.peak_mb:.0f} MB: {detail}"
+    if found.kind == "returned" and not found.told[0]:
+        return ("silently broken", "it loaded and answered") if names else ("went on", detail)
+    told = found.told[-1]
+    if found.kind == "raised" and found.told[0] != "ValueError":
+        return "wrong", detail
+    if found.kind == "raised" and str(folder) not in told:
+        return "wrong", f"does not name the file: {detail}"
+    missing = [name for name in names if name not in told]
+    return ("wrong", f"does not name {missing}: {detail}") if missing else ("failed alone", detail)
+
+
+def warm_up() -> None:
+    """Import, once for all children, what running a model imports."""
+    for family in ("qwen2", "bert", "code2wav", "whisper", "llava", "mllama", "thinker"):
+        TRIALS[family].run(resolve_model(f"seeded:{TRIALS[family].seeded}"))
+
+
+def try_one(
+    family: str, spoil: Callable[[Path], object], names: tuple[str, ...], tally: Tally, what: str
+) -> None:
+    """Spoil a copy, try it, and count what came of it."""
+    trial = TRIALS[family]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "checkpoint")
+        shutil.copytree(resolve_model(f"seeded:{trial.seeded}"), folder)
+        spoil(folder)
+        found = run_guarded(partial(trial.run, folder), SECONDS, MOST_BYTES)
+        outcome, detail = judge(found, folder, names)
+        tally.add(outcome, f"{family}: {what}: {detail}")
+
+
+def main() -> int:
+    """Try all, or those of some families; returns 1 if any outcome must not be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", action="append", choices=list(TRIALS))
+    chosen = parser.parse_args().family or list(TRIALS)
+    warm_up()
+    cases = [case for case in hostile_checkpoints() if case.family in chosen]
+    tallies: dict[str, Tally] = {}
+    for case in cases:
+        tally = tallies.setdefault(_kind(case), Tally(f"hostile checkpoint: {_kind(case)}"))
+        try_one(case.family, case.spoil, case.names, tally, case.what)
+    return Tally.report(tallies.values())
+
+
+def _kind(case: Hostile) -> str:
+    for word, kind in (
+        ("voices", "voices"),
+        ("processor", "processor"),
+        ("tokenizer", "tokenizer"),
+        ("generation", "generation config"),
+    ):
+        if word in case.what:
+            return kind
+    about_weights = ("weights", "tensor", "shard", "header", "index")
+    return "weights" if any(word in case.what for word in about_weights) else "config"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
