@@ -208,6 +208,8 @@ class LLMEngine(Engine[RequestOutput]):
         group = self._groups.get(request_id)
         if group is not None:
             self._inputs.extend(group.completions[0].request, prompt)
+            for request in self._output_processor.live(request_id):
+                self._scheduler.wake(request)
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a live request will not get past its newest token before its next chunk."""

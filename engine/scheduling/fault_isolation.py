@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.requests.request import Request, RequestStatus
 from engine.scheduling.request_queues import RequestQueues
@@ -32,20 +32,28 @@ class FaultIsolation:
 
     queues: RequestQueues
     has_turn: bool = True
-    _may_have_isolated: bool = False
+    _isolated: dict[str, Request] = field(default_factory=dict)
 
     def isolate(self, request: Request, num_tokens: int) -> None:
         """Have a request run alone until so many of its tokens are computed."""
         request.alone_until = num_tokens
-        self._may_have_isolated = True
+        self._isolated[request.request_id] = request
 
     def isolated(self) -> list[Request]:
         """The isolated requests that wait or run, in the order of their turn."""
-        if not self._may_have_isolated:
+        if not self._isolated:
             return []
-        requests = [r for r in (*self.queues.running, *self.queues.waiting) if r.is_isolated]
-        self._may_have_isolated = bool(requests)
-        return sorted(requests, key=lambda r: r.queue_key)
+        live = (RequestStatus.WAITING, RequestStatus.RUNNING)
+        self._isolated = {
+            request_id: request
+            for request_id, request in self._isolated.items()
+            if request.is_isolated and request.status in live
+        }
+        return sorted(self._isolated.values(), key=lambda r: r.queue_key)
+
+    def clear(self) -> None:
+        """Forget which requests are isolated, whatever an interrupted call left of it."""
+        self._isolated = {}
 
     def recover(self, output: SchedulerOutput, *, swap_failed: bool = False) -> tuple[Request, ...]:
         """After a step that failed: let its requests begin anew.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from engine.requests.request import Request, RequestStatus
-from engine.scheduling.encoder_cache_manager import EncoderCacheManager, EncodingBudget, ItemShare
+from engine.scheduling.admission import Admission
+from engine.scheduling.encoder_cache_manager import EncoderCacheManager, EncodingBudget
 from engine.scheduling.fault_isolation import FaultIsolation
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SchedulerOutput, StepPlan
-from prefix_cache import CachedPrefix, KVCacheManager, SwapSpace
+from prefix_cache import KVCacheManager, SwapSpace
 
 __all__ = ["Scheduler"]
 
@@ -33,11 +34,13 @@ class Scheduler:
     encoding budget, or the encoder cache, has no room in this step. Empty ones are left out.
 
     A waiting request whose next uncached block is being computed by a running request waits for
-    that block to be published rather than compute it a second time.
+    that block to be published rather than compute it a second time. All that begin alike up to that
+    block are passed over together, so a step does not cost more for a longer queue.
 
     A request that is idle, because its caller paused it or its next row has not come yet, stays
     where it is with what it holds, is left out of the steps, and may be preempted like any other.
-    What waits behind it is served meanwhile.
+    What waits behind it is served meanwhile: where blocks or seats run short, paused requests give
+    theirs back before any other does, the last in the order first.
 
     Args:
         kv_cache_manager: owns the blocks.
@@ -51,7 +54,6 @@ class Scheduler:
 
     Attributes:
         fault_isolation: what to ask after a step that failed.
-        num_preemptions: how often a request had to give its blocks back.
     """
 
     def __init__(
@@ -67,27 +69,33 @@ class Scheduler:
     ) -> None:
         self._kv = kv_cache_manager
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_encoder_tokens = max_num_encoder_tokens
         self._queues = RequestQueues(kv_cache_manager, swap_space, encoder_cache_manager)
         self._running = self._queues.running
+        self._admission = Admission(kv_cache_manager, self._queues, block_size, max_num_seqs)
         self.fault_isolation = FaultIsolation(self._queues)
-        self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, swapped ones included."""
-        return len(self._queues.waiting) + len(self._queues.swapped)
+        """Requests in the queue, swapped ones and those that rest included."""
+        return len(self._queues.waiting) + len(self._queues.swapped) + len(self._queues.resting)
 
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._running)
+        return self._queues.num_running
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request had to give its blocks back."""
+        return self._admission.num_preemptions
 
     @property
     def has_idle_requests(self) -> bool:
         """Whether a request waits for its caller: to be resumed, or for its next row."""
+        if self._queues.holders or self._queues.resting:
+            return True
         return any(request.is_paused or request.needs_input for request in self._queues)
 
     def add(self, request: Request) -> None:
@@ -101,16 +109,23 @@ class Scheduler:
     def clear(self) -> None:
         """Forget every request and all that is held, whatever an interrupted call left of it."""
         self._queues.clear()
+        self.fault_isolation.clear()
 
     def pause(self, request: Request) -> None:
         """Leave a request out of the steps until it is resumed."""
         request.is_paused = True
         # Other requests are not to wait for blocks that it does not compute now.
         self._kv.pending.drop_request(request.request_id)
+        self._queues.rest(request)
 
     def resume(self, request: Request) -> None:
         """Let a paused request go on."""
         request.is_paused = False
+        self._queues.wake(request)
+
+    def wake(self, request: Request) -> None:
+        """Consider a request again, of which more has become known; one that is paused rests on."""
+        self._queues.wake(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
@@ -129,21 +144,22 @@ class Scheduler:
         """Serve all but isolated requests."""
         self._schedule_running(step)
         # After a preemption none is let in, lest the two take turns; unless none is left to run.
-        if not step.preempted or not step.scheduled:
-            self._swap_in(step)
+        if not step.scheduled or all(request.is_paused for request in step.preempted):
+            self._admission.swap_in(step)
             if not any(r.can_run_from(r.num_computed_tokens) for r in self._queues.swapped):
-                self._admit_waiting(step)
+                self._admission.admit_waiting(step)
 
     def _schedule_isolated(self, step: StepPlan) -> None:
         """Let the first isolated request that can run have the step to itself."""
         is_blocked = False
         for request in self.fault_isolation.isolated():
             if request.status is RequestStatus.RUNNING:
-                share = self._share(request, self._chunk(request, step.num_tokens), step)
+                num_tokens = self._queues.chunk(request, step.num_tokens)
+                share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
                 if share.num_tokens and self._hold_slots(request, share.num_tokens, step):
                     step.add(request, share)
-            elif not is_blocked and len(self._running) < self._max_num_seqs:
-                is_blocked = not self._consider(request, step)
+            elif not is_blocked and self._admission.may_have_seat:
+                is_blocked = not self._admission.consider(request, step)
             if step.scheduled:
                 return
 
@@ -152,30 +168,15 @@ class Scheduler:
         while num_served < len(self._running):
             request = self._running[num_served]
             seats_behind = len(self._running) - num_served - 1
-            num_tokens = (
-                0 if request.is_isolated else self._chunk(request, step.num_tokens - seats_behind)
-            )
-            share = self._share(request, num_tokens, step)
+            num_tokens = 0
+            if not request.is_isolated:
+                num_tokens = self._queues.chunk(request, step.num_tokens - seats_behind)
+            share = self._queues.hold_items(request, num_tokens, step.encoding_budget)
             if not share.num_tokens:
                 num_served += 1
             elif self._hold_slots(request, share.num_tokens, step):
                 num_served += 1
                 step.add(request, share)
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many of a running request's tokens to run; none while it is idle."""
-        if not request.can_run_from(request.num_computed_tokens):
-            return 0
-        num_tokens = self._kv.clip_chunk(
-            request.request_id,
-            request.num_computed_tokens,
-            min(request.num_known_tokens - request.num_computed_tokens, budget),
-            request.num_tokens,
-        )
-        return request.clip_to_view(num_tokens)
-
-    def _share(self, request: Request, num_tokens: int, step: StepPlan) -> ItemShare:
-        return self._queues.hold_items(request, num_tokens, step.encoding_budget)
 
     def _hold_slots(self, request: Request, num_tokens: int, step: StepPlan) -> bool:
         """Get blocks for a running request, preempting from the end of the order.
@@ -184,110 +185,13 @@ class Scheduler:
         Returns False if the request itself had to go.
         """
         while not self._queues.grow(request, num_tokens):
-            victim = self._running[-1]
-            self.num_preemptions += 1
-            step.preempted.append(victim)
-            step.swapped_out += self._queues.preempt(victim)
+            victim = (self._queues.holders or self._running)[-1]
+            self._admission.preempt(victim, step)
             if victim is request:
                 if not self._running:
                     # It has the pool alone: what is in its way is content scattered over pages.
                     self._kv.reset_prefix_cache()
                 return False
-        return True
-
-    def _swap_in(self, step: StepPlan) -> None:
-        """Bring swapped requests back, in order, before any new one is let in."""
-        for request in tuple(self._queues.swapped):
-            if not step.num_tokens or len(self._running) == self._max_num_seqs:
-                return
-            if not request.can_run_from(request.num_computed_tokens):
-                continue
-            copies = self._queues.swap_in(request)
-            if copies is None:
-                return
-            share = self._share(request, self._chunk(request, step.num_tokens), step)
-            if share.num_tokens and not self._queues.grow(request, share.num_tokens):
-                # It would go out again at once; its pages are better made anew later.
-                self._queues.begin_anew(request)
-                continue
-            step.swapped_in += copies
-            if share.num_tokens:
-                step.add(request, share)
-            else:  # it waits for an image, for which others have used up the budget
-                step.restored.append(request)
-                self._queues.release_items(request)
-
-    def _admit_waiting(self, step: StepPlan) -> None:
-        for request in tuple(self._queues.waiting):
-            if not step.num_tokens or len(self._running) == self._max_num_seqs:
-                break
-            if request.is_isolated:
-                if self._runnable_prefix(request) is not None:
-                    break  # it comes before those behind it, in a step of its own
-            elif not self._consider(request, step):
-                break
-
-    def _runnable_prefix(self, request: Request) -> CachedPrefix | None:
-        """What a waiting request begins with; None while it cannot run, whatever else runs."""
-        if self._kv.enable_prefix_caching:
-            request.extend_hashes(self._block_size)
-        prefix = self._find_prefix(request)
-        return prefix if not prefix.in_flight and request.can_run_from(prefix.num_tokens) else None
-
-    def _consider(self, request: Request, step: StepPlan) -> bool:
-        """Let a waiting request in if it can run now; whether those behind it may be considered."""
-        prefix = self._runnable_prefix(request)
-        if prefix is None:
-            return True
-        if not step.has_room_to_encode(request, prefix):
-            return False
-        if self._admit(request, prefix, step):
-            return True
-        if self._running:
-            return False
-        # It fits into an empty pool, but not beside the content that it would build on.
-        self._kv.reset_prefix_cache()
-        return self._admit(request, self._find_prefix(request), step)
-
-    def _find_prefix(self, request: Request) -> CachedPrefix:
-        return self._kv.find_cached_prefix(
-            request.block_hashes, request.num_tokens, request.encoder_blocks
-        )
-
-    def _admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
-        """Let a request in if all of its tokens fit, and a block stays for each running request.
-
-        Otherwise it would be preempted right away.
-        """
-        encoder = request.encoder_blocks
-        if not self._kv.can_finish(
-            request.num_tokens,
-            prefix=prefix,
-            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
-            headroom=len(self._running),
-        ):
-            return False
-        num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
-        if prefix.stops is not None:
-            num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
-        request.num_computed_tokens = prefix.num_tokens
-        share = self._share(request, request.clip_to_view(num_tokens), step)
-        if not share.num_tokens:
-            return False
-        if not self._kv.allocate_slots(
-            request.request_id,
-            prefix.num_tokens + share.num_tokens,
-            num_computed_tokens=prefix.num_tokens,
-            encoder=encoder,
-            prefix=prefix,
-            block_hashes=request.block_hashes,
-        ):
-            self._queues.release_items(request)
-            return False
-        self._queues.start(request)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = prefix.num_tokens
-        step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True
 
     def complete(self, output: SchedulerOutput) -> None:

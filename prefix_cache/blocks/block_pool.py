@@ -45,8 +45,8 @@ class BlockPool:
         arenas: where the pages are; every group lives in one of them.
 
     Attributes:
-        hash_table: (group id, hash) to the block found by it: the newest of that content.
-        older: by the same keys, held blocks of equal content, the newest last; never empty.
+        hash_tables: per group, hash to the block found by it: the newest of that content.
+        older: (group id, hash) to held blocks of that content, the newest last; never empty.
         num_evictions: cached blocks whose content was given up for a new one.
 
     Attributes are for reading; only the methods change them.
@@ -54,10 +54,10 @@ class BlockPool:
 
     def __init__(self, arenas: Sequence[PageArena]) -> None:
         self.arenas = tuple(arenas)
-        self.hash_table: dict[tuple[int, BlockHash], KVCacheBlock] = {}
         self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
         self.num_evictions = 0
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
+        self.hash_tables: dict[int, dict[BlockHash, KVCacheBlock]] = {g: {} for g in self._arena_of}
 
     @classmethod
     def uniform(cls, num_blocks: int) -> BlockPool:
@@ -111,7 +111,7 @@ class BlockPool:
 
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
         """Find a block by content. No reference is taken: valid until the next allocation."""
-        return self.hash_table.get((group_id, block_hash))
+        return self.hash_tables[group_id].get(block_hash)
 
     def can_allocate(self, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()) -> bool:
         """Whether :meth:`allocate` would succeed. Changes nothing.
@@ -227,27 +227,28 @@ class BlockPool:
             if block.block_hash != block_hash:
                 raise ValueError(f"block {block.block_id} is full and published under another hash")
             return
-        key = (block.group_id, block_hash)
-        older = self.hash_table.get(key)
+        found = self.hash_tables[block.group_id]
+        older = found.get(block_hash)
         if older is not None:
             if older.ref_cnt:
-                self.older.setdefault(key, []).append(older)
+                self.older.setdefault((block.group_id, block_hash), []).append(older)
             else:
                 older.block_hash = None
                 self._arena_of[older.group_id].drop_content(older)
         block.block_hash = block_hash
-        self.hash_table[key] = block
+        found[block_hash] = block
 
     def reset(self) -> None:
         """Forget all content: no block can be found any more. References stay as they are."""
-        for block in self.hash_table.values():
-            block.block_hash = None
-            if block.ref_cnt == 0:
-                self._arena_of[block.group_id].drop_content(block)
+        for found in self.hash_tables.values():
+            for block in found.values():
+                block.block_hash = None
+                if block.ref_cnt == 0:
+                    self._arena_of[block.group_id].drop_content(block)
+            found.clear()
         for blocks in self.older.values():
             for block in blocks:
                 block.block_hash = None
-        self.hash_table.clear()
         self.older.clear()
 
     def _release_one_of_several(
@@ -255,7 +256,8 @@ class BlockPool:
     ) -> None:
         """Give a block back that may be one of several of equal content: the newest is kept."""
         key = (block.group_id, block_hash)
-        arena, newest = self._arena_of[block.group_id], self.hash_table[key]
+        arena = self._arena_of[block.group_id]
+        newest = self.hash_tables[block.group_id][block_hash]
         if block is newest:
             arena.release(block, priority)
             return
@@ -285,20 +287,20 @@ class BlockPool:
         block, evicted = arena.take(group_id, near, may_take_page)
         for old in evicted:
             if old.block_hash is not None:
-                self._forget_newest((old.group_id, old.block_hash))
+                self._forget_newest(old.group_id, old.block_hash)
                 old.block_hash = None
                 self.num_evictions += 1
         return block
 
-    def _forget_newest(self, key: tuple[int, BlockHash]) -> None:
+    def _forget_newest(self, group_id: int, block_hash: BlockHash) -> None:
         """The newest block of a content is evicted; an older one that is held is found from now on.
 
         No table holds what is evicted, and of what no table holds only the newest has a hash.
         """
-        others = self.older.get(key)
+        others = self.older.get((group_id, block_hash))
         if others is None:
-            del self.hash_table[key]
+            del self.hash_tables[group_id][block_hash]
             return
-        self.hash_table[key] = others.pop()
+        self.hash_tables[group_id][block_hash] = others.pop()
         if not others:
-            del self.older[key]
+            del self.older[group_id, block_hash]

@@ -164,7 +164,10 @@ def _check_group(arena: PageArena, group: GroupPages) -> None:
 
 
 def _check_hash_table(pool: BlockPool) -> None:
-    for (group_id, block_hash), block in pool.hash_table.items():
+    found = {
+        (g, key): block for g, table in pool.hash_tables.items() for key, block in table.items()
+    }
+    for (group_id, block_hash), block in found.items():
         if (block.group_id, block.block_hash) != (group_id, block_hash):
             raise IntegrityError(
                 f"hash table entry (group {group_id}, {_short(block_hash)}) leads to block "
@@ -172,24 +175,24 @@ def _check_hash_table(pool: BlockPool) -> None:
                 f"{_short(block.block_hash)})"
             )
     for key, blocks in pool.older.items():
-        _check_older(pool, key, blocks)
+        _check_older(key, blocks, found.get(key))
     num_older = sum(map(len, pool.older.values()))
     blocks_of_pages = (b for arena in pool.arenas for page in arena.pages for b in page.blocks)
     num_hashed = sum(block.block_hash is not None for block in blocks_of_pages)
-    if num_hashed != len(pool.hash_table) + num_older:
+    if num_hashed != len(found) + num_older:
         raise IntegrityError(
-            f"blocks with a hash ({num_hashed}) != hash table entries ({len(pool.hash_table)}) + "
+            f"blocks with a hash ({num_hashed}) != hash table entries ({len(found)}) + "
             f"older blocks of equal content ({num_older})"
         )
 
 
 def _check_older(
-    pool: BlockPool, key: tuple[int, BlockHash], blocks: Sequence[KVCacheBlock]
+    key: tuple[int, BlockHash], blocks: Sequence[KVCacheBlock], newest: KVCacheBlock | None
 ) -> None:
     """Blocks beside the one that is found: each another, held, and of the same content."""
     group_id, block_hash = key
     name = f"older blocks of group {group_id}, {_short(block_hash)}"
-    distinct = {*blocks, *filter(None, [pool.hash_table.get(key)])}
+    distinct = {*blocks, newest}
     if not blocks or len(distinct) != len(blocks) + 1:
         raise IntegrityError(
             f"{name}: distinct blocks, with the one that is found ({len(distinct)}) != "

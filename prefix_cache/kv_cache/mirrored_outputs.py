@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from prefix_cache.blocks.block import KVCacheBlock
+from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from prefix_cache.specs.kv_cache_config import KVCacheConfig
 from prefix_cache.specs.kv_cache_spec import FullAttentionSpec, HostOnlySpec
@@ -91,6 +92,20 @@ class MirroredOutputs:
             return True
         block_ids = [block.block_id for block in hit[self._encoder_group_id]]
         return self.encoder_outputs.num_valid_rows(block_ids) >= num_tokens
+
+    def blocks_found(self, block_hashes: Set[BlockHash]) -> set[BlockHash]:
+        """Those blocks that can be found in the group, which keeps all tokens.
+
+        No prefix is found that ends with one of the others, or behind it.
+        """
+        return block_hashes & self._coordinator.pool.hash_tables[self.group_id].keys()
+
+    def num_blocks_found(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many of the first blocks can be found in the group."""
+        found = self._coordinator.pool.hash_tables[self.group_id]
+        return next(
+            (i for i, key in enumerate(block_hashes) if key not in found), len(block_hashes)
+        )
 
     def gather(
         self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None

@@ -70,7 +70,7 @@ def test_too_large_an_allocation_changes_nothing():
     cache_blocks(pool, 2)
     with pytest.raises(ValueError, match=r"wanted per group \{0: 4\}, free are at most \{0: 3\}"):
         pool.allocate({0: 4})
-    assert pool.num_free() == 3 and len(pool.hash_table) == 2
+    assert pool.num_free() == 3 and len(pool.hash_tables[0]) == 2
     check_pool_integrity(pool, [])
 
 
@@ -93,7 +93,7 @@ def test_blocks_without_content_go_first_then_the_least_recently_used():
     pool.touch(cached[0])
     pool.release([cached[0]])
     assert ids(pool.allocate({0: 5})[0]) == [4, 5, 2, 3, 1]
-    assert pool.num_evictions == 3 and not pool.hash_table
+    assert pool.num_evictions == 3 and not pool.hash_tables[0]
 
 
 def test_released_in_reverse_the_tail_is_evicted_first():
@@ -206,7 +206,7 @@ def test_publishing_twice_is_once_and_another_hash_is_an_error():
     (block,) = pool.allocate({0: 1})[0]
     pool.publish(block, digest(1))
     pool.publish(block, digest(1))
-    assert len(pool.hash_table) == 1
+    assert len(pool.hash_tables[0]) == 1
     with pytest.raises(ValueError, match=r"block 1 .* under another hash"):
         pool.publish(block, digest(2))
     pool.release([block])
@@ -221,7 +221,7 @@ def test_reset_forgets_content_and_keeps_references():
     pool.publish(held[0], digest(9))
     twins = several_of_one_content(pool, 2)
     pool.reset()
-    assert not pool.hash_table and not pool.older and cached_ids(pool) == []
+    assert not pool.hash_tables[0] and not pool.older and cached_ids(pool) == []
     assert pool.num_free() == 2 and held[0].ref_cnt == 1
     check_pool_integrity(pool, [held, twins])
     assert pool.num_evictions == 0

@@ -84,7 +84,9 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 11), length=st.integers(1, 6), counts=st.one_of(FEW, MANY))
     def hit(self, first: int, length: int, counts: list[int]) -> None:
-        keys = [(g, digest(i)) for i in range(first, first + length) for g in range(6)]
+        keys = [
+            (g, digest(i)) for i in range(first, first + length) for g in range(self.num_groups)
+        ]
         found = [self.pool.lookup(*key) for key in keys]
         hits = [block for block in found if block is not None]
         needs = dict(zip(range(self.num_groups), counts, strict=False))
@@ -172,7 +174,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> list[object]:
         """All that a refused call must leave as it was."""
-        state: list[object] = [dict(self.pool.hash_table), self.pool.num_evictions]
+        state: list[object] = [
+            {g: dict(found) for g, found in self.pool.hash_tables.items()},
+            self.pool.num_evictions,
+        ]
         for arena in self.pool.arenas:
             state.append([page.page_id for page in arena.free_pages])
             state.append([page.page_id for page in arena.unheld])

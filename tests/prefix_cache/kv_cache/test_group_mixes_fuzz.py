@@ -142,7 +142,7 @@ class GroupMixMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 9:
             self.manager.reset_prefix_cache()
-            assert not self.manager.pool.hash_table
+            assert not any(self.manager.pool.hash_tables.values())
 
     # Parts of events.
 
@@ -248,7 +248,7 @@ class GroupMixMachine(RuleBasedStateMachine):
             state = self.memory.read(group, table[(start - 1) // BLOCK_SIZE], 0)
         assert state == own + tokens[:start]
         page = table[(end - 1) // BLOCK_SIZE]
-        published = (b.block_id for (g, _), b in self.manager.pool.hash_table.items() if g == group)
+        published = (b.block_id for b in self.manager.pool.hash_tables[group].values())
         assert page not in published
         self.memory.write(group, page, 0, own + tokens[:end])
 

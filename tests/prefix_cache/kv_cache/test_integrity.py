@@ -94,12 +94,12 @@ def keep_a_block_of_a_page_that_is_gone(manager: KVCacheManager) -> None:
 
 
 def lose_a_hash(manager: KVCacheManager) -> None:
-    del manager.pool.hash_table[(0, hashes_of(PROMPT, 4)[1])]
+    del manager.pool.hash_tables[0][hashes_of(PROMPT, 4)[1]]
 
 
 def misdirect_a_hash(manager: KVCacheManager) -> None:
     wrong = held_block(manager.pool, 1)
-    manager.pool.hash_table[(0, hashes_of(PROMPT, 4)[1])] = wrong
+    manager.pool.hash_tables[0][hashes_of(PROMPT, 4)[1]] = wrong
 
 
 def forget_an_older_block(manager: KVCacheManager) -> None:

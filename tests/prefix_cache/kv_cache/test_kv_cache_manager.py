@@ -281,7 +281,7 @@ def test_reset_forgets_also_what_is_being_computed():
     manager.reset_prefix_cache()
     check_integrity(manager)
     manager.publish("a", hashes_of(PROMPT, BLOCK_SIZE), 12)
-    assert not manager.pool.hash_table
+    assert not manager.pool.hash_tables[0]
     assert find(manager, PROMPT) == CachedPrefix(((),), num_tokens=0, in_flight=False)
     manager.free("a")
     # The same request, started after the reset, is as good as any.
@@ -297,7 +297,7 @@ def test_switched_off_nothing_is_found_and_all_else_is_the_same():
         write(manager, request_id, 0, 12, h=1.0)
         manager.publish(request_id, hashes_of(PROMPT, BLOCK_SIZE), 12)
         assert manager.gather_outputs(request_id, 12)["h"].shape == (12, 2)
-    assert not manager.pool.hash_table and not manager.pending.owners
+    assert not manager.pool.hash_tables[0] and not manager.pending.owners
     with pytest.raises(ValueError, match="cannot be switched while 2 requests"):
         manager.enable_prefix_caching = True
     manager.free("a")

@@ -305,7 +305,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         assert cached_ids(self.manager.pool) == self.cached
         assert stats.evictions == self.num_evictions
         pool = self.manager.pool
-        assert {block.block_id for block in pool.hash_table.values()} == {
+        assert {block.block_id for block in pool.hash_tables[0].values()} == {
             blocks[-1] for blocks in self.published.values() if blocks
         }
         assert {block.block_id for older in pool.older.values() for block in older} == {

@@ -60,7 +60,7 @@ class Recurrence:
             assert table[(start - 1) // BLOCK_SIZE] != 0
         assert state == tuple(token_ids[:start]), "the state that goes on is the request's"
         page = table[(end - 1) // BLOCK_SIZE]
-        findable = {b.block_id for (g, _), b in self.manager.pool.hash_table.items() if g == STATES}
+        findable = {b.block_id for b in self.manager.pool.hash_tables[STATES].values()}
         assert page != 0 and page not in findable, "a published state is never written again"
         self.pages[page] = tuple(token_ids[:end])
         self.manager.publish(request_id, hashes_of(token_ids, BLOCK_SIZE), end)
@@ -102,9 +102,8 @@ def test_a_request_goes_on_from_its_own_state_and_no_published_one_changes(reque
         own = [100 * index + 50 + i for i in range(max(0, length - 9))]
         token_ids = [100 * family + i for i in range(min(9, length))] + own
         model.serve(f"r{index}", token_ids, counts)
-    for (group_id, block_hash), block in model.manager.pool.hash_table.items():
-        if group_id == STATES:
-            assert digest_of(list(model.pages[block.block_id])) == block_hash
+    for block_hash, block in model.manager.pool.hash_tables[STATES].items():
+        assert digest_of(list(model.pages[block.block_id])) == block_hash
     assert model.manager.stats().held == 0
 
 

@@ -65,7 +65,7 @@ def test_an_input_of_which_a_block_was_evicted_is_not_found():
     cache = new_cache(num_blocks=4)
     encode(cache, INPUT, 1.0)
     encode(cache, [1] * 8, 2.0)  # takes one free block and one of the input's
-    assert len(cache.pool.hash_table) == 3
+    assert len(cache.pool.hash_tables[0]) == 3
     assert find(cache, INPUT) is None
     check_pool_integrity(cache.pool, [])
     encode(cache, INPUT, 3.0)
