@@ -66,6 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/stage_output_cache.py
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/hybrid_memory.py
+	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python -m benchmarks.encoder_decoder_cpu
 
 torture: $(STAMP)

@@ -208,8 +208,7 @@ class LLMEngine(Engine[RequestOutput]):
         group = self._groups.get(request_id)
         if group is not None:
             self._inputs.extend(group.completions[0].request, prompt)
-            for request in self._output_processor.live(request_id):
-                self._scheduler.wake(request)
+            self._scheduler.wake(self._output_processor.live(request_id))
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a live request will not get past its newest token before its next chunk."""
@@ -218,8 +217,7 @@ class LLMEngine(Engine[RequestOutput]):
     def pause(self, request_id: str) -> None:
         """Leave a request out of the steps, with what it holds, until it is resumed.
 
-        Blocks that others need are still taken from it, as from any request. One that is paused
-        already, or not live, is left as it is.
+        Blocks and seats that others need are taken from it first. If not live it is left as it is.
         """
         for request in self._output_processor.live(request_id):
             self._scheduler.pause(request)

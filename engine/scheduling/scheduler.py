@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.requests.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
 from engine.scheduling.encoder_cache_manager import EncoderCacheManager, EncodingBudget
@@ -123,9 +125,10 @@ class Scheduler:
         request.is_paused = False
         self._queues.wake(request)
 
-    def wake(self, request: Request) -> None:
-        """Consider a request again, of which more has become known; one that is paused rests on."""
-        self._queues.wake(request)
+    def wake(self, requests: Iterable[Request]) -> None:
+        """Consider requests again of which more has become known; a paused one rests on."""
+        for request in requests:
+            self._queues.wake(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Blocks for its tokens are held when this returns."""
