@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from omni.hidden_packages import check_packages
+
 if TYPE_CHECKING:
     from engine import (
         AudioPrompt,
@@ -80,6 +82,8 @@ __all__ = [
     "requires",
     "verify",
 ]
+
+check_packages()
 
 # In this order: the first two cost the least.
 _HOMES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from omni.commands.cli import app
 from tests.support.encoder_decoder_requests import tone, write_wav
-from tests.support.import_graph import ROOT
+from tests.support.import_graph import LAYERS, ROOT, modules
 
 
 def snippets(language: str) -> list[str]:
@@ -89,3 +90,14 @@ def test_the_table_of_commands_is_complete():
         if command.callback
     ]
     assert sorted(listed) == sorted(known)
+
+
+def test_the_table_of_environment_variables_is_complete():
+    text = (ROOT / "README.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `(OMNI_\w+)` \|", text, re.M))
+    trees = [ast.parse(file.read_text("utf-8")) for each in LAYERS for file in modules(each)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    variables = {text for text in used - named if re.fullmatch("OMNI_[A-Z_]+", text)}
+    assert listed == variables

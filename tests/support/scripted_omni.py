@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+import torch
+
 from engine import FinishReason
 from omni.requests.request import OmniOutput, OmniRequest
 from stages import StageOutput, StageStats
@@ -39,6 +41,13 @@ class ScriptedOmni:
             if "fail" in str(request.prompt):
                 yield OmniOutput(request.request_id, {}, finished=True, error="as it was asked to")
                 continue
+            writer = StageOutput(
+                request.request_id,
+                "writer",
+                finished=True,
+                text="wrote",
+                tensors={"hidden_states": torch.ones(2, 3)},
+            )
             reader = StageOutput(
                 request.request_id,
                 "reader",
@@ -47,7 +56,8 @@ class ScriptedOmni:
                 token_ids=(1, 2),
                 finish_reason=FinishReason.STOP,
             )
-            yield OmniOutput(request.request_id, {"reader": reader}, finished=True)
+            stages = {"writer": writer, "reader": reader}
+            yield OmniOutput(request.request_id, stages, finished=True)
 
     def stats(self) -> dict[str, StageStats]:
         """Nothing was counted."""
