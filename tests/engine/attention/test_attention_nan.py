@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
 from engine.attention.scoring import Scoring
@@ -21,6 +21,12 @@ from engine.layers.packed_layout import Chunks
 from engine.layers.ssd_scan import SsdInputs, ssd_scan
 from tests.support.attention_steps import BOUNDS, Bounds, Shape
 from tests.support.native_kernels import needs_kernels
+from tests.support.paged_batch import (
+    cross_metadata_for,
+    layer_of,
+    paged_memory,
+    random_block_table,
+)
 from tests.support.spoilt_steps import Spoilt, run_spoilt_step, sees
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -107,6 +113,37 @@ def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataOb
     )
     scoring = data.draw(st.sampled_from(list(SCORINGS.values())))
     assert_only_who_sees_it_is_touched(name, shape, bounds, scoring, spoilt)
+
+
+@BACKENDS
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 7, 9)], ids=["decodes", "mixed"])
+def test_an_encoders_nan_reaches_its_own_request_alone(name: str, query_lens: tuple[int, ...]):
+    def attend(backend: AttentionBackend, spoilt: bool, unused: float) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        lengths = (9, 6, 11)
+        memory = paged_memory(
+            num_blocks=12, block_size=4, num_layers=1, num_kv_heads=2, head_dim=16
+        )
+        memory.buffer.view(torch.float32).fill_(unused)
+        table = random_block_table(lengths, 4, 12, generator)
+        metadata = cross_metadata_for(memory, query_lens, lengths, (True,) * 3, table)
+        numbers = [
+            torch.randn(count, heads, 16, generator=generator)
+            for count, heads in ((sum(query_lens), 4), (26, 2), (26, 2))
+        ]
+        if spoilt:
+            numbers[1][11], numbers[2][12] = NAN, NAN  # of the second encoder's input
+        backend.begin_step(metadata)
+        return backend.forward(LayerCall(*numbers, layer_of(memory, 0), metadata, Scoring(0.3)))
+
+    clean = attend(ReferenceBackend(), spoilt=False, unused=0.0)
+    backend = get_backend(name, "cpu", torch.float32, 4)
+    torch.testing.assert_close(attend(backend, False, NAN), clean, atol=1e-5, rtol=1e-5)
+    output = attend(backend, True, NAN)
+    start, stop = query_lens[0], sum(query_lens[:2])
+    assert not output[start:stop].isfinite().flatten(1).all(1).any()
+    others = [*range(start), *range(stop, len(output))]
+    torch.testing.assert_close(output[others], clean[others], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["x", "a", "b", "c"])

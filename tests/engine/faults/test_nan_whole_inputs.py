@@ -89,6 +89,26 @@ def test_an_input_whose_rows_are_not_finite_fails_alone_and_is_not_cached(
             torch.testing.assert_close(output.tensors[key], tensor)
 
 
+def test_a_token_whose_embedding_is_nan_reaches_no_neighbour_of_a_padded_batch(
+    bert_checkpoint: str,
+) -> None:
+    engine = EncoderEngine(EngineConfig(model=bert_checkpoint, block_size=4))
+    prompts = {
+        "a": TokensPrompt(tuple(range(10, 14))),
+        "ill": TokensPrompt((20, 21, 700, 23, 24)),
+        "b": TokensPrompt(tuple(range(30, 36))),
+    }
+    expected = run_encoder(engine, prompts)
+    engine.reset_prefix_cache()
+    weight = engine._model._module.get_input_embeddings().weight.data
+    weight[700] = torch.nan
+    done = run_encoder(engine, prompts)
+    assert done["ill"].error is not None and "NaN or infinite" in done["ill"].error
+    for name in ("a", "b"):
+        for key, tensor in expected[name].tensors.items():
+            torch.testing.assert_close(done[name].tensors[key], tensor)
+
+
 def test_a_pooled_row_that_is_not_finite_fails_a_hit_too(
     bert_checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
