@@ -14,10 +14,12 @@ from engine import (
     EncoderEngine,
     Engine,
     EngineConfig,
+    ExplicitEncoderDecoderPrompt,
     GenerationParams,
     GeneratorConfig,
     GeneratorEngine,
     LLMEngine,
+    Prompt,
     StreamWindow,
     TokensPrompt,
 )
@@ -28,18 +30,29 @@ from tests.support.vocoder_reference import random_codes
 
 __all__ = ["SUBJECTS", "subject_of"]
 
-_NUM_BLOCKS = {"qwen2": 26, "jamba": 8, "bart": 40}
-"""Blocks with which three of the four requests run at once, and one has to wait or give way."""
+_NUM_BLOCKS = {"qwen2": 13, "qwen2 swapping": 12, "jamba": 6, "bart": 21}
+"""Blocks with which two or three of the four requests run at once, and one has to give way."""
 SUBJECTS = (*_NUM_BLOCKS, "qwen2_5_omni thinker", "bert", "qwen2_5_omni vocoder")
-_ASKS = tuple(Ask(0, 14, n, 4 + n, False, n == 2, 0, None) for n in range(4))
+_ASKS = tuple(Ask(n % 2, 14, n, 6 + n, False, n == 2, 0, None) for n in range(4))
 _INPUTS = tuple(tuple(range(30, 30 + length)) for length in (5, 9, 9, 4, 12))
 _VOCODER = GenerationParams(num_steps=2, window=StreamWindow(first_blocks=1, chunk_blocks=2))
+
+
+class _PairAsk(Ask):
+    """The same tokens for a decoder, whose encoder reads what others' encoders read too."""
+
+    @property
+    def prompt(self) -> Prompt:
+        decoder = super().prompt
+        assert isinstance(decoder, TokensPrompt)
+        source = TokensPrompt(_INPUTS[self.family])
+        return ExplicitEncoderDecoderPrompt(source, decoder)
 
 
 def subject_of(name: str, seeded: Callable[[str], str]) -> Subject:
     """One of :data:`SUBJECTS`; ``seeded`` gives the folder of a seeded checkpoint."""
     if name in _NUM_BLOCKS:
-        return _decoder(name, seeded(name))
+        return _decoder(name, seeded(name.split()[0]))
     if name == "qwen2_5_omni thinker":
         return _thinker(name, seeded("qwen2_5_omni"))
     if name == "bert":
@@ -56,9 +69,11 @@ def _decoder(name: str, checkpoint: str) -> Subject:
         num_blocks=_NUM_BLOCKS[name],
         max_num_seqs=3,
         max_num_batched_tokens=16,
-        max_model_len=96,
+        max_model_len=28,
+        preemption="swap" if "swapping" in name else "recompute",
     )
-    return _llm(name, config, _ASKS, Alone(checkpoint))
+    asks = [_PairAsk(**vars(ask)) for ask in _ASKS] if name == "bart" else _ASKS
+    return _llm(name, config, asks, Alone(checkpoint))
 
 
 def _thinker(name: str, checkpoint: str) -> Subject:
@@ -66,16 +81,16 @@ def _thinker(name: str, checkpoint: str) -> Subject:
         model=checkpoint,
         part="thinker",
         block_size=BLOCK_SIZE,
-        num_blocks=26,
+        num_blocks=16,
         max_num_seqs=3,
         max_num_batched_tokens=16,
-        max_model_len=96,
+        max_model_len=28,
     )
     alone = Alone(checkpoint, part="thinker", atol=2e-5)
     vocabulary = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     placeholders = tuple(vocabulary[PLACEHOLDERS[kind]] for kind in KINDS)
     asks = tuple(
-        ThinkerAsk(**vars(ask) | {"length": 8}, placeholders=placeholders, shown=((2, n % 3, 0),))
+        ThinkerAsk(**vars(ask) | {"length": 8}, placeholders=placeholders, shown=((2, n % 2, 0),))
         for n, ask in enumerate(_ASKS)
     )
     return _llm(name, config, asks, alone)
