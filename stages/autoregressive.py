@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from engine import RequestOutput
+from engine import Engine, RequestOutput
+from engine.interface.arguments import check_argument, check_sampling_argument
 from engine.interface.config import EngineConfig
 from engine.interface.sampling_params import SamplingParams
 from stages.engine_stage import EngineStage
@@ -88,6 +89,9 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         final_output: Collection[str] = ("text",),
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
+        wanted, mend = "an EngineConfig or an LLMEngine", "EngineConfig(model={})"
+        check_argument("engine", engine, EngineConfig | Engine, wanted, mend)
+        check_sampling_argument(sampling)
         self._sampling = sampling if sampling is not None else SamplingParams()
         self._config = engine if isinstance(engine, EngineConfig) else None
         if isinstance(engine, EngineConfig):

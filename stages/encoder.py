@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams, TextPrompt
+from engine.interface.arguments import check_argument
 from engine.interface.config import EngineConfig
 from stages.engine_stage import EngineStage
 from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
@@ -94,6 +95,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         final_output: Collection[str] = ("tensors",),
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
+        check_argument("engine", engine, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
         self._config, self._given_pooling, self._given_normalize = engine, pooling, normalize
         self._params: SamplingParams | None = None
         self.engine = self._build_engine()

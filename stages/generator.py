@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import FinishReason, GeneratorOutput
+from engine.interface.arguments import check_argument
 from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_codes
@@ -86,6 +87,8 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
         final_output: Collection[str] = ("audio",),
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=(), final_output=final_output)
+        mend = "GeneratorConfig(model={})"
+        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", mend)
         self._config = config
         self.engine = self._build_engine()
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import core_schema
 
 from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+from engine.interface.arguments import check_argument, check_names
 from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
 
@@ -194,6 +195,9 @@ class StageInputs:
             source goes on; None waits until it is done.
         max_pending_chunks: chunks of one request that may wait for this stage before the source
             pauses the request.
+
+    Raises:
+        ValueError: a source or the transform is of the wrong type.
     """
 
     sources: Annotated[tuple[str, ...], Field(alias="from", min_length=1), OneOrMore]
@@ -202,6 +206,17 @@ class StageInputs:
     max_pending_chunks: Annotated[int, Field(ge=1)] = 2
 
     __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        given: object = self.sources
+        if isinstance(given, str):
+            wanted = "a tuple of stages' names"
+            check_argument("sources", given, tuple, wanted, "StageInputs(({},), ...)")
+        check_names("sources", given)
+        object.__setattr__(self, "sources", tuple(self.sources))
+        if not callable(self.transform):
+            wanted = "a registered name, 'package.module:function' or a function"
+            check_argument("transform", self.transform, str, wanted)
 
     @property
     def transform_name(self) -> str:
@@ -234,7 +249,8 @@ class Stage(ABC):
             ``enable_prefix_caching`` says nothing, and no input token is ever a hit.
 
     Raises:
-        ValueError: a final output that this kind of stage does not make.
+        ValueError: an argument of the wrong type, or a final output that this kind of stage does
+            not make.
     """
 
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
@@ -248,6 +264,13 @@ class Stage(ABC):
         outputs: Collection[str] | None = None,
         final_output: Collection[str] = (),
     ) -> None:
+        check_argument("name", name, str, "a str")
+        if not name:
+            raise ValueError("name must not be empty: it names the stage in its pipeline")
+        mend = 'StageInputs(("source",), "text_as_prompt")'
+        check_argument("inputs", inputs, StageInputs | None, "StageInputs or None", mend)
+        check_names("outputs", outputs, or_none=True)
+        check_names("final_output", final_output)
         unknown = sorted(set(final_output) - set(self.final_output_kinds))
         if unknown:
             raise ValueError(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.settings import Settings
 from stages.stage import OneOrMore, Stage, StageInputs
 
 __all__ = [
@@ -42,7 +43,7 @@ ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
 validation's context may have a function ``locate_model``."""
 
 
-class StageConfig(BaseModel):
+class StageConfig(Settings):
     """One stage of a YAML file: what it says, and how the stage is made of it.
 
     A kind of stage is a subclass, made known by :func:`register_stage_kind`. Its module imports
@@ -58,8 +59,6 @@ class StageConfig(BaseModel):
         takes_chunks: whether such a stage may begin while its source goes on.
         gives_chunks: whether its outputs may be handed on while it goes on.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     takes_chunks: ClassVar[bool] = False
     gives_chunks: ClassVar[bool] = False

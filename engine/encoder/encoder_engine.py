@@ -21,6 +21,7 @@ from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.inputs.admission import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
+from engine.interface.arguments import check_argument, check_names, check_request_arguments
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import EncoderOutput
@@ -72,6 +73,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         output_names: Collection[str] | None = None,
         pooling: Pooling = "auto",
     ) -> None:
+        check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
+        check_names("output_names", output_names, or_none=True)
         checkpoint = open_checkpoint(
             config.model,
             part=config.part,
@@ -128,6 +131,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         The prompt is text, chat messages, token ids, or embeddings if the model takes them.
         """
         self.ownership.check()
+        check_request_arguments(request_id, sampling, priority, cache_salt)
         if sampling is not None:
             self.check_sampling(sampling)
         self._check_free(request_id)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
+from engine.interface.arguments import check_argument, check_request_arguments
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.outputs import GeneratorOutput
@@ -68,6 +69,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
+        mend = "GeneratorConfig(model={})"
+        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", mend)
         checkpoint = open_checkpoint(config.model, part=config.part, revision=config.revision)
         self.config = config
         self.hidden_size, self.dtype = None, torch.float32
@@ -99,6 +102,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         Utterances share nothing, so that ``cache_salt`` says nothing.
         """
         self.ownership.check()
+        check_request_arguments(request_id, sampling, priority, cache_salt)
         if sampling is not None:
             self.check_sampling(sampling)
         self._check_free(request_id)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.interface.limits import RequestLimits
 from engine.interface.media_limits import MediaLimits
+from engine.interface.settings import Settings
 
 __all__ = ["EngineConfig", "EngineSettings"]
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(Settings):
     """How an engine runs its model, whichever model that is; the ``engine:`` block in YAML.
 
     Attributes:
@@ -42,8 +43,6 @@ class EngineSettings(BaseModel):
         limits: what one request may ask for, at most.
         seed: of the engine's own generator, which seeds requests that bring no seed.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     revision: str | None = None
     trust_remote_code: bool = False

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from engine.interface.settings import Settings
 
 __all__ = ["GenerationParams", "GeneratorConfig", "GeneratorSettings", "StreamWindow"]
 
 
-class StreamWindow(BaseModel):
+class StreamWindow(Settings):
     """How speech that comes in chunks is cut, in blocks of the model.
 
     A block is what the model's arithmetic works on at a time: 12 codes, or 0.24 s, in the published
@@ -35,8 +37,6 @@ class StreamWindow(BaseModel):
         right_blocks: what it sees after that; likewise.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     first_blocks: int = Field(default=1, ge=1)
     chunk_blocks: int = Field(default=8, ge=1)
     left_blocks: int = Field(default=2, ge=0)
@@ -52,7 +52,7 @@ class StreamWindow(BaseModel):
         return self
 
 
-class GenerationParams(BaseModel):
+class GenerationParams(Settings):
     """How sound is made; the ``generation:`` block in YAML. Defaults are transformers' own.
 
     Attributes:
@@ -74,7 +74,7 @@ class GenerationParams(BaseModel):
     window: StreamWindow = StreamWindow()
 
 
-class GeneratorSettings(BaseModel):
+class GeneratorSettings(Settings):
     """How a generator runs its model; the ``engine:`` block in YAML.
 
     The model computes in float32 wherever it runs: in half precision its flow drifts.
@@ -84,8 +84,6 @@ class GeneratorSettings(BaseModel):
         device: ``auto`` takes CUDA when there is one.
         max_batch_size: requests of equal length, or windows of them, that run in one pass.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     revision: str | None = None
     device: str = "auto"

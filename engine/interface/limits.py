@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.settings import Settings
 
 __all__ = ["RequestLimits"]
 
 _MEND = "or raise engine.limits"
 
 
-class RequestLimits(BaseModel):
+class RequestLimits(Settings):
     """What one request may ask for, at most; ``limits:`` in an ``engine:`` block of YAML.
 
     Each is checked before the work that it bounds, and its error names the setting. What follows
@@ -33,8 +34,6 @@ class RequestLimits(BaseModel):
             Templates come with checkpoints, and are programs that need not end.
         template_bytes: of memory that the process in which templates run may take.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_prompt_chars: int | None = Field(default=None, ge=1)
     max_completions: int = Field(default=128, ge=1)

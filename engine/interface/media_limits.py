@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from engine.interface.settings import Settings
 
 __all__ = ["MediaLimits"]
 
@@ -10,7 +12,7 @@ __all__ = ["MediaLimits"]
 _PILLOW_PIXELS = 2**30 // 4 // 3
 
 
-class MediaLimits(BaseModel):
+class MediaLimits(Settings):
     """What media that requests show may take; the ``media_limits:`` block of ``engine:`` in YAML.
 
     Looked at before anything is decoded, as far as a file's header tells it. A model may take less:
@@ -24,8 +26,6 @@ class MediaLimits(BaseModel):
         max_video_s: seconds of a video.
         max_video_pixels: of all frames of a video that are looked at, in the file's own size.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_file_bytes: int = Field(default=256 * 2**20, ge=1)
     max_audio_s: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)

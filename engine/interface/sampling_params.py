@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from engine.interface.settings import Settings
 
 __all__ = ["SamplingParams"]
 
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Settings):
     """How one request's tokens are chosen and when it ends.
 
     Attributes:
@@ -34,8 +36,6 @@ class SamplingParams(BaseModel):
         suppress_token_ids: never choose these.
         n: independent completions of the same prompt.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens: int = Field(default=16, ge=0)
     min_tokens: int = Field(default=0, ge=0)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.execution.model_runner import SwapError
+from engine.interface.arguments import check_argument, check_names, check_request_arguments
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import RequestOutput
@@ -46,6 +47,8 @@ class LLMEngine(Engine[RequestOutput]):
     def __init__(
         self, config: EngineConfig, *, output_names: Collection[str] | None = None
     ) -> None:
+        check_argument("config", config, EngineConfig, "an EngineConfig", "EngineConfig(model={})")
+        check_names("output_names", output_names, or_none=True)
         parts = build_engine_parts(config, output_names)
         self.config = config
         self.tokenizer = parts.tokenizer
@@ -87,6 +90,7 @@ class LLMEngine(Engine[RequestOutput]):
         a talker speaks.
         """
         self.ownership.check()
+        check_request_arguments(request_id, sampling, priority, cache_salt)
         self._check_free(request_id)
         if "\x00" in request_id:
             raise ValueError("a request_id must not contain a NUL character")

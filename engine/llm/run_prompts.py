@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from engine.interface.arguments import check_argument, check_sampling_argument
 from engine.interface.engine import Engine
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt, SpeechPrompt
@@ -19,12 +20,16 @@ def run_prompts(
 ) -> list[RequestOutput]:
     """See :meth:`~engine.llm.llm_engine.LLMEngine.generate`."""
     _check_free(engine, "generate")
-    batch = [prompts] if isinstance(prompts, Prompt) else list(prompts)
+    batch = _as_list(prompts)
     for prompt in batch:
         _check_whole(prompt)
     if sampling is None or isinstance(sampling, SamplingParams):
         params = [sampling] * len(batch)
     else:
+        if isinstance(sampling, Mapping):
+            check_sampling_argument(sampling)
+        wanted = "SamplingParams, or a list of one for each prompt"
+        check_argument("sampling", sampling, Sequence, wanted)
         params = list(sampling)
     if len(params) != len(batch):
         raise ValueError(f"got {len(batch)} prompts but {len(params)} sampling parameters")
@@ -59,6 +64,19 @@ def stream_prompt(
                     yield output
     finally:
         engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    given: object = prompts
+    if isinstance(prompts, Prompt):
+        return [prompts]
+    # A mapping would run as well: each of its keys as a prompt.
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
+        raise ValueError(
+            "prompts must be a prompt (such as a str, TextPrompt or TokensPrompt), or a list of "
+            f"these, got {type(given).__name__}"
+        )
+    return list(prompts)
 
 
 def _check_free(engine: Engine[RequestOutput], method: str) -> None:

@@ -1,3 +1,3 @@
-"""YAML and JSON as people write them, and errors that name the place. Imports no room."""
+"""YAML as people write it, with the place of everything, and its errors. Imports engine."""
 
 __all__: tuple[str, ...] = ()

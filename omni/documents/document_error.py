@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PlacedError"]
+__all__ = ["ConfigError"]
 
 
 class ConfigError(ValueError):
     """A pipeline configuration is wrong. The message names each wrong place and what to do."""
-
-
-class PlacedError(ValueError):
-    """A mistake found by a check that looks at several places, with the one to name.
-
-    Args:
-        place: keys and indices that lead to the wrong value.
-        message: what is wrong there.
-    """
-
-    def __init__(self, place: tuple[str | int, ...], message: str) -> None:
-        super().__init__(message)
-        self.place = place

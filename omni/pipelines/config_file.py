@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from engine.interface.arguments import check_argument
+from engine.interface.schema_error import explain_validation_error
+from engine.interface.suggestion import suggest
 from omni.documents.document_error import ConfigError
 from omni.documents.document_limits import DocumentLimits
-from omni.documents.schema_error import explain_validation_error
-from omni.documents.suggestion import suggest
 from omni.documents.yaml_document import Place, YamlDocument
 
 __all__ = ["load_config", "parse_overrides", "shipped_configs"]
@@ -49,6 +50,11 @@ def load_config(
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
             message names every wrong place.
     """
+    check_argument("config", config, str | Path, "a path, or the name of a shipped pipeline")
+    wanted = "a mapping of dotted places to values"
+    check_argument("overrides", overrides, Mapping, wanted, '{"stages.writer.model": ...}')
+    for place in overrides:
+        check_argument("each place in overrides", place, str, "a str")
     text, label, base_dir = _find(config)
     document = YamlDocument.parse(text, label)
     if not isinstance(document.data, dict):

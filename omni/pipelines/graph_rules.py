@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
-from omni.documents.suggestion import suggest
+from engine.interface.suggestion import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import Requirements, is_custom, requirements_of
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine import SamplingParams
+from engine.interface.arguments import check_argument
 from engine.interface.ownership import Ownership
-from omni.documents.schema_error import explain_validation_error
-from omni.documents.suggestion import suggest
+from engine.interface.schema_error import explain_validation_error
+from engine.interface.suggestion import suggest
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
 from stages import Stage, Transform
 
@@ -51,6 +52,7 @@ class Pipeline:
 
     def __init__(self, stages: Sequence[Stage], *, speaker: str | None = None) -> None:
         by_name = _by_name(stages)
+        check_argument("speaker", speaker, str | None, "a str or None")
         transforms = check_graph(by_name)
         sources = sources_of(by_name)
         order = topological_order(sources)
@@ -195,12 +197,13 @@ class Pipeline:
 
 
 def _by_name(stages: Sequence[Stage]) -> dict[str, Stage]:
+    check_argument("stages", stages, Sequence, "a list of stages")
+    for stage in stages:
+        check_argument("each of stages", stage, Stage, "a Stage")
     if not stages:
         raise ValueError("a pipeline needs at least one stage")
     by_name: dict[str, Stage] = {}
     for stage in stages:
-        if not stage.name:
-            raise ValueError("a stage's name must not be empty")
         if stage.name in by_name:
             raise ValueError(f"two stages are named {stage.name!r}; names must be unique")
         by_name[stage.name] = stage

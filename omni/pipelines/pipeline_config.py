@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     SerializeAsAny,
@@ -20,9 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from omni.documents.document_error import PlacedError
-from omni.documents.schema_error import explain_validation_error
-from omni.documents.suggestion import suggest
+from engine.interface.placed_error import PlacedError
+from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import Settings
+from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.local_config import local_config
@@ -58,7 +57,7 @@ def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
     )
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(Settings):
     """A pipeline: stages by name, each saying which stages feed it.
 
     Attributes:
@@ -67,8 +66,6 @@ class PipelineConfig(BaseModel):
         speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
         stages: any acyclic graph.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Name
     description: str | None = None

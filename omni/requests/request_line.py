@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine import AudioTask
-from omni.documents.document_error import PlacedError
+from engine.interface.placed_error import PlacedError
 
 __all__ = [
     "AudioFile",

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine import SamplingParams
-from omni.documents.schema_error import explain_validation_error
-from omni.documents.suggestion import suggest
+from engine.interface.schema_error import explain_validation_error
+from engine.interface.suggestion import suggest
 
 __all__ = ["sampling_of"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from engine import Prompt
+from engine.interface.arguments import check_argument, check_names
 from stages.stage import StageOutput, Transform, TransformContext
 from stages.transforms.custom_transform import load_custom, locate_custom
 
@@ -81,6 +82,7 @@ def requires(
     Returns:
         A decorator. What it gives raises ``ValueError`` for sources that lack what is declared.
     """
+    check_names("what a transform requires", tensors)
 
     def declare(function: _TransformT) -> _TransformT:
         @wraps(function)
@@ -129,6 +131,8 @@ def chunkable(function: _TransformT) -> _TransformT:
                 is_cut_off=talker.finish_reason is FinishReason.LENGTH,
             )
     """
+    if not callable(function):
+        raise ValueError(f"a chunkable transform must be a function, got {function!r}")
     return _declare(function, chunkable=True)
 
 
@@ -149,6 +153,7 @@ def register_transform(name: str) -> Callable[[_TransformT], _TransformT]:
         ValueError: the name is taken or has a colon in it, or the function cannot be called with
             one ``TransformContext``.
     """
+    check_argument("a transform's name", name, str, "a str")
     if not name or ":" in name:
         raise ValueError(
             f"transform name {name!r} must not be empty or have a ':' in it, "

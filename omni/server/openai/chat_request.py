@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from omni.documents.document_error import PlacedError
+from engine.interface.placed_error import PlacedError
 from omni.server.openai.sampling_fields import SamplingFields
 from omni.server.serving.request_body import ApiModel
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from engine import Prompt, TextPrompt, TokensPrompt
-from omni.documents.document_error import PlacedError
+from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import StreamOptions
 from omni.server.openai.sampling_fields import SamplingFields
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, ValidationError
 
 from engine import SamplingParams
-from omni.documents.schema_error import explain_validation_error
-from omni.documents.suggestion import suggest
+from engine.interface.schema_error import explain_validation_error
+from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
 

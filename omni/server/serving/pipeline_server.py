@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from omni.documents.suggestion import suggest
+from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 

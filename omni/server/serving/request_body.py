@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from omni.documents.document_error import PlacedError
-from omni.documents.schema_error import dotted, explain_validation_error
+from engine.interface.placed_error import PlacedError
+from engine.interface.schema_error import dotted, explain_validation_error
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:

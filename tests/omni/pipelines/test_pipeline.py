@@ -53,7 +53,6 @@ def test_order_consumers_and_transforms_are_resolved_when_it_is_made() -> None:
     ("stages", "message"),
     [
         ([], "at least one stage"),
-        ([FakeStage("")], "must not be empty"),
         ([FakeStage("a"), FakeStage("a")], "two stages are named 'a'"),
         ([FakeStage("writer"), FakeStage("b", ("writr",))], "'writr', which is no stage; did you"),
         ([FakeStage("a"), FakeStage("b", ("a", "a"))], "names its source 'a' twice"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from omni.documents.schema_error import explain_validation_error
+from engine.interface.schema_error import explain_validation_error
 
 
 class Wheel(BaseModel):

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from omni.documents.document_error import PlacedError
-from omni.documents.suggestion import suggest
+from engine.interface.placed_error import PlacedError
+from engine.interface.suggestion import suggest
 
 __all__ = ["dotted", "explain_validation_error"]
 

@@ -1,0 +1,87 @@
+"""Arguments that are checked by hand, since nothing else looks at their types."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import UnionType
+
+from engine.interface.sampling_params import SamplingParams
+
+__all__ = [
+    "check_argument",
+    "check_names",
+    "check_request_arguments",
+    "check_sampling_argument",
+]
+
+_LONGEST_VALUE = 80
+"""Characters of a value that a message repeats."""
+
+
+def check_argument(
+    name: str, value: object, kind: type | UnionType, wanted: str, mend: str | None = None
+) -> None:
+    """Refuse a value of another type.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        kind: what it must be an instance of.
+        wanted: the same in words: "a str or None".
+        mend: what to write instead; ``{}`` in it stands for a value that is a str.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if isinstance(value, kind):
+        return
+    shown = repr(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = shown[: _LONGEST_VALUE - 3] + "..."
+    inserted = repr(value) if isinstance(value, str) else "..."
+    hint = "" if mend is None else f"; write {mend.replace('{}', inserted)}"
+    raise ValueError(f"{name} must be {wanted}, got {shown} ({type(value).__name__}){hint}")
+
+
+def check_names(name: str, value: object, *, or_none: bool = False) -> None:
+    """Refuse what is no list of names; above all one name, which is a list of letters.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if or_none and value is None:
+        return
+    wanted = "a list of names" + (" or None" if or_none else "")
+    if isinstance(value, str):
+        check_argument(name, value, list, wanted, "[{}]")
+    check_argument(name, value, Collection, wanted)
+    assert isinstance(value, Collection)
+    for each in value:
+        check_argument(f"each of {name}", each, str, "a str")
+
+
+def check_request_arguments(
+    request_id: object, sampling: object, priority: object, cache_salt: object
+) -> None:
+    """Refuse what an engine would stumble over later, with other requests beside this one.
+
+    Raises:
+        ValueError: an argument of ``add_request`` is of the wrong type.
+    """
+    check_argument("request_id", request_id, str, "a str")
+    check_sampling_argument(sampling)
+    check_argument("priority", priority, int, "an int, lower for earlier")
+    check_argument("cache_salt", cache_salt, str | None, "a str or None")
+
+
+def check_sampling_argument(sampling: object) -> None:
+    """Refuse sampling parameters of another type, such as a mapping of them.
+
+    Raises:
+        ValueError: they are neither ``SamplingParams`` nor None.
+    """
+    mend = None
+    if isinstance(sampling, Mapping):
+        fields = ", ".join(f"{name}={value!r}" for name, value in sampling.items())
+        mend = f"SamplingParams({fields})"
+    check_argument("sampling", sampling, SamplingParams | None, "SamplingParams or None", mend)

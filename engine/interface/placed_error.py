@@ -1,0 +1,18 @@
+"""A mistake in a setting, with the place of the setting."""
+
+from __future__ import annotations
+
+__all__ = ["PlacedError"]
+
+
+class PlacedError(ValueError):
+    """A mistake found by a check that looks at several places, with the one to name.
+
+    Args:
+        place: keys and indices that lead to the wrong value.
+        message: what is wrong there.
+    """
+
+    def __init__(self, place: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.place = place
