@@ -49,6 +49,23 @@ class Waveform:
                 floating point numbers. Nothing is written then.
             OSError: the file cannot be written.
         """
+        kind = (Path(path).suffix[1:] if format is None else format).lower()
+        if kind not in _SUBTYPES:
+            raise ValueError(
+                f"a waveform is written as {', '.join(_SUBTYPES)}, got {kind!r}; give the path one "
+                "of these endings"
+            )
+        Path(path).write_bytes(self.encoded(kind))
+
+    def encoded(self, format: str) -> bytes:
+        """What :meth:`save` would write into a file.
+
+        Args:
+            format: as there, or ``pcm16`` for the samples alone, little-endian.
+
+        Raises:
+            ValueError: as there.
+        """
         # Not when prompts and settings are named.
         import soundfile
         import torch
@@ -59,27 +76,20 @@ class Waveform:
                 "a waveform must be (num_samples,) finite floating point numbers, "
                 f"got {tuple(samples.shape)} {samples.dtype}"
             )
-        kind = (Path(path).suffix[1:] if format is None else format).lower()
-        if kind not in _SUBTYPES:
-            raise ValueError(
-                f"a waveform is written as {', '.join(_SUBTYPES)}, got {kind!r}; give the path one "
-                "of these endings"
-            )
         scaled = samples.detach().cpu().to(torch.float32).clamp(-1.0, 1.0) * _LOUDEST
+        rounded = scaled.round().to(torch.int16).numpy()
+        if format == "pcm16":
+            return bytes(rounded.astype("<i2").tobytes())
         content = BytesIO()
         try:
             soundfile.write(
-                content,
-                scaled.round().to(torch.int16).numpy(),
-                self.sampling_rate,
-                _SUBTYPES[kind],
-                format=kind.upper(),
+                content, rounded, self.sampling_rate, _SUBTYPES[format], format=format.upper()
             )
         except soundfile.LibsndfileError as error:
             raise ValueError(
-                f"{self.sampling_rate} samples per second cannot be written as {kind}: {error}"
+                f"{self.sampling_rate} samples per second cannot be written as {format}: {error}"
             ) from error
-        Path(path).write_bytes(content.getvalue())
+        return content.getvalue()
 
     def followed_by(self, other: Waveform) -> Waveform:
         """Play one after the other.

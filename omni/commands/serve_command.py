@@ -55,6 +55,15 @@ class ServeOptions(CommandOptions):
             "several times.",
         ),
     ] = None
+    allow_url_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-url-host",
+            metavar="NAME",
+            help="Fetch images from there that requests give the address of; may be given several "
+            "times.",
+        ),
+    ] = None
     max_running_requests: Annotated[
         int | None,
         typer.Option(
@@ -121,6 +130,7 @@ def _settings(options: ServeOptions) -> ServerSettings:
         "host": options.host,
         "port": options.port,
         "api_keys": tuple(SecretStr(key.strip()) for key in keys if options.api_keys or key),
+        "allow_url_hosts": tuple(options.allow_url_hosts or ()),
         "allow_origins": tuple(options.allow_origins or ()),
         "limits": ServerLimits(
             max_running_requests=options.max_running_requests,

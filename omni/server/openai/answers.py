@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 __all__ = [
     "ChatAnswer",
+    "ChatAudio",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -61,11 +62,26 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class ChatAudio(BaseModel):
+    """How an answer sounds, or what is new of it.
+
+    ``data`` is base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is ours: it is
+    the checkpoint's, and not always 24,000. Nothing is kept, so it has expired when it is told.
+    """
+
+    id: str
+    data: str = ""
+    transcript: str = ""
+    expires_at: int = 0
+    sampling_rate: int = 0
+
+
 class ChatMessageAnswer(BaseModel):
     """What the assistant says."""
 
     role: Literal["assistant"]
     content: str | None
+    audio: ChatAudio | None = None
 
 
 class ChatChoice(BaseModel):
@@ -93,6 +109,7 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    audio: ChatAudio | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from base64 import b64encode
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from engine import ChatPrompt
 from omni.server.openai.answers import (
     ChatAnswer,
+    ChatAudio,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -22,6 +23,7 @@ from omni.server.openai.answers import (
     as_json,
 )
 from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.openai.spoken_sound import check_voice, encoded, pcm16, speaking_stage
 from omni.server.openai.written_text import (
     LogprobWriter,
     Written,
@@ -31,18 +33,19 @@ from omni.server.openai.written_text import (
 )
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import asked
-from omni.server.serving.feeds import Feeds
+from omni.server.serving.feeds import Feeds, Update
 
 if TYPE_CHECKING:
-    from omni.requests.request import OmniRequest
-    from omni.server.openai.chat_request import ChatMessage, ChatRequest, ContentPart
+    from engine import ChatPrompt, Waveform
+    from omni.server.openai.chat_request import ChatRequest
     from omni.server.serving.guard import Client
     from omni.server.serving.served_pipeline import ServedPipeline
     from stages import StageOutput
 
-__all__ = ["Chat"]
+__all__ = ["DONE", "Chat"]
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 @dataclass(slots=True)
@@ -62,16 +65,23 @@ class Chat:
         pipeline: which.
         client: who asks.
         body: what.
+        prompt: made of the messages.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
-    def __init__(self, pipeline: ServedPipeline, client: Client, body: ChatRequest) -> None:
+    def __init__(
+        self, pipeline: ServedPipeline, client: Client, body: ChatRequest, prompt: ChatPrompt
+    ) -> None:
         stages = pipeline.omni.pipeline
         self._pipeline = pipeline
         self._body = body
         self._stage = text_stage(stages)
+        self._voice: str | None = None
+        if body.audio is not None:
+            self._voice = speaking_stage(stages, "modalities")
+            check_voice(stages, body.audio.voice, "audio.voice")
         sampling = merge_sampling(
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
@@ -84,17 +94,16 @@ class Chat:
             self._logprobs = LogprobWriter(stages, self._stage)
         self._id = f"chatcmpl-{client.request_id}"
         self._created = int(time.time())
-        prompt = ChatPrompt(tuple(_message(each) for each in body.messages))
-        self._request: OmniRequest = asked(
-            client, prompt, sampling, priority=body.priority, cache_salt=body.cache_salt
-        )
+        speaker = body.audio.voice if body.audio is not None else None
+        self._request = asked(client, prompt, sampling, body.terms(speaker))
 
     async def whole(self) -> Response:
         """The answer in one piece."""
-        output: StageOutput | None = None
-        async for newest in self._outputs():
-            output = newest
-        assert output is not None
+        last: Update | None = None
+        async for update in self._updates():
+            last = update
+        assert last is not None
+        output = last.output.stages[self._stage]
         choices = [
             ChatChoice(
                 index=index,
@@ -104,6 +113,9 @@ class Chat:
             )
             for index, each in enumerate(completions_of(output))
         ]
+        if self._voice is not None:
+            sound = last.output.stages[self._voice].audio
+            choices[0].message.audio = await self._file(sound, output.text or "")
         answer = ChatAnswer(
             id=self._id,
             object="chat.completion",
@@ -115,47 +127,88 @@ class Chat:
         return Response(as_json(answer), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer piece by piece."""
+        """The answer piece by piece: text and sound as they come."""
         told = [_Told() for _ in range(self._n)]
         output: StageOutput | None = None
-        async for output in self._outputs():
-            for index, written in enumerate(completions_of(output)):
-                for choice in self._new(index, written, told[index]):
-                    yield as_event(self._chunk([choice]))
+        async for update in self._updates():
+            output = update.output.stages.get(self._stage, output)
+            sounds = update.sounds.get(self._voice or "", ())
+            for choice in self._new(output, sounds, told, is_over=self._is_over(update)):
+                yield as_event(self._chunk([choice]))
         assert output is not None
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield as_event(self._chunk([], usage_of([output])))
         yield DONE
 
-    async def _outputs(self) -> AsyncIterator[StageOutput]:
-        """What the stage has written, up to its end; nothing that comes later is waited for."""
+    async def _updates(self) -> AsyncIterator[Update]:
+        """What comes, until all that is wanted has come; nothing later is waited for."""
         async with Feeds(self._pipeline, [self._request], "messages") as feeds:
             async for update in feeds.updates():
-                output = update.output.stages.get(self._stage)
-                if output is None:
-                    continue
-                yield output
-                if output.finished:
+                yield update
+                if self._is_over(update):
                     return
 
-    def _new(self, index: int, written: Written, told: _Told) -> list[ChatChunkChoice]:
-        """What is new of one completion: its beginning, its text, its end."""
-        choices = []
+    def _is_over(self, update: Update) -> bool:
+        wanted = [name for name in (self._stage, self._voice) if name is not None]
+        made = update.output.stages
+        return all(name in made and made[name].finished for name in wanted)
+
+    def _new(
+        self,
+        output: StageOutput | None,
+        sounds: Sequence[Waveform],
+        told: Sequence[_Told],
+        *,
+        is_over: bool,
+    ) -> Iterator[ChatChunkChoice]:
+        """What is new: of each completion its beginning and its text, sound, and what has ended."""
+        completions = completions_of(output) if output is not None else []
+        for index, written in enumerate(completions):
+            yield from self._new_text(index, written, told[index])
+        if sounds:
+            yield _choice(0, ChatDelta(audio=self._piece(sounds)))
+        for index, written in enumerate(completions):
+            has_ended = written.finish_reason is not None and (self._voice is None or is_over)
+            if has_ended and not told[index].is_over:
+                told[index].is_over = True
+                yield _choice(index, ChatDelta(), written.finish_reason)
+
+    def _new_text(self, index: int, written: Written, told: _Told) -> Iterator[ChatChunkChoice]:
         if not told.has_begun:
             told.has_begun = True
-            choices.append(_choice(index, ChatDelta(role="assistant", content="")))
+            yield _choice(index, ChatDelta(role="assistant", content=""))
         text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
         if text or (logprobs and self._logprobs):
             choice = _choice(index, ChatDelta(content=text))
+            if self._voice is not None:
+                choice.delta.audio = ChatAudio(id=self._audio_id, transcript=text)
             if self._logprobs is not None:
                 choice.logprobs = self._logprobs.chat(logprobs)
-            choices.append(choice)
+            yield choice
         told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
-        if written.finish_reason is not None and not told.is_over:
-            told.is_over = True
-            choices.append(_choice(index, ChatDelta(), written.finish_reason))
-        return choices
+
+    @property
+    def _audio_id(self) -> str:
+        return self._id.replace("chatcmpl-", "audio-")
+
+    def _piece(self, sounds: Sequence[Waveform]) -> ChatAudio:
+        return ChatAudio(
+            id=self._audio_id,
+            data=b64encode(pcm16(sounds)).decode(),
+            sampling_rate=sounds[0].sampling_rate,
+        )
+
+    async def _file(self, sound: Waveform | None, transcript: str) -> ChatAudio:
+        assert self._body.audio is not None
+        content = await encoded(sound, self._body.audio.format)
+        return ChatAudio(
+            id=self._audio_id,
+            data=b64encode(content).decode(),
+            transcript=transcript,
+            expires_at=self._created,
+            sampling_rate=sound.sampling_rate if sound is not None else 0,
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         chunk = ChatChunk(
@@ -173,17 +226,3 @@ class Chat:
 
 def _choice(index: int, delta: ChatDelta, finish_reason: str | None = None) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=finish_reason)
-
-
-def _message(message: ChatMessage) -> Mapping[str, Any]:
-    """A message as chat templates know it."""
-    role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
-    return {"role": role, "content": [_part(part) for part in message.content]}
-
-
-def _part(part: ContentPart) -> Mapping[str, Any]:
-    if part.type != "text":
-        raise ApiError.bad_request(f"parts of type {part.type!r} are not supported yet")
-    return {"type": "text", "text": part.text}

@@ -104,11 +104,11 @@ class AudioWish(ApiModel):
     """How an answer is to sound.
 
     Attributes:
-        voice: a speaker of the pipeline.
+        voice: a speaker of the pipeline; without one, its own choice.
         format: of the file, or of the pieces of a stream.
     """
 
-    voice: str = Field(min_length=1)
+    voice: str | None = Field(default=None, min_length=1)
     format: Literal["wav", "mp3", "flac", "pcm16"]
 
 
@@ -171,6 +171,10 @@ class ChatRequest(SamplingFields):
             raise PlacedError(("stream_options",), "needs stream to be true")
         if (self.audio is not None) != ("audio" in self.modalities):
             raise PlacedError(("audio",), 'goes together with "audio" among the modalities')
+        if self.stream and self.audio is not None and self.audio.format != "pcm16":
+            raise PlacedError(
+                ("audio", "format"), f"a stream sounds as pcm16, got {self.audio.format!r}"
+            )
         return self
 
     @property

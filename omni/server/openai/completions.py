@@ -17,6 +17,7 @@ from omni.server.openai.answers import (
     as_json,
 )
 from omni.server.openai.chat import DONE
+from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.written_text import (
     LogprobWriter,
@@ -65,12 +66,7 @@ class Completions:
         self, pipeline: ServedPipeline, client: Client, body: CompletionRequest, max_prompts: int
     ) -> None:
         stages = pipeline.omni.pipeline
-        prompts = body.prompts()
-        if len(prompts) > max_prompts:
-            raise ApiError.bad_request(
-                f"prompt: at most {max_prompts} prompts are taken at once, got {len(prompts)}",
-                param="prompt",
-            )
+        prompts = prompts_of(body.prompt, max_prompts, "prompt")
         self._pipeline = pipeline
         self._body = body
         self._stage = text_stage(stages)
@@ -85,14 +81,7 @@ class Completions:
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [
-            asked(
-                client,
-                prompt,
-                sampling,
-                index=index,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
+            asked(client, prompt, sampling, body.terms(), index=index)
             for index, prompt in enumerate(prompts)
         ]
 

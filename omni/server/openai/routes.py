@@ -6,12 +6,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine import AudioTask
 from omni.server.openai.chat import Chat
+from omni.server.openai.chat_messages import chat_prompt
 from omni.server.openai.chat_request import ChatRequest
 from omni.server.openai.completion_request import CompletionRequest
 from omni.server.openai.completions import Completions
+from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
+from omni.server.openai.speech import Speech, SpeechRequest
+from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.serving.guard import Client
-from omni.server.serving.live_response import EventStream, LiveResponse
+from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import read_json
 from omni.server.serving.served_pipeline import ServedPipeline
@@ -39,7 +44,9 @@ async def chat(request: Request) -> Response:
     """Answer a chat."""
     body = await read_json(request, ChatRequest)
     server = _server(request)
-    answer = Chat(server.find(body.model), _client(request), body)
+    pipeline = server.find(body.model)
+    prompt = await chat_prompt(body.messages, server.fetcher)
+    answer = Chat(pipeline, _client(request), body, prompt)
     timeout_s = server.settings.limits.request_timeout_s
     if body.stream:
         return EventStream(answer.events(), timeout_s)
@@ -56,6 +63,47 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStream(answer.events(), limits.request_timeout_s)
     return LiveResponse(answer.whole(), limits.request_timeout_s)
+
+
+@router.post("/embeddings")
+async def embeddings(request: Request) -> Response:
+    """Make embeddings."""
+    body = await read_json(request, EmbeddingsRequest)
+    server = _server(request)
+    limits = server.settings.limits
+    answer = Embeddings(server.find(body.model), _client(request), body, limits.max_prompts)
+    return LiveResponse(answer.whole(), limits.request_timeout_s)
+
+
+@router.post("/audio/speech")
+async def speech(request: Request) -> Response:
+    """Speak."""
+    body = await read_json(request, SpeechRequest)
+    server = _server(request)
+    answer = Speech(server.find(body.model), _client(request), body)
+    timeout_s = server.settings.limits.request_timeout_s
+    if answer.is_streamed:
+        return LiveStream(answer.pieces(), timeout_s, answer.media_type)
+    return LiveResponse(answer.whole(), timeout_s)
+
+
+@router.post("/audio/transcriptions")
+async def transcriptions(request: Request) -> Response:
+    """Write what is said."""
+    return await _transcription(request, "transcribe")
+
+
+@router.post("/audio/translations")
+async def translations(request: Request) -> Response:
+    """Write in English what is said."""
+    return await _transcription(request, "translate")
+
+
+async def _transcription(request: Request, task: AudioTask) -> Response:
+    body, audio = await read_transcription(request)
+    server = _server(request)
+    answer = Transcription(server.find(body.model), _client(request), body, audio, task)
+    return LiveResponse(answer.whole(), server.settings.limits.request_timeout_s)
 
 
 def _client(request: Request) -> Client:

@@ -12,6 +12,7 @@ from engine import SamplingParams
 from engine.interface.schema_error import explain_validation_error
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import Terms
 from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class SamplingFields(ApiModel):
         """What is given of :attr:`own_fields`."""
         given = {name: getattr(self, name) for name in self.own_fields}
         return {name: value for name, value in given.items() if value is not None}
+
+    def terms(self, speaker: str | None = None) -> Terms:
+        """On which terms the request runs."""
+        return Terms(self.priority, self.cache_salt, speaker)
 
 
 def merge_sampling(

@@ -19,6 +19,13 @@ _SMOOTHING = 0.2
 """Weight of the newest request in the mean time that a request takes."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """Requests that came together: they wait as one."""
+
+    num_waiting: int = 0
+
+
 @dataclass(order=True, slots=True)
 class Place:
     """One request's place: first in the queue, then among those that run.
@@ -27,12 +34,14 @@ class Place:
         priority: lower comes first.
         number: of arrival.
         granted: done when it is its turn.
+        group: those that came with it.
         began: when that was, by the monotonic clock.
     """
 
     priority: int
     number: int
     granted: asyncio.Future[None] = field(compare=False)
+    group: _Group = field(compare=False)
     began: float | None = field(default=None, compare=False)
     is_over: bool = field(default=False, compare=False)
 
@@ -48,7 +57,7 @@ class Admission:
 
     Args:
         max_running: that run at once.
-        max_waiting: that wait.
+        max_waiting: that wait; of requests that came together, several count for one.
 
     Attributes:
         max_running: as given.
@@ -80,13 +89,15 @@ class Admission:
             ApiError: with status 429: too many wait.
         """
         free = self.max_running - self._num_running if not self._num_waiting else 0
-        if len(priorities) - free > self._max_waiting - self._num_waiting:
-            raise self._full(len(priorities))
-        loop = asyncio.get_running_loop()
-        places = [Place(each, next(self._numbers), loop.create_future()) for each in priorities]
+        if len(priorities) > free and self._num_waiting >= self._max_waiting:
+            raise self._full()
+        loop, group = asyncio.get_running_loop(), _Group(len(priorities))
+        places = [
+            Place(each, next(self._numbers), loop.create_future(), group) for each in priorities
+        ]
         for place in places:
             heapq.heappush(self._waiting, place)
-        self._num_waiting += len(places)
+        self._num_waiting += 1
         self._grant()
         return places
 
@@ -96,7 +107,7 @@ class Admission:
             return
         place.is_over = True
         if place.began is None:
-            self._num_waiting -= 1
+            self._no_longer_waits(place)
             place.granted.cancel()
         else:
             self._num_running -= 1
@@ -111,20 +122,22 @@ class Admission:
             place = heapq.heappop(self._waiting)
             if place.is_over:
                 continue
-            self._num_waiting -= 1
+            self._no_longer_waits(place)
             self._num_running += 1
             place.began = time.monotonic()
             place.granted.set_result(None)
 
-    def _full(self, wanted: int) -> ApiError:
+    def _no_longer_waits(self, place: Place) -> None:
+        place.group.num_waiting -= 1
+        self._num_waiting -= not place.group.num_waiting
+
+    def _full(self) -> ApiError:
         ahead = self._num_waiting + self._num_running
         seconds = min(_LONGEST_RETRY_S, math.ceil(self._mean_s * ahead / self.max_running))
-        what = "a request" if wanted == 1 else f"{wanted} requests"
         return ApiError(
             HTTPStatus.TOO_MANY_REQUESTS,
             f"{self._num_running} requests run and {self._num_waiting} wait, of at most "
-            f"{self.max_running} and {self._max_waiting}: there is no room for {what}; "
-            f"try again in {max(1, seconds)} s",
+            f"{self.max_running} and {self._max_waiting}; try again in {max(1, seconds)} s",
             code="queue_full",
             headers={"Retry-After": str(max(1, seconds))},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omni.requests.request import OmniRequest
@@ -11,17 +12,31 @@ if TYPE_CHECKING:
     from engine import Prompt, SamplingParams
     from omni.server.serving.guard import Client
 
-__all__ = ["asked"]
+__all__ = ["Terms", "asked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request runs.
+
+    Attributes:
+        priority: lower comes first.
+        cache_salt: the client's own, within those of its key.
+        speaker: whose voice answers.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    speaker: str | None = None
 
 
 def asked(
     client: Client,
     prompt: Prompt,
     sampling: Mapping[str, SamplingParams],
+    terms: Terms,
     *,
     index: int = 0,
-    priority: int = 0,
-    cache_salt: str | None = None,
 ) -> OmniRequest:
     """Make a request, under an id that no client can choose.
 
@@ -32,15 +47,15 @@ def asked(
         client: who asks.
         prompt: what is asked.
         sampling: by stage.
+        terms: on which it runs.
         index: among several requests of one client's request.
-        priority: lower comes first.
-        cache_salt: the client's own, within those of its key.
     """
-    salts = [salt for salt in (client.tenant, cache_salt) if salt is not None]
+    salts = [salt for salt in (client.tenant, terms.cache_salt) if salt is not None]
     return OmniRequest(
         prompt,
         request_id=f"{client.request_id}-{index}",
         sampling=sampling,
-        priority=priority,
+        priority=terms.priority,
         cache_salt=":".join(salts) if salts else None,
+        speaker=terms.speaker,
     )

@@ -16,7 +16,7 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["EventStream", "LiveResponse"]
+__all__ = ["EventStream", "LiveResponse", "LiveStream", "while_connected"]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,26 +41,26 @@ class LiveResponse(Response):
             await response(scope, receive, send)
 
 
-class EventStream(Response):
-    """Server-sent events. What fails before the first one is answered with a status of its own.
+class LiveStream(Response):
+    """An answer in pieces. What fails before the first one is answered with a status of its own.
 
     Args:
-        events: each with its line feeds; closed when the client goes or time is up.
+        pieces: closed when the client goes or time is up.
         timeout_s: of all of them.
+        media_type: what they are.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], timeout_s: float) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], timeout_s: float, media_type: str) -> None:
         # Proxies that gather what they pass on would hold text back.
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._events = events
+        self._pieces = pieces
         self._timeout_s = timeout_s
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they come."""
+        """Send pieces as they come."""
         try:
             await while_connected(self._send(send), receive, self._timeout_s)
         except ApiError as error:
@@ -70,14 +70,14 @@ class EventStream(Response):
         except Exception:
             if not self._has_begun:
                 raise
-            _logger.exception("a stream of events broke")
+            _logger.exception("a stream broke")
             await self._end(
                 send, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake")
             )
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
-            async for event in events:
+        async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
                 if not self._has_begun:
                     self._has_begun = True
                     await send(
@@ -87,8 +87,24 @@ class EventStream(Response):
                             "headers": self.raw_headers,
                         }
                     )
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, send: Send, error: ApiError) -> None:
+        """Break off: without the last piece, the client knows that some are missing."""
+        _logger.info("a stream was broken off: %s", error)
+
+
+class EventStream(LiveStream):
+    """Server-sent events; an error after the first one is an event too.
+
+    Args:
+        events: each with its line feeds; closed when the client goes or time is up.
+        timeout_s: of all of them.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], timeout_s: float) -> None:
+        super().__init__(events, timeout_s, "text/event-stream")
 
     async def _end(self, send: Send, error: ApiError) -> None:
         body = b"data: " + error.to_json() + b"\n\n"

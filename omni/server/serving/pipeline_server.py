@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
+from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -32,6 +33,7 @@ class PipelineServer:
     Attributes:
         settings: as given.
         pipelines: by name.
+        fetcher: of files whose addresses stand in requests.
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
         on_failure: called then, in the loading thread.
@@ -52,6 +54,10 @@ class PipelineServer:
                     "one with the key 'name' of its YAML file"
                 )
             self.pipelines[config.name] = ServedPipeline(config, settings.limits)
+        limits = settings.limits
+        self.fetcher = UrlFetcher(
+            settings.allow_url_hosts, limits.max_url_bytes, limits.url_timeout_s
+        )
         self.is_stopping = False
         self.failure: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None

@@ -19,6 +19,8 @@ class ServerLimits(BaseModel):
             answered with status 429.
         max_body_bytes: of one HTTP request, and of one message of a WebSocket.
         max_prompts: that one request may bring, where it may bring several.
+        max_url_bytes: of a file that is fetched from an address in a request.
+        url_timeout_s: of fetching it.
         request_timeout_s: after which a request is aborted, its waiting included.
         stop_timeout_s: that running requests are given to finish when the server stops.
     """
@@ -28,7 +30,9 @@ class ServerLimits(BaseModel):
     max_running_requests: int | None = Field(default=None, ge=1)
     max_waiting_requests: int = Field(default=64, ge=0)
     max_body_bytes: int = Field(default=64 * _MIB, ge=1024)
-    max_prompts: int = Field(default=64, ge=1)
+    max_prompts: int = Field(default=2048, ge=1)
+    max_url_bytes: int = Field(default=20 * _MIB, ge=1)
+    url_timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     request_timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     stop_timeout_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
 
@@ -40,6 +44,7 @@ class ServerSettings(BaseModel):
         host: name or address to bind.
         port: to bind; 0 takes a free one.
         api_keys: of which a request must bring one; none lets everybody in.
+        allow_url_hosts: of which files may be fetched whose addresses stand in requests.
         allow_origins: of web pages on other hosts that may ask, such as ``https://example.org``.
         limits: see :class:`ServerLimits`.
     """
@@ -49,6 +54,7 @@ class ServerSettings(BaseModel):
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     api_keys: tuple[SecretStr, ...] = ()
+    allow_url_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     limits: ServerLimits = ServerLimits()
 

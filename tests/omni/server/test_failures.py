@@ -166,7 +166,7 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
             ask(client, "d")
         assert int(error.value.response.headers["retry-after"]) >= 1
         assert error.value.code == "queue_full"
-        with pytest.raises(openai.RateLimitError, match="no room for 2 requests"):
+        with pytest.raises(openai.RateLimitError, match="2 requests run and 1 wait"):
             client.completions.create(model="gated", prompt=["e", "f"])
         GATES["gated"].open()
         assert [each.result() for each in answers] == ["gated(a)", "gated(b)", "gated(c)"]

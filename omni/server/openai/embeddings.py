@@ -1,0 +1,130 @@
+"""Embeddings: texts in, one row each out."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from omni.server.openai.answers import as_json
+from omni.server.openai.prompt_list import PromptList, prompts_of
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import Terms, asked
+from omni.server.serving.feeds import Feeds
+from omni.server.serving.request_body import ApiModel
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline import Pipeline
+    from omni.server.serving.guard import Client
+    from omni.server.serving.served_pipeline import ServedPipeline
+    from stages import StageOutput
+
+__all__ = ["Embeddings", "EmbeddingsRequest"]
+
+_POOLED = "pooled"
+
+
+class EmbeddingsRequest(ApiModel):
+    """A request for embeddings.
+
+    Attributes:
+        model: name of a pipeline with an encoder whose tensors the user gets.
+        input: text or token ids, or a list of several of either.
+        encoding_format: numbers, or base64 of float32, little-endian.
+    """
+
+    without_effect: ClassVar = frozenset(("user",))
+    not_supported: ClassVar = {"dimensions": ()}
+
+    model: str
+    input: PromptList
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class _Embedding(BaseModel):
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class _Answer(BaseModel):
+    object: str
+    model: str
+    data: list[_Embedding]
+    usage: _Usage
+
+
+class Embeddings:
+    """One request for embeddings.
+
+    Args:
+        pipeline: which.
+        client: who asks.
+        body: what.
+        max_prompts: at most so many.
+
+    Raises:
+        ApiError: it cannot run as asked.
+    """
+
+    def __init__(
+        self, pipeline: ServedPipeline, client: Client, body: EmbeddingsRequest, max_prompts: int
+    ) -> None:
+        self._pipeline = pipeline
+        self._stage = _encoding_stage(pipeline.omni.pipeline)
+        self._is_base64 = body.encoding_format == "base64"
+        self._requests = [
+            asked(client, prompt, {}, Terms(), index=index)
+            for index, prompt in enumerate(prompts_of(body.input, max_prompts, "input"))
+        ]
+
+    async def whole(self) -> Response:
+        """All embeddings; what the pipeline would do after them is not waited for."""
+        done: dict[int, StageOutput] = {}
+        async with Feeds(self._pipeline, self._requests, "input") as feeds:
+            async for update in feeds.updates():
+                output = update.output.stages.get(self._stage)
+                if output is not None and output.finished:
+                    done[update.index] = output
+                if len(done) == len(self._requests):
+                    break
+        outputs = [done[index] for index in range(len(self._requests))]
+        num_tokens = sum(output.num_prompt_tokens for output in outputs)
+        answer = _Answer(
+            object="list",
+            model=self._pipeline.name,
+            data=[
+                _Embedding(object="embedding", index=index, embedding=self._row(output))
+                for index, output in enumerate(outputs)
+            ],
+            usage=_Usage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
+        return Response(as_json(answer), media_type="application/json")
+
+    def _row(self, output: StageOutput) -> list[float] | str:
+        row = output.tensors[_POOLED].float().numpy()
+        if self._is_base64:
+            return b64encode(np.ascontiguousarray(row, dtype="<f4").tobytes()).decode()
+        numbers: list[float] = row.tolist()
+        return numbers
+
+
+def _encoding_stage(pipeline: Pipeline) -> str:
+    """The first stage that reads the user's prompt and of which the user gets ``pooled``."""
+    for name, stage in pipeline.stages.items():
+        pools = stage.outputs is None or _POOLED in stage.outputs
+        if stage.inputs is None and pools and "tensors" in stage.final_output:
+            return name
+    raise ApiError.bad_request(
+        "this model makes no embeddings: none of its stages reads the prompt and gives the tensor "
+        "'pooled'",
+        param="model",
+    )

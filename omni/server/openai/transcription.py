@@ -1,0 +1,206 @@
+"""Transcriptions and translations: speech in, text out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.responses import Response
+
+from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
+from engine.interface.schema_error import explain_validation_error
+from omni.server.openai.answers import as_json
+from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import Terms, asked
+from omni.server.serving.feeds import Feeds
+from omni.server.serving.request_body import ApiModel
+from stages import AutoregressiveStage
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from omni.pipelines.pipeline import Pipeline
+    from omni.server.serving.guard import Client
+    from omni.server.serving.served_pipeline import ServedPipeline
+    from stages import StageOutput
+
+__all__ = ["Transcription", "TranscriptionRequest", "read_transcription"]
+
+_TIME = re.compile(r"<\|(\d+\.\d\d)\|>")
+"""How speech models write the time of what they write."""
+
+
+class TranscriptionRequest(ApiModel):
+    """The fields of a form beside its file.
+
+    Attributes:
+        model: name of a pipeline that hears.
+        language: spoken; the model finds out without.
+        response_format: of the answer.
+        temperature: of the stage that writes.
+    """
+
+    without_effect: ClassVar = frozenset(("timestamp_granularities[]",))
+    not_supported: ClassVar = {
+        "prompt": ("",),
+        "stream": ("false",),
+        "include[]": (),
+        "chunking_strategy": (),
+    }
+
+    model: str
+    language: str | None = Field(default=None, min_length=1)
+    response_format: Literal["json", "text", "verbose_json"] = "json"
+    temperature: float | None = None
+
+
+class _Segment(BaseModel):
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+
+
+class _Answer(BaseModel):
+    text: str
+    task: str | None = None
+    language: str | None = None
+    duration: float | None = None
+    segments: list[_Segment] | None = None
+
+
+async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
+    """Read a form.
+
+    Raises:
+        ApiError: with status 400: a field is missing or wrong.
+    """
+    async with request.form(max_files=1, max_fields=20) as form:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise ApiError.bad_request("file: missing; it must be given as a file", param="file")
+        content = await file.read()
+        given: dict[str, Any] = {key: value for key, value in form.items() if key != "file"}
+    if not content:
+        raise ApiError.bad_request("file: it is empty", param="file")
+    try:
+        return TranscriptionRequest.model_validate(given), content
+    except ValidationError as error:
+        told = explain_validation_error(error, TranscriptionRequest, given).split("\n")
+        raise ApiError.bad_request("; ".join(told), param=told[0].partition(":")[0]) from None
+
+
+class Transcription:
+    """One request for a transcription, or for a translation into English.
+
+    Args:
+        pipeline: which.
+        client: who asks.
+        body: how.
+        audio: a file of sound.
+        task: what the model is to do.
+
+    Raises:
+        ApiError: it cannot run as asked.
+    """
+
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        client: Client,
+        body: TranscriptionRequest,
+        audio: bytes,
+        task: AudioTask,
+    ) -> None:
+        stages = pipeline.omni.pipeline
+        self._pipeline = pipeline
+        self._body = body
+        self._task = task
+        self._audio = audio
+        self._stage = _hearing_stage(stages)
+        self._tokenizer: Any = _tokenizer(stages, self._stage)
+        fields = {} if body.temperature is None else {"temperature": body.temperature}
+        prompt = AudioPrompt(
+            audio,
+            language=body.language,
+            # What a checkpoint that knows one task only cannot be asked for.
+            task=None if task == "transcribe" and body.language is None else task,
+            timestamps=True if body.response_format == "verbose_json" else None,
+        )
+        self._request = asked(
+            client,
+            ExplicitEncoderDecoderPrompt(prompt),
+            merge_sampling(stages, self._stage, fields, {}, {}),
+            Terms(),
+        )
+
+    async def whole(self) -> Response:
+        """The text; what the pipeline would do after it is not waited for."""
+        output: StageOutput | None = None
+        async with Feeds(self._pipeline, [self._request], "file") as feeds:
+            async for update in feeds.updates():
+                output = update.output.stages.get(self._stage)
+                if output is not None and output.finished:
+                    break
+        assert output is not None
+        text = _TIME.sub("", output.text or "")
+        if self._body.response_format == "text":
+            return Response(text + "\n", media_type="text/plain; charset=utf-8")
+        answer = _Answer(text=text)
+        if self._body.response_format == "verbose_json":
+            answer = self._verbose(text, output)
+        return Response(as_json(answer), media_type="application/json")
+
+    def _verbose(self, text: str, output: StageOutput) -> _Answer:
+        answer = _Answer(text=text, task=self._task)
+        if self._body.language is not None:
+            answer.language = self._body.language
+        answer.segments = self._segments(output.token_ids)
+        return answer
+
+    def _segments(self, token_ids: Sequence[int]) -> list[_Segment] | None:
+        """What is said between two times; None where they begin anew, which long recordings do."""
+        pieces = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        segments: list[_Segment] = []
+        start: float | None = None
+        ids: list[int] = []
+        for token_id, piece in zip(token_ids, pieces, strict=True):
+            time = _TIME.fullmatch(piece or "")
+            if time is None:
+                ids.append(token_id)
+                continue
+            now = float(time[1])
+            if segments and now < segments[-1].end:
+                return None
+            if start is not None and ids:
+                said = self._tokenizer.decode(ids, skip_special_tokens=True)
+                segments.append(
+                    _Segment(id=len(segments), start=start, end=now, text=said, tokens=ids)
+                )
+            start, ids = now, []
+        return segments
+
+
+def _hearing_stage(pipeline: Pipeline) -> str:
+    """The first stage that reads the user's prompt and of which the user gets text."""
+    for name, stage in pipeline.stages.items():
+        if stage.inputs is None and "text" in stage.final_output:
+            return name
+    raise ApiError.bad_request(
+        "this model writes nothing that it hears: none of its stages reads the prompt and gives "
+        "text",
+        param="model",
+    )
+
+
+def _tokenizer(pipeline: Pipeline, stage: str) -> Any:
+    found = pipeline.stages[stage]
+    tokenizer = found.engine.tokenizer if isinstance(found, AutoregressiveStage) else None
+    if tokenizer is None:
+        raise ApiError.bad_request("this model has no tokenizer to write text with", param="model")
+    return tokenizer

@@ -1,0 +1,155 @@
+"""Files are fetched from named hosts with public addresses only, whole and not too large."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omni.server.serving import url_fetcher
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.url_fetcher import UrlFetcher, is_public
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers by the path."""
+
+    def do_GET(self) -> None:
+        where = {"/moved": 302, "/gone": 404}
+        self.send_response(where.get(self.path, 200))
+        if self.path == "/moved":
+            self.send_header("Location", "/file")
+        self.end_headers()
+        self.wfile.write(b"x" * 5000 if self.path == "/large" else self.headers["Host"].encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def fetch(url: str, *hosts: str) -> bytes:
+    async def run() -> bytes:
+        return await UrlFetcher(hosts, max_bytes=4096, timeout_s=30).fetch(url, "url")
+
+    return asyncio.run(run())
+
+
+def refusal(url: str, *hosts: str) -> str:
+    with pytest.raises(ApiError) as error:
+        fetch(url, *hosts)
+    assert error.value.status == 400 and error.value.param == "url"
+    return error.value.message
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "127.8.9.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
+        *("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1"),
+        *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+        *("2002:a00:1::", "64:ff9b:1::1", "::ffff:169.254.169.254"),
+    ],
+)
+def test_an_address_that_is_not_of_the_internet_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
+    assert not is_public(address)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert "not public" in refusal("http://named.example/a", "named.example")
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.215.14", "2606:4700::1111"])
+def test_an_address_of_the_internet_is_none_of_those(address: str):
+    assert is_public(address)
+
+
+def test_one_private_address_among_public_ones_is_enough(monkeypatch: pytest.MonkeyPatch):
+    found = [(2, 1, 6, "", (address, 80)) for address in ("1.1.1.1", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert "10.0.0.1, which is not public" in refusal("http://named.example/a", "named.example")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://other.example/a", "nothing is fetched from 'other.example'"),
+        ("http://named.example.evil.example/a", "nothing is fetched from"),
+        ("http://named.example@evil.example/a", "nothing is fetched from 'evil.example'"),
+        ("http://me:secret@named.example/a", "must not name a user"),
+        ("http://named.example:99999/a", "it is no address"),
+        ("http://[::1/a", "it is no address"),
+        ("http://named.example/a b", "characters that an address cannot have"),
+        ("http://named.example/\r\nX: y", "characters that an address cannot have"),
+        ("http://127.0.0.1/a", "nothing is fetched from '127.0.0.1'"),
+    ],
+)
+def test_an_address_that_may_not_be_asked_is_refused(url: str, told: str):
+    assert told in refusal(url, "named.example")
+
+
+def test_a_named_host_is_asked_at_the_address_that_was_checked(
+    port: int, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def check(address: str) -> bool:
+        asked.append(address)
+        return True
+
+    monkeypatch.setattr(url_fetcher, "is_public", check)
+    lookups: list[str] = []
+    look_up = socket.getaddrinfo
+
+    def note(host: str, *more: Any, **options: Any) -> Any:
+        lookups.append(host)
+        return look_up("127.0.0.1", *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", note)
+    assert fetch(f"http://Named.example.:{port}/file", "named.example") == (
+        f"named.example:{port}".encode()
+    )
+    assert asked == ["127.0.0.1"]
+    assert lookups == ["named.example", "127.0.0.1"], "the name means nothing any more"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("moved", "status 302; redirects are not followed"),
+        ("gone", "status 404"),
+        ("large", "larger than 4096 bytes"),
+    ],
+)
+def test_what_is_not_the_file_itself_is_refused(
+    port: int, path: str, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+    assert told in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
+
+
+def test_a_host_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
+
+        async def run() -> bytes:
+            return await UrlFetcher(["127.0.0.1"], 4096, timeout_s=0.2).fetch(url, "url")
+
+        with pytest.raises(ApiError, match="cannot be fetched"):
+            asyncio.run(run())
