@@ -219,10 +219,7 @@ class LLMEngine(Engine[RequestOutput]):
         return any(request.needs_input for request in self._output_processor.live(request_id))
 
     def pause(self, request_id: str) -> None:
-        """Leave a request out of the steps, with what it holds, until it is resumed.
-
-        Blocks and seats that others need are taken from it first. If not live it is left as it is.
-        """
+        """Let a live request rest until it is resumed; blocks and seats are taken from it first."""
         for request in self._output_processor.live(request_id):
             self._scheduler.pause(request)
 

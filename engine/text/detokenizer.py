@@ -13,6 +13,8 @@ __all__ = ["IncrementalDetokenizer"]
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
+_LONG_WINDOW = 32
+_SHORT_WINDOW = 8
 
 _special_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
@@ -27,8 +29,10 @@ class IncrementalDetokenizer:
         window   | prefix: already told, gives context | fresh: told in part or not at all |
                  |<------------- sent characters of its text ----------->|<- next piece -->|
 
-    When the text ends in a whole character, the fresh tokens become the prefix. The cost per
-    token is therefore that of decoding a few tokens, however long the text.
+    When the text ends in a whole character, the fresh tokens become the prefix. If it does not for
+    long, as in a run of bytes that are no text, the oldest tokens are let go of: a decoder that
+    begins within a character is in step again after three bytes. The cost per token is therefore
+    that of decoding a few tokens, however long the text.
 
     Held back until more arrives:
 
@@ -36,8 +40,9 @@ class IncrementalDetokenizer:
     - byte pieces (``<0xE2>``), up to the next token of another kind: the decoder reads a run of
       them as a whole and, if it is no valid UTF-8, replaces each of them, the valid ones too.
 
-    ``tokenizers.decoders.DecodeStream`` would do the same in less, but it raises for good when
-    such a run turns out invalid, which any model with a byte fallback can bring about.
+    ``tokenizers.decoders.DecodeStream`` does less: where such a run turns out invalid, which any
+    model with a byte fallback can bring about, it gives wrong text or raises for good; and it tells
+    nothing of a run of bytes that are no text, which it decodes from its start with every token.
 
     The prompt's ids are not needed. Clean-up of spaces is off: it would change what was handed out.
 
@@ -55,6 +60,7 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._num_prefix = 0
         self._num_sent = 0
+        self._longest_window = _LONG_WINDOW
 
     def flush(self) -> str:
         """Return what was held back; no ids may follow. An unfinished character is dropped."""
@@ -87,12 +93,27 @@ class IncrementalDetokenizer:
             self._num_sent = num_certain
             if is_whole:
                 self._slide()
+        if not is_whole and len(self._window) > self._longest_window:
+            self._shorten(text)
         return delta
 
     def _slide(self) -> None:
         self._window = self._window[self._num_prefix :]
         self._num_prefix = len(self._window)
         self._num_sent = len(self._decode(self._window))
+        self._longest_window = _LONG_WINDOW
+
+    def _shorten(self, text: str) -> None:
+        """Keep the last tokens of a window, if their text ends as that of the whole window does."""
+        kept = self._window[-_SHORT_WINDOW:]
+        kept_text = self._decode(kept)
+        # What is yet to be told, and a character that was, must be the same.
+        num_compared = len(text) - self._num_sent + 1
+        if kept_text[-num_compared:] == text[-num_compared:] and len(kept_text) >= num_compared:
+            self._num_sent = len(kept_text) - num_compared + 1
+            self._window, self._num_prefix = kept, 0
+        else:
+            self._longest_window *= 2  # so that to try again costs little
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(

@@ -30,19 +30,14 @@ def byte_pieces(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
 
 
 def byte_tokens(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
-    """Ids of single bytes of a byte-level vocabulary, found by encoding."""
-    by_byte: dict[int, int] = {}
-    for character in map(chr, range(0x80, 0x800)):
-        ids = tokenizer.encode(character, add_special_tokens=False)
-        if len(ids) == len(character.encode()):
-            by_byte.update(zip(character.encode(), ids, strict=True))
-    by_byte.update({b: tokenizer.encode(chr(b))[0] for b in range(0x21, 0x7F)})
-    three, four = "\N{EURO SIGN}", "\N{FOX FACE}"
-    for character in (three, four):
-        ids = tokenizer.encode(character, add_special_tokens=False)
-        assert len(ids) == len(character.encode())
-        by_byte.update(zip(character.encode(), ids, strict=True))
-    return [by_byte[byte] for byte in data]
+    """Ids of single bytes of a byte-level vocabulary, whether they are text or not."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(0x100 + index) for index, byte in enumerate(hidden)}
+    ids = tokenizer.convert_tokens_to_ids([letters[byte] for byte in data])
+    assert isinstance(ids, list) and whole_text(tokenizer, ids) == data.decode("utf-8", "replace")
+    return ids
 
 
 @pytest.fixture(params=sorted(TOKENIZERS))
@@ -127,6 +122,61 @@ def test_continuation_pieces_join_their_word():
     assert any(p.startswith("##") for p in tokenizer.convert_ids_to_tokens(ids))
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert "".join(detokenizer.append(i) for i in ids) + detokenizer.flush() == text
+
+
+# Bytes that are no text, each a token: alone, begun characters, characters that lack a byte.
+NO_TEXT = [b"\xff", b"\x80", b"\xe2", b"\xf0\x9f\x98", b"\xe2\x82", b"a\xff", b"\xc3\x28"]
+
+
+@pytest.mark.parametrize("data", NO_TEXT)
+@pytest.mark.parametrize("end", [b"", b"a", b"\x82\xac", b"\xf0\x9f\xa6\x8a"])
+def test_a_long_run_of_bytes_that_are_no_text_is_told_as_it_comes(data: bytes, end: bytes):
+    tokenizer = byte_level()
+    ids = byte_tokens(tokenizer, data * 100 + end)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    told = ""
+    for count, token_id in enumerate(ids, start=1):
+        told += detokenizer.append(token_id)
+        whole = whole_text(tokenizer, ids[:count])
+        assert told in (whole, whole[:-1])
+    assert (told + detokenizer.flush()).rstrip(REPLACEMENT) == whole.rstrip(REPLACEMENT)
+
+
+@settings(max_examples=60)
+@given(data=st.lists(st.sampled_from([b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0", b"a"])))
+def test_a_window_is_shortened_anywhere_and_the_text_stays(data: list[bytes]):
+    tokenizer = byte_level()
+    ids = byte_tokens(tokenizer, b"\xe2\x82" * 20 + b"".join(data) + b"\xf0\x9f" * 12)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    told = ""
+    for count, token_id in enumerate(ids, start=1):
+        told += detokenizer.append(token_id)
+        whole = whole_text(tokenizer, ids[:count])
+        assert told in (whole, whole[:-1])
+
+
+@pytest.mark.parametrize("data", NO_TEXT)
+@pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
+def test_what_is_decoded_is_linear_in_a_run_of_bytes_that_are_no_text(
+    kind: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer = TOKENIZERS[kind]()
+    make = byte_tokens if kind == "byte_level" else byte_pieces
+    ids = make(tokenizer, data * 400)
+    num_decoded = 0
+    decode = tokenizer.decode
+
+    def counted(given, **options):
+        nonlocal num_decoded
+        num_decoded += len(given)
+        return decode(given, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    for token_id in ids:
+        detokenizer.append(token_id)
+    detokenizer.flush()
+    assert num_decoded <= 40 * len(ids)
 
 
 def test_what_is_decoded_again_does_not_grow_with_the_text(
