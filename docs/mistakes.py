@@ -59,7 +59,7 @@ class Answer:
     """What came of a mistake.
 
     Attributes:
-        text: what was printed.
+        text: what was printed, without the folder's own path.
         status: the exit status.
     """
 
@@ -174,7 +174,8 @@ def answer_to(mistake: Mistake) -> Answer:
         if mistake.code:
             return Answer(_raised_by(mistake.code), 1)
         done = CliRunner(env=_SETTINGS).invoke(app, mistake.command, prog_name="omni")
-        return Answer((done.stderr or done.stdout).strip(), done.exit_code)
+        printed = (done.stderr or done.stdout).strip()
+        return Answer(printed.replace(f"{Path(name).resolve()}/", ""), done.exit_code)
 
 
 def _raised_by(code: str) -> str:
