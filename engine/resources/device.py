@@ -20,7 +20,9 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not known: {error}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA device")
+        raise ValueError(
+            f"device {name!r} was asked for, but torch sees no CUDA device; take 'cpu', or 'auto'"
+        )
     return device
 
 

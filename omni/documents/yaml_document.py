@@ -54,9 +54,9 @@ class YamlDocument:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-            raise ConfigError(
-                f"{place}: not valid YAML: {error.problem or error.context}"
-            ) from None
+            problem = error.problem or error.context or ""
+            mend = "; indent with spaces" if "'\\t'" in problem else ""
+            raise ConfigError(f"{place}: not valid YAML: {problem}{mend}") from None
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             character = error.character if isinstance(error.character, int) else 0
