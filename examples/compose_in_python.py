@@ -20,19 +20,14 @@ from omni import (
     SamplingParams,
     StageInputs,
 )
-from omni.seeded.checkpoints import resolve_model
 
 OPENING = "You are a helpful assistant. The user asks a question, and the assistant answers: "
 PROMPTS = [OPENING + question for question in ("why is the sky blue?", "what is a cache?")]
 
 
 def build() -> Pipeline:
-    decoder = EngineConfig(
-        model=resolve_model("seeded:qwen2"), block_size=8, num_blocks=256, max_model_len=256
-    )
-    encoder = EngineConfig(
-        model=resolve_model("seeded:bert"), block_size=8, num_blocks=128, max_model_len=128
-    )
+    decoder = EngineConfig(model="seeded:qwen2", block_size=8, num_blocks=256, max_model_len=256)
+    encoder = EngineConfig(model="seeded:bert", block_size=8, num_blocks=128, max_model_len=128)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     writer = AutoregressiveStage("writer", decoder, sampling=greedy)
     reader = AutoregressiveStage(

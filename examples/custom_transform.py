@@ -21,7 +21,6 @@ from omni import (
     StageInputs,
     TransformContext,
 )
-from omni.seeded.checkpoints import resolve_model
 
 
 def question_with_draft(context: TransformContext) -> Prompt:
@@ -40,9 +39,7 @@ def last_rows_only(context: TransformContext) -> Prompt:
 
 
 def main() -> None:
-    engine = EngineConfig(
-        model=resolve_model("seeded:qwen2"), block_size=8, num_blocks=256, max_model_len=256
-    )
+    engine = EngineConfig(model="seeded:qwen2", block_size=8, num_blocks=256, max_model_len=256)
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     stages = [
         AutoregressiveStage("draft", engine, sampling=greedy),

@@ -8,14 +8,11 @@ from __future__ import annotations
 import torch
 
 from omni import EmbedsPrompt, EngineConfig, LLMEngine, Prompt, SamplingParams, TokensPrompt
-from omni.seeded.checkpoints import resolve_model
 
 
 def main() -> None:
     engine = LLMEngine(
-        EngineConfig(
-            model=resolve_model("seeded:llama"), block_size=8, num_blocks=128, max_model_len=256
-        )
+        EngineConfig(model="seeded:llama", block_size=8, num_blocks=128, max_model_len=256)
     )
     print("what it reserved")
     for line in engine.memory_plan.lines():

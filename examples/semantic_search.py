@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from omni import EncoderStage, EngineConfig, Omni, Pipeline
-from omni.seeded.checkpoints import resolve_model
 
 DOCUMENTS = [
     "The tide comes in twice a day.",
@@ -30,7 +29,7 @@ QUESTIONS = ["When does the tide come in?", "What does a cache keep?"]
 
 def embedder(checkpoint: str | None) -> EncoderStage:
     """The stage that makes the vectors."""
-    config = EngineConfig(model=checkpoint or resolve_model("seeded:bert"), num_blocks=512)
+    config = EngineConfig(model=checkpoint or "seeded:bert", num_blocks=512)
     if checkpoint is not None:
         return EncoderStage("embedder", config, outputs=["pooled"])
     return EncoderStage("embedder", config, pooling="mean", normalize=True, outputs=["pooled"])

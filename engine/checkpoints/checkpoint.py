@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from engine.checkpoints.checkpoint_parts import CheckpointPart, find_part
 from engine.checkpoints.config_file import CONFIG_FILE, load_config, read_config_file
 from engine.checkpoints.folder_files import check_files, load_generation_config
+from engine.checkpoints.model_sources import folder_of_source
 from engine.checkpoints.weight_files import WeightFiles, listed
 
 __all__ = ["Checkpoint"]
@@ -59,7 +60,8 @@ class Checkpoint:
         """Open a folder, or a model of the Hugging Face hub (downloaded to its usual cache).
 
         Args:
-            model: folder or hub id (``organisation/name``).
+            model: folder, hub id (``organisation/name``), or a name that a package brings, such as
+                ``seeded:qwen2``.
             part: which model, if it holds several.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.
@@ -201,6 +203,9 @@ def _locate(model: str, revision: str | None, trust_remote_code: bool) -> Path:
         return path
     if path.is_file():
         raise ValueError(f"model {model!r} is a file; a checkpoint is a folder with a config.json")
+    folder = folder_of_source(model)
+    if folder is not None:
+        return folder
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_like_path:
         raise ValueError(f"model folder {model!r} does not exist (and it is no hub id)")

@@ -85,7 +85,8 @@ class EngineConfig(EngineSettings):
     """An engine's model and settings.
 
     Attributes:
-        model: folder or hub id of a Hugging Face checkpoint.
+        model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>`` for a small one
+            that is built on first use.
         part: which model of a checkpoint that holds several, such as ``thinker``.
     """
 

@@ -94,7 +94,7 @@ class GeneratorConfig(GeneratorSettings):
     """A generator's model and settings.
 
     Attributes:
-        model: folder or hub id of a Hugging Face checkpoint.
+        model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>``.
         part: which model of a checkpoint that holds several, such as ``code2wav``.
         generation: how sound is made.
     """
