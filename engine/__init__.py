@@ -42,6 +42,7 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
     VideoFeatures,
+    VideoPrompt,
 )
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
@@ -118,6 +119,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensPrompt",
     "VideoFeatures",
+    "VideoPrompt",
     "Waveform",
     "build_decoder",
     "decoder_family",

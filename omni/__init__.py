@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SamplingParams,
         TextPrompt,
         TokensPrompt,
+        VideoPrompt,
         Waveform,
     )
     from omni.pipelines.pipeline import Pipeline
@@ -75,6 +76,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "TransformContext",
+    "VideoPrompt",
     "Waveform",
     "chunkable",
     "register_stage_kind",

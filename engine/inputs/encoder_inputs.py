@@ -174,6 +174,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         super().__init__(encoder)
         self._extractor = extractor
         self._reader = SampleReader.of(extractor, limits)
+        self._window = int(extractor.n_samples)
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Read, resample and extract.
@@ -193,7 +194,7 @@ class AudioEncoderInputs(EncoderInputMaker):
             ValueError: the prompt is no audio, longer than the user's limit, or cannot be read.
         """
         samples = self._read(prompt, self._reader.of_any_length())
-        if len(samples) <= self._reader.max_samples:
+        if len(samples) <= self._window:
             return self._of_samples(samples, cache_salt)
         whole = self._extractor(
             samples,
@@ -202,7 +203,7 @@ class AudioEncoderInputs(EncoderInputMaker):
             padding="longest",
             return_tensors="pt",
         )["input_features"][0]
-        window = self._reader.max_samples // int(self._extractor.hop_length)
+        window = self._window // int(self._extractor.hop_length)
         windows = InputWindows(
             whole,
             window,

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import logging
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
+from engine.inputs.feature_maker import FeatureMaker
+from engine.inputs.video_features import VideoFeatureMaker, VideoSampling
 from engine.interface.media_limits import MediaLimits
-from engine.interface.prompts import AudioPrompt, VideoFeatures
+from engine.interface.prompts import AudioPrompt
 from engine.media.audio_samples import SampleReader, load_extractor
 from engine.media.image_file import image_features, load_image_processor
 from engine.requests.multimodal_input import Modality
 
 __all__ = [
     "AudioFeatureMaker",
-    "FeatureMaker",
     "FeatureTaker",
     "ImageFeatureMaker",
     "MissingFeatureMaker",
-    "VideoFeatureMaker",
     "load_feature_makers",
 ]
 
@@ -47,18 +44,6 @@ class FeatureTaker(Protocol):
 
     def places(self, features: Mapping[str, Tensor]) -> Tensor:
         """Where one item's rows lie, counted from its beginning: ``(3, num_rows)`` int64."""
-
-
-class FeatureMaker(ABC):
-    """Makes the features of items of one modality."""
-
-    @abstractmethod
-    def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Make the features of one item, by the names of transformers' processors.
-
-        Raises:
-            ValueError: it is no such item, or cannot be read or processed.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +123,6 @@ class AudioFeatureMaker(FeatureMaker):
         return {"input_features": output["input_features"][0][:, is_sound]}
 
 
-class VideoFeatureMaker(FeatureMaker):
-    """Videos that come as tensors already; checks what a tower cannot see from their shapes."""
-
-    def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Take :class:`VideoFeatures`; see :meth:`FeatureMaker.make`."""
-        if not isinstance(item, VideoFeatures):
-            raise ValueError(
-                "a video must be VideoFeatures, the tensors of the checkpoint's video processor, "
-                f"got {type(item).__name__}"
-            )
-        pixels: Any = item.pixel_values_videos
-        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
-            kind = getattr(pixels, "dtype", type(pixels).__name__)
-            raise ValueError(f"pixel_values_videos must be a floating-point tensor, got {kind}")
-        if not pixels.isfinite().all():
-            raise ValueError("pixel_values_videos holds NaN or infinite values")
-        grid = torch.as_tensor(item.video_grid_thw)
-        if grid.dtype.is_floating_point or grid.dtype == torch.bool:
-            raise ValueError(f"video_grid_thw must be integers, got {grid.dtype}")
-        seconds = float(item.second_per_grid)
-        if not math.isfinite(seconds) or seconds <= 0:
-            raise ValueError(f"second_per_grid must be more than 0 and finite, got {seconds}")
-        return {
-            "pixel_values_videos": pixels.detach().to("cpu", torch.float32),
-            "video_grid_thw": grid.to("cpu", torch.int64),
-            "video_second_per_grid": torch.tensor(seconds),
-        }
-
-
 def load_feature_makers(
     path: Path,
     towers: Mapping[Modality, FeatureTaker],
@@ -195,8 +151,19 @@ def load_feature_makers(
                 case "audio":
                     makers[modality] = AudioFeatureMaker(load_extractor(path, **trust), limits)
                 case "video":
-                    makers[modality] = VideoFeatureMaker()
+                    makers[modality] = _video_maker(path, limits)
         except ValueError as error:
             logger.warning("requests cannot show any %s: %s", modality, error)
             makers[modality] = MissingFeatureMaker(str(error))
     return makers
+
+
+def _video_maker(path: Path, limits: MediaLimits) -> VideoFeatureMaker:
+    """Frames go through the image processor; a checkpoint without one still takes tensors."""
+    sampling = VideoSampling.load(path)
+    try:
+        processor = load_image_processor(path)
+    except ValueError as error:
+        logger.warning("requests cannot show files of videos: %s", error)
+        processor = None
+    return VideoFeatureMaker(processor, sampling, limits)

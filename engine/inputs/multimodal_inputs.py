@@ -128,10 +128,11 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         self, modality: Modality, item: object, offset: int, cache_salt: str | None
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """What comes in the place of a placeholder: token ids, and whose rows replace them."""
+        way = self._model.audio_in_video
+        item = self._makers[modality].read(item, hears=way is not None, check_rows=self._check_rows)
         entry = self._input(modality, item, offset, cache_salt)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return [self._model.placeholders[modality]] * entry.length, (entry,)
-        way = self._model.audio_in_video
         if way is None:
             raise ValueError("this model takes no video with its own sound; leave out its audio")
         try:
@@ -147,6 +148,10 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         for piece in pieces:
             ids += [self._model.placeholders[piece.modality]] * piece.length
         return [*ids, way.end_id], pieces
+
+    def _check_rows(self, num_rows: int) -> None:
+        check_item(num_rows, self._row_bytes, self._cache_bytes)
+        self._limits.check_length(num_rows)
 
     def _input(
         self, modality: Modality, item: object, offset: int, cache_salt: str | None

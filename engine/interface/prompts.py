@@ -29,12 +29,13 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "VideoFeatures",
+    "VideoPrompt",
 ]
 
 
 MultiModalData: TypeAlias = (
     "Mapping[str, Sequence[str | Path | bytes | Image | Tensor | NDArray[Any] | AudioPrompt | "
-    "VideoFeatures]]"
+    "VideoFeatures | VideoPrompt]]"
 )
 """What a prompt shows beside its text, by modality: as many as it has placeholders, in their order.
 
@@ -42,7 +43,7 @@ MultiModalData: TypeAlias = (
   ``(height, width, 3)`` uint8.
 - ``"audio"``: files of WAV, FLAC, OGG or MP3, mono samples of the rate that the checkpoint's
   feature extractor wants, or an :class:`AudioPrompt` of either, for samples of another rate.
-- ``"video"``: :class:`VideoFeatures`.
+- ``"video"``: files of mp4 or webm, a :class:`VideoPrompt` of one, or :class:`VideoFeatures`.
 
 In the place of a file may stand its content, as bytes or as a data URL
 (``data:audio/wav;base64,UklGR...``).
@@ -54,7 +55,7 @@ as the item has rows, and for a video with its sound by as many as both have, an
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VideoFeatures:
-    """A video as the checkpoint's video processor gives it. Files of videos are not read here.
+    """A video as the checkpoint's video processor gives it.
 
     The tensors must not be changed until the request has finished.
 
@@ -70,6 +71,20 @@ class VideoFeatures:
     video_grid_thw: Sequence[int] | Tensor
     second_per_grid: float
     audio: str | Path | bytes | Tensor | NDArray[Any] | AudioPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPrompt:
+    """A video by its file. Its frames are chosen and scaled as the checkpoint's processor says.
+
+    Attributes:
+        video: a file of mp4 or webm, or its content (as bytes, or as a data URL).
+        use_audio: whether the model also hears its sound, in step with what it sees, if the video
+            has any and the model can.
+    """
+
+    video: str | Path | bytes
+    use_audio: bool = True
 
 
 @dataclass(frozen=True, slots=True)

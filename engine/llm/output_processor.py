@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.outputs import FinishReason, RequestOutput
@@ -194,7 +196,7 @@ class OutputProcessor:
         encoder_rows = self.kv_cache_manager.gather_encoder_outputs(
             request.request_id, encoder.num_tokens if encoder is not None else 0
         )
-        tensors = rows | encoder_rows
+        tensors: Mapping[str, Tensor] = rows | encoder_rows
         missing = self.declared_outputs - tensors.keys()
         if missing:
             group.error = f"the model did not emit {', '.join(sorted(missing))} for every token"

@@ -41,8 +41,8 @@ class PromptFlags:
         typer.Option(
             "--chat",
             metavar="TEXT",
-            help="What a user says, in the checkpoint's chat template, after every --image and "
-            "--audio; needs no placeholders. Each of several is a conversation of its own.",
+            help="What a user says, in the checkpoint's chat template, after each --image, --audio "
+            "and --video; needs no placeholders. Each of several is a conversation of its own.",
         ),
     ] = None
     audio: Annotated[
@@ -87,11 +87,22 @@ class PromptFlags:
             "next placeholder is; may be given several times.",
         ),
     ] = None
+    videos: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--video",
+            metavar="FILE",
+            help="A video (mp4, webm), with its sound where the model hears it, that every --chat "
+            "begins with, after its sounds, or that every --prompt shows where its next "
+            "placeholder is; may be given several times.",
+        ),
+    ] = None
 
     @property
     def given(self) -> bool:
         """Whether any of the flags was given."""
-        wanted = (self.prompts, self.chats, self.audio, self.encoder_prompts, self.images)
+        shown = (self.images, self.audio, self.videos)
+        wanted = (self.prompts, self.chats, self.encoder_prompts, *shown)
         return any(wanted) or self.decoder_prompt is not None or self.language is not None
 
     def digest(self) -> str:
@@ -116,8 +127,9 @@ class PromptFlags:
                 "other is taken as it stands"
             )
         shows = bool(self.chats or self.prompts)
-        if self.images and not shows:
-            raise ValueError("--image stands beside --chat or --prompt only")
+        for flag, files in (("--image", self.images), ("--video", self.videos)):
+            if files and not shows:
+                raise ValueError(f"{flag} stands beside --chat or --prompt only")
         if self.language is not None and (shows or not self.audio):
             raise ValueError("--language stands beside --audio only, without --chat or --prompt")
         encoder: list[EncoderPrompt] = [
@@ -141,7 +153,11 @@ class PromptFlags:
         """The prompts and chats, with the files that they show."""
         from engine import ChatPrompt, TextPrompt
 
-        given = {"image": tuple(self.images or ()), "audio": tuple(self.audio or ())}
+        given = {
+            "image": tuple(self.images or ()),
+            "audio": tuple(self.audio or ()),
+            "video": tuple(self.videos or ()),
+        }
         shown = {modality: files for modality, files in given.items() if files}
         for text in self.prompts or ():
             yield TextPrompt(text, multi_modal_data=shown) if shown else text

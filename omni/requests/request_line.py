@@ -18,13 +18,15 @@ __all__ = [
     "InputAudio",
     "PromptForm",
     "RequestLine",
+    "VideoFile",
+    "VideoUrl",
 ]
 
 FORMS = ("prompt", "messages", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
-ITEM_KEYS = ("audio", "images")
+ITEM_KEYS = ("audio", "images", "videos")
 FORMS_WITH_ITEMS = ("prompt", "messages", "prompt_token_ids")
-KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "path", "url", "file")
+KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "video", "path", "url", "file")
 """Keys by which a part carries its file in other programs."""
 
 
@@ -61,6 +63,16 @@ class ImageUrl(_Strict):
     detail: str | None = None
 
 
+class VideoUrl(_Strict):
+    """Where a video is.
+
+    Attributes:
+        url: a file, or the video itself as a data URL (``data:video/mp4;base64,...``).
+    """
+
+    url: str = Field(min_length=1)
+
+
 class InputAudio(_Strict):
     """Sound itself, as in OpenAI's requests.
 
@@ -73,7 +85,7 @@ class InputAudio(_Strict):
     format: str = Field(pattern="^[A-Za-z0-9]{1,16}$")
 
 
-_OF_TYPE = {"text": "text", "image_url": "image_url", "input_audio": "input_audio"}
+_OF_TYPE = {name: name for name in ("text", "image_url", "input_audio", "video_url")}
 """What a part of a type carries; other types carry nothing."""
 
 
@@ -81,19 +93,22 @@ class ContentPart(_Strict):
     """A part of what is said.
 
     Attributes:
-        type: ``text``; ``image`` or ``audio``: the next of the line's, which the chat template
-            puts a placeholder for; or ``image_url`` or ``input_audio``, which bring their own.
+        type: ``text``; ``image``, ``audio`` or ``video``: the next of the line's, which the chat
+            template puts a placeholder for; or ``image_url``, ``input_audio`` or ``video_url``,
+            which bring their own.
         text: of a part that is text.
         image_url: of a part of that type.
         input_audio: of a part of that type.
+        video_url: of a part of that type.
     """
 
     unknown_key_hints: ClassVar[Mapping[str, str]] = dict.fromkeys(
         KEYS_OF_FILES,
-        "files go into the request's 'images' and 'audio' lists, in the order of their parts",
+        "files go into the request's 'images', 'audio' and 'videos' lists, in the order of their "
+        "parts",
     )
 
-    type: Literal["text", "image", "audio", "image_url", "input_audio"]
+    type: Literal["text", "image", "audio", "video", "image_url", "input_audio", "video_url"]
     text: str | None = None
     image_url: (
         Annotated[
@@ -103,6 +118,13 @@ class ContentPart(_Strict):
         | None
     ) = None
     input_audio: InputAudio | None = None
+    video_url: (
+        Annotated[
+            Annotated[str, Field(min_length=1), Tag("text")] | Annotated[VideoUrl, Tag("mapping")],
+            _text_or("mapping", (dict, BaseModel), "a file, or a mapping that has it as 'url'"),
+        ]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _carries_what_its_type_says(self) -> ContentPart:
@@ -155,6 +177,18 @@ class AudioFile(_Strict):
         return self._given("language", "task", "timestamps")
 
 
+class VideoFile(_Strict):
+    """A file of video; see :class:`engine.VideoPrompt`.
+
+    Attributes:
+        file: mp4 or webm.
+        use_audio: whether its sound is heard, in step with what is seen.
+    """
+
+    file: str = Field(min_length=1)
+    use_audio: bool = True
+
+
 class _Forms(_Strict):
     """The forms of a prompt that every model knows.
 
@@ -198,6 +232,11 @@ OneAudio: TypeAlias = Annotated[
     _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'"),
 ]
 
+OneVideo: TypeAlias = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")] | Annotated[VideoFile, Tag("mapping")],
+    _text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'"),
+]
+
 
 class RequestLine(_Forms):
     """One request, with exactly one kind of prompt.
@@ -208,6 +247,7 @@ class RequestLine(_Forms):
         audio: beside a prompt of text, messages or token ids: files of sound, one for each
             placeholder in it. Else one, for the encoder of a speech model.
         images: likewise: image files, or one for the encoder of a vision model.
+        videos: beside such a prompt: files of video.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same
             forms as ``encoder_prompt``. Absent means the model's default.
         sampling: fields of ``SamplingParams``: for one stage under its name, or, without one, for
@@ -222,6 +262,7 @@ class RequestLine(_Forms):
     decoder_prompt: OneSide | None = None
     images: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     audio: tuple[OneAudio, ...] | None = None
+    videos: tuple[OneVideo, ...] | None = None
     sampling: dict[str, Any] = {}
     priority: int = 0
     cache_salt: str | None = None
@@ -235,6 +276,10 @@ class RequestLine(_Forms):
     @model_validator(mode="after")
     def _exactly_one_prompt(self) -> RequestLine:
         given = self._given(*FORMS)
+        if self.videos is not None and not self._given(*FORMS_WITH_ITEMS):
+            raise PlacedError(
+                ("videos",), f"must stand beside one of {', '.join(FORMS_WITH_ITEMS)}"
+            )
         encoder = self._given(*ENCODER_KEYS)
         if self.shows_items:
             encoder = [key for key in encoder if key not in ITEM_KEYS]

@@ -24,6 +24,7 @@ from engine import (
     Prompt,
     TextPrompt,
     TokensPrompt,
+    VideoPrompt,
 )
 from engine.media.regular_file import regular_file
 from omni.requests.request_line import (
@@ -33,6 +34,8 @@ from omni.requests.request_line import (
     ImageUrl,
     PromptForm,
     RequestLine,
+    VideoFile,
+    VideoUrl,
 )
 
 __all__ = ["prompt_of"]
@@ -85,11 +88,13 @@ def _with_items(form: DecoderPrompt, line: RequestLine, folder: Path) -> Decoder
         return form
     images: list[Any] = [_existing("images", folder, image) for image in line.images or ()]
     sounds: list[Any] = [_existing("audio", folder, entry.file) for entry in _audio_files(line)]
+    videos: list[Any] = [_video(entry, folder) for entry in line.videos or ()]
     messages = _messages(line)
     if messages is not None:
+        videos = list(_in_order(messages, "video", videos, folder))
         images = list(_in_order(messages, "image", images, folder))
         sounds = list(_in_order(messages, "audio", sounds, folder))
-    shown = {"image": images, "audio": sounds}
+    shown = {"image": images, "audio": sounds, "video": videos}
     return replace(form, multi_modal_data={key: items for key, items in shown.items() if items})
 
 
@@ -106,7 +111,10 @@ def _in_order(
                 yield item
         elif part.image_url is not None and modality == "image":
             url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            yield _at_url(url, folder)
+            yield _at_url("image_url", url, folder)
+        elif part.video_url is not None and modality == "video":
+            url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
+            yield _at_url("video_url", url, folder)
         elif part.input_audio is not None and modality == "audio":
             kind = part.input_audio.format.lower()
             yield f"data:audio/{kind};base64,{part.input_audio.data}"
@@ -119,19 +127,24 @@ def _parts(messages: tuple[ChatMessage, ...]) -> Iterator[ContentPart]:
             yield from message.content
 
 
-def _at_url(url: str, folder: Path) -> str | Path:
+def _at_url(key: str, url: str, folder: Path) -> str | Path:
     """A data URL as it is, or the file that is meant."""
     scheme = url[:8].lower()
     if scheme.startswith("data:"):
         return url
     if scheme.startswith(("http://", "https://")):
         raise ValueError(
-            f"image_url: {_shown(url)} is in the network, and nothing is fetched from there; save "
+            f"{key}: {_shown(url)} is in the network, and nothing is fetched from there; save "
             "it, and give the file"
         )
     if scheme.startswith("file:"):
         url = url2pathname(urlsplit(url).path)
-    return _existing("image_url", folder, url)
+    return _existing(key, folder, url)
+
+
+def _video(entry: str | VideoFile, folder: Path) -> VideoPrompt:
+    entry = VideoFile(file=entry) if isinstance(entry, str) else entry
+    return VideoPrompt(_existing("videos", folder, entry.file), use_audio=entry.use_audio)
 
 
 def _audio_files(line: RequestLine) -> list[AudioFile]:
@@ -180,8 +193,12 @@ def _said(message: ChatMessage) -> Mapping[str, Any]:
     return said
 
 
+_MODALITY_OF = {"image_url": "image", "input_audio": "audio", "video_url": "video"}
+"""What templates call a part that brings its own."""
+
+
 def _as_templates_know_it(part: ContentPart) -> Mapping[str, Any]:
-    modality = {"image_url": "image", "input_audio": "audio"}.get(part.type)
+    modality = _MODALITY_OF.get(part.type)
     return {"type": modality} if modality else part.model_dump(exclude_none=True)
 
 

@@ -274,6 +274,9 @@ def _save_processors(path: Path, num_mel_bins: int) -> None:
     audio = WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=30)
     both = image.to_dict() | audio.to_dict() | {"processor_class": "Qwen2_5OmniProcessor"}
     (path / "preprocessor_config.json").write_text(json.dumps(both, indent=2, default=str))
+    video = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
+    video |= {"min_pixels": image.size["shortest_edge"], "max_pixels": image.size["longest_edge"]}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
 
 
 def _save_speakers(

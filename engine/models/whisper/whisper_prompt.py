@@ -21,8 +21,12 @@ __all__ = ["WhisperPromptRule"]
 
 _WISHES = ("language", "task", "timestamps")
 
-_NOT_DONE = ("condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold")
-_NOT_DONE += ("no_speech_threshold",)
+_NOT_DONE = (
+    "condition_on_prev_tokens",
+    "compression_ratio_threshold",
+    "logprob_threshold",
+    "no_speech_threshold",
+)
 """What transformers can do beside with a long recording, if it is told to."""
 
 

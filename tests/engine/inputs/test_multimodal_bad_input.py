@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
     "no rate": ("audio", AudioPrompt(tone(0.25), 0), "audio 0: the audio has a sampling rate of 0"),
     "a language": ("audio", AudioPrompt(tone(0.25), language="fr"), "language is for speech model"),
     "no file of sound": ("audio", "no.wav", "audio 0: audio 'no.wav' cannot be read"),
-    "a file of video": ("video", "a.mp4", "video 0: a video must be VideoFeatures, .* got str"),
+    "a file of video": ("video", "a.mp4", "video 0: video 'a.mp4' cannot be read: No such"),
     "bytes": (
         "video",
         pixels(pixel_values_videos=torch.zeros(48, 1176, dtype=torch.uint8)),

@@ -277,8 +277,8 @@ MISTAKES = {
     ),
     "a part of an unknown type": (
         {"prompt": [{"role": "user", "content": [{"type": "smell"}]}]},
-        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'image_url' or "
-        "'input_audio', got 'smell'",
+        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'video', "
+        "'image_url', 'input_audio' or 'video_url', got 'smell'",
     ),
     "audio beside embeddings": (
         {"audio": ["a.wav"], "prompt_embeds": "x.safetensors"},

@@ -29,7 +29,7 @@ def chat(*parts: Any) -> dict[str, Any]:
 
 
 FILES_ELSEWHERE = (
-    "files go into the request's 'images' and 'audio' lists, in the order of their parts"
+    "files go into the request's 'images', 'audio' and 'videos' lists, in the order of their parts"
 )
 WHOLE_MESSAGES = {
     "a fraction as token id": (
@@ -38,13 +38,13 @@ WHOLE_MESSAGES = {
     ),
     "an unknown type": (
         chat({"type": "vidio"}),
-        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'image_url' or "
-        "'input_audio', got 'vidio'",
+        "prompt[0].content[0].type: should be 'text', 'image', 'audio', 'video', "
+        "'image_url', 'input_audio' or 'video_url', got 'vidio'",
     ),
     "another program's part": (
         chat({"type": "image", "path": "a.png"}),
         "prompt[0].content[0].path: unknown key; known are 'type', 'text', 'image_url', "
-        "'input_audio'; " + FILES_ELSEWHERE,
+        "'input_audio', 'video_url'; " + FILES_ELSEWHERE,
     ),
     "an address that is a number": (
         chat({"type": "image_url", "image_url": 3}),

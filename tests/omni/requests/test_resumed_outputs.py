@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine import FinishReason, Waveform
 from omni.requests import output_line
@@ -347,7 +348,7 @@ class FullDisk:
         self._fails = fails
         for name in ("write", "open", "replace", "mkdir", "fsync", "unlink"):
             patch.setattr(os, name, self._counted(getattr(os, name)))
-        patch.setattr(output_line, "save_file", self._counted(output_line.save_file))
+        patch.setattr(output_line, "save_file", self._counted(save_file))
         patch.setattr(Waveform, "save", self._counted(Waveform.save))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

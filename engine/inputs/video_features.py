@@ -1,0 +1,235 @@
+"""Videos as the tensors that a tower takes: of a file, or as they come."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from engine.inputs.feature_maker import FeatureMaker
+from engine.interface.media_limits import MediaLimits
+from engine.interface.prompts import AudioPrompt, VideoFeatures, VideoPrompt
+from engine.media.media_source import MediaSource
+from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
+
+__all__ = ["VideoFeatureMaker", "VideoSampling"]
+
+_FPS = 2.0
+"""What the published processors take where their files say nothing."""
+
+_PIXELS = 28 * 28
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSampling:
+    """Which frames of a video a checkpoint looks at, and how large.
+
+    ::
+
+        24 frames a second   | | | | | | | | | | | | | | | | | | | | | | | | ...
+        2 of them are seen   ^                       ^                       ...
+        a grid of patches    |<----- temporal_patch_size of them ----->|
+
+    Attributes:
+        fps: frames of a second that are looked at; None where ``num_frames`` is given.
+        num_frames: how many of the whole video; None where ``fps`` says so.
+        min_frames: at least so many, as far as there are.
+        max_frames: at most so many.
+        min_pixels: of a frame; a smaller one is scaled up.
+        max_pixels: of a frame; a larger one is scaled down.
+    """
+
+    fps: float | None = _FPS
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int = 128 * _PIXELS
+    max_pixels: int = 768 * _PIXELS
+
+    @classmethod
+    def load(cls, folder: Path) -> VideoSampling:
+        """Read what a checkpoint's folder says of its video processor.
+
+        That is ``processor_config.json`` under ``video_processor``, or else
+        ``video_preprocessor_config.json``. What they leave open is as in the published processors;
+        the settings for images are not taken for videos.
+
+        Raises:
+            ValueError: a file cannot be read, or has a wrong value; names file and key.
+        """
+        whole, own = folder / "processor_config.json", folder / "video_preprocessor_config.json"
+        stated: Any = _read_object(whole).get("video_processor") if whole.is_file() else None
+        file = whole
+        if stated is None:
+            stated, file = (_read_object(own) if own.is_file() else {}), own
+        if not isinstance(stated, dict):
+            raise ValueError(f"{whole}: video_processor must be a mapping")
+        size = stated.get("size") or {}
+        if not isinstance(size, dict):
+            raise ValueError(f"{file}: size must be a mapping, got {size!r}")
+        found = {
+            "num_frames": stated.get("num_frames"),
+            "min_frames": stated.get("min_frames"),
+            "max_frames": stated.get("max_frames"),
+            "min_pixels": stated.get("min_pixels", size.get("shortest_edge")),
+            "max_pixels": stated.get("max_pixels", size.get("longest_edge")),
+        }
+        values: dict[str, Any] = {name: n for name, n in found.items() if n is not None}
+        for name, value in values.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{file}: {name} must be an integer of 1 or more, got {value!r}")
+        fps = stated.get("fps")
+        if fps is not None:
+            if not isinstance(fps, int | float) or not 0 < fps < math.inf:
+                raise ValueError(f"{file}: fps must be a number of more than 0, got {fps!r}")
+            if "num_frames" in values:
+                raise ValueError(f"{file}: fps and num_frames exclude each other")
+            values["fps"] = float(fps)
+        elif "num_frames" in values:
+            values["fps"] = None
+        return cls(**values)
+
+    def choose(self, info: VideoInfo, temporal_patch_size: int) -> list[int]:
+        """Which frames are looked at: evenly spread, a multiple of ``temporal_patch_size``.
+
+        Raises:
+            ValueError: there are fewer than are to be looked at.
+        """
+        total, step = info.num_frames, temporal_patch_size
+        if self.num_frames is not None:
+            count = round(self.num_frames / step) * step
+            if count > total:
+                raise ValueError(
+                    f"the checkpoint looks at {count} frames of a video, and this one has {total}"
+                )
+        else:
+            most = math.floor(min(self.max_frames, total) / step) * step
+            wanted = total / info.fps * (self.fps or _FPS)
+            count = math.floor(min(max(wanted, self.min_frames), most, total) / step) * step
+        if not count:
+            return list(range(min(total, step)))  # shorter than a grid: the last one is repeated
+        chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFeatureMaker(FeatureMaker):
+    """Videos by files, or as tensors already; checks what a tower cannot see from their shapes.
+
+    Attributes:
+        processor: of the checkpoint, for images; None if it brings none: tensors only.
+        sampling: of the checkpoint.
+        limits: how much of a file is read.
+    """
+
+    processor: Any = None
+    sampling: VideoSampling = field(default_factory=VideoSampling)
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+    def make(self, item: Any) -> Mapping[str, Tensor]:
+        """Take :class:`VideoFeatures`; see :meth:`FeatureMaker.make`."""
+        if not isinstance(item, VideoFeatures):
+            raise ValueError(
+                "a video must be a file, or VideoFeatures, the tensors of the checkpoint's video "
+                f"processor, got {type(item).__name__}"
+            )
+        pixels: Any = item.pixel_values_videos
+        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
+            kind = getattr(pixels, "dtype", type(pixels).__name__)
+            raise ValueError(f"pixel_values_videos must be a floating-point tensor, got {kind}")
+        if not pixels.isfinite().all():
+            raise ValueError("pixel_values_videos holds NaN or infinite values")
+        grid = torch.as_tensor(item.video_grid_thw)
+        if grid.dtype.is_floating_point or grid.dtype == torch.bool:
+            raise ValueError(f"video_grid_thw must be integers, got {grid.dtype}")
+        seconds = float(item.second_per_grid)
+        if not math.isfinite(seconds) or seconds <= 0:
+            raise ValueError(f"second_per_grid must be more than 0 and finite, got {seconds}")
+        return {
+            "pixel_values_videos": pixels.detach().to("cpu", torch.float32),
+            "video_grid_thw": grid.to("cpu", torch.int64),
+            "video_second_per_grid": torch.tensor(seconds),
+        }
+
+    def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
+        """Make the tensors of a file, and take its sound; see :meth:`FeatureMaker.read`.
+
+        Frames lie as far apart as they were taken, also where rounding or a limit let fewer be
+        looked at, so that the sound is in step. What is no file stays as it is.
+        """
+        prompt = VideoPrompt(item) if isinstance(item, str | Path | bytes) else item
+        if not isinstance(prompt, VideoPrompt):
+            return item
+        if self.processor is None:
+            raise ValueError("the checkpoint brings no image processor, which reads the frames")
+        source = MediaSource(prompt.video, "video", self.limits.max_file_bytes)
+        info = probe_video(source, self.limits)
+        depth = int(self.processor.temporal_patch_size)
+        indices = self.sampling.choose(info, depth)
+        pixels, grid = self._patches(self._frames(source, info, indices), indices, check_rows)
+        sampled_fps = len(indices) / info.num_frames * info.fps
+        audio = None
+        if hears and prompt.use_audio and info.has_sound:
+            sound = read_soundtrack(source, self.limits)
+            audio = None if sound is None else AudioPrompt(*sound)
+        return VideoFeatures(pixels, grid, depth / sampled_fps, audio)
+
+    def _frames(
+        self, source: MediaSource, info: VideoInfo, indices: list[int]
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Each frame's patches, through the image processor: ``(patches, values)`` and its grid."""
+        size = {
+            "shortest_edge": self.sampling.min_pixels,
+            "longest_edge": self.sampling.max_pixels,
+        }
+        for pixels in read_frames(source, info, indices, self.limits):
+            image = Image.fromarray(pixels)
+            try:
+                output = self.processor(images=image, size=size, return_tensors="pt")
+            except (ValueError, ZeroDivisionError) as error:
+                raise ValueError(
+                    f"frames of {image.width} x {image.height} pixels cannot be processed: {error}"
+                ) from error
+            yield output["pixel_values"], output["image_grid_thw"][0].tolist()
+
+    def _patches(
+        self,
+        frames: Iterator[tuple[Tensor, list[int]]],
+        indices: list[int],
+        check_rows: Callable[[int], None],
+    ) -> tuple[Tensor, tuple[int, int, int]]:
+        """Lay frames behind each other: an image's patch has one frame in all of its depth."""
+        depth, side = int(self.processor.temporal_patch_size), int(self.processor.patch_size)
+        num_grids = -(-len(indices) // depth)
+        whole: Tensor | None = None
+        place = 0
+        for place, (patches, (_, height, width)) in enumerate(frames):
+            parts = patches.view(len(patches), -1, depth, side * side)
+            if whole is None:
+                # Before the others are decoded.
+                check_rows(num_grids * len(patches) // int(self.processor.merge_size) ** 2)
+                whole = torch.empty(num_grids, *parts.shape)
+                grid = num_grids, height, width
+            whole[place // depth, :, :, place % depth] = parts[:, :, 0]
+        if whole is None:
+            raise ValueError("the video holds no frames")
+        for rest in range(place + 1, num_grids * depth):
+            whole[rest // depth, :, :, rest % depth] = whole[place // depth, :, :, place % depth]
+        return whole.flatten(2).flatten(0, 1), grid
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must be a mapping, got {type(found).__name__}")
+    return found

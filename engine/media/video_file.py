@@ -1,0 +1,231 @@
+"""Reads mp4 and webm: what they hold, chosen frames of them, and their sound; through PyAV.
+
+A file is gone through three times: packets are counted, which decodes nothing; the frames that were
+chosen are decoded, and what they need before them; then the sound. So limits come before work, and
+no more than one frame of the file's own size is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.interface.media_limits import MediaLimits
+from engine.media.media_source import MediaSource
+from engine.media.sound_file import check_rate
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+__all__ = ["VideoInfo", "probe_video", "read_frames", "read_soundtrack"]
+
+_VIDEO_CODECS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "av1")
+_AUDIO_CODECS = ("aac", "mp3", "opus", "vorbis", "flac", "alac")
+_HIGHEST_FPS = 1_000
+_SETTINGS = "engine.media_limits"
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInfo:
+    """What a video holds.
+
+    Attributes:
+        num_frames: of the picture.
+        fps: frames per second, on average.
+        width: of a frame, in pixels.
+        height: of a frame, in pixels.
+        has_sound: whether there is any.
+    """
+
+    num_frames: int
+    fps: float
+    width: int
+    height: int
+    has_sound: bool
+
+
+def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
+    """Look at a video without decoding any of it.
+
+    Raises:
+        ValueError: it cannot be read, is of another kind, cut off, or beyond a limit.
+    """
+    with _opened(source) as container:
+        stream = _stream(source, container, "video", _VIDEO_CODECS)
+        if stream is None:
+            raise ValueError(f"{source.name} holds no moving picture")
+        fps = float(stream.average_rate or 0)
+        if not 0 < fps <= _HIGHEST_FPS:
+            raise ValueError(
+                f"{source.name} states {fps:g} frames per second, and what is read has more than 0 "
+                f"and at most {_HIGHEST_FPS}"
+            )
+        width, height, stated = int(stream.width), int(stream.height), int(stream.frames)
+        _check_frame(source, width, height, limits)
+        # What the header states may be a lie: counted below, and no further than allowed.
+        _check_duration(source, stated / fps, limits)
+        num_frames = 0
+        for packet in container.demux(stream):
+            num_frames += bool(packet.size)
+            _check_duration(source, num_frames / fps, limits)
+        if not num_frames:
+            raise ValueError(f"{source.name} is empty: it holds no frames")
+        if num_frames < stated:
+            raise ValueError(
+                f"{source.name} is cut off: its header states {stated} frames, it holds "
+                f"{num_frames}"
+            )
+        has_sound = bool(container.streams.audio)
+    return VideoInfo(num_frames, fps, width, height, has_sound)
+
+
+def read_frames(
+    source: MediaSource, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
+) -> Iterator[NDArray[np.uint8]]:
+    """Decode some frames, one after the other.
+
+    Args:
+        source: of the video.
+        info: what :func:`probe_video` found.
+        indices: which frames, in rising order.
+        limits: how many pixels they may have together.
+
+    Yields:
+        ``(height, width, 3)`` red, green and blue, upright.
+
+    Raises:
+        ValueError: they are too many, or cannot be decoded.
+    """
+    num_pixels = len(indices) * info.width * info.height
+    if num_pixels > limits.max_video_pixels:
+        raise ValueError(
+            f"{source.name}: {len(indices)} frames of {info.width} x {info.height} pixels are "
+            f"looked at, {num_pixels} together, and {limits.max_video_pixels} are the most; scale "
+            f"it down, cut it, or raise {_SETTINGS}.max_video_pixels"
+        )
+    wanted, num_found = frozenset(indices), 0
+    with _opened(source) as container:
+        for index, frame in enumerate(container.decode(video=0)):
+            if index not in wanted:
+                continue
+            if (frame.width, frame.height) != (info.width, info.height):
+                raise ValueError(
+                    f"{source.name}: frame {index} has {frame.width} x {frame.height} pixels, and "
+                    f"the video {info.width} x {info.height}"
+                )
+            pixels: Any = frame.to_ndarray(format="rgb24")
+            yield upright(pixels, int(frame.rotation))
+            num_found += 1
+            if num_found == len(wanted):
+                return
+    raise ValueError(
+        f"{source.name} is damaged: {num_found} of the {len(wanted)} frames that were looked for "
+        "can be decoded"
+    )
+
+
+def upright(pixels: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
+    """Turn a frame as its camera was held: by quarters, counterclockwise."""
+    return np.ascontiguousarray(np.rot90(pixels, degrees // 90))
+
+
+def read_soundtrack(
+    source: MediaSource, limits: MediaLimits
+) -> tuple[NDArray[np.float32], int] | None:
+    """Decode the sound of a video, from the moment of its first frame on; channels are averaged.
+
+    Returns:
+        Mono samples ``(num_samples,)``, and how many make a second; None if there is no sound.
+
+    Raises:
+        ValueError: it cannot be decoded, or is beyond a limit.
+    """
+    import av
+
+    with _opened(source) as container:
+        stream = _stream(source, container, "audio", _AUDIO_CODECS)
+        if stream is None:
+            return None
+        rate = int(stream.rate)
+        check_rate(rate, f"the sound of {source.name}")
+        to_floats = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
+        parts: list[NDArray[np.float32]] = []
+        num_samples, begin = 0, 0.0
+        for frame in container.decode(stream):
+            if not parts:
+                begin = float(frame.time or 0.0)
+            for floats in to_floats.resample(frame):
+                parts.append(floats.to_ndarray().mean(axis=0, dtype=np.float32))
+                num_samples += len(parts[-1])
+            _check_duration(source, num_samples / rate, limits)
+        first: Any = container.streams.video[0]
+        begin -= float((first.start_time or 0) * first.time_base)
+    if not parts:
+        return None
+    samples = np.concatenate(parts)
+    # In step: what comes later than the picture follows on silence, what comes earlier is unseen.
+    late = round(begin * rate)
+    if late < 0:
+        return samples[-late:], rate
+    return np.concatenate([np.zeros(late, np.float32), samples]), rate
+
+
+def _check_duration(source: MediaSource, seconds: float, limits: MediaLimits) -> None:
+    if seconds > limits.max_video_s:
+        raise ValueError(
+            f"{source.name} is longer than {limits.max_video_s:g} s, which are the most that are "
+            f"read: cut it into shorter pieces, or raise {_SETTINGS}.max_video_s"
+        )
+
+
+def _check_frame(source: MediaSource, width: int, height: int, limits: MediaLimits) -> None:
+    if min(width, height) < 1 or width * height > limits.max_image_pixels:
+        raise ValueError(
+            f"{source.name} has frames of {width} x {height} pixels, and what is read has 1 to "
+            f"{limits.max_image_pixels}; scale it down, or raise {_SETTINGS}.max_image_pixels"
+        )
+
+
+def _stream(
+    source: MediaSource, container: InputContainer, kind: str, codecs: Sequence[str]
+) -> Any:
+    """The first stream of a kind, or None."""
+    streams = getattr(container.streams, kind)
+    if not streams:
+        return None
+    name = streams[0].codec_context.codec.canonical_name
+    if name not in codecs:
+        raise ValueError(
+            f"the {kind} of {source.name} is {name}, and what is read is {', '.join(codecs)}; "
+            "convert it"
+        )
+    return streams[0]
+
+
+@contextmanager
+def _opened(source: MediaSource) -> Iterator[InputContainer]:
+    # Only where there is a video: other requests do not wait for it.
+    import av
+
+    with source.open() as file:
+        head = file.read(12)
+        file.seek(0)
+        # Told by the first bytes: ffmpeg would try many more formats, playlists among them.
+        if head[4:8] == b"ftyp":
+            kind = "mov"
+        elif head[:4] == b"\x1aE\xdf\xa3":
+            kind = "matroska"
+        else:
+            raise ValueError(
+                f"{source.name} cannot be read: it is neither mp4 nor webm; convert it"
+            )
+        try:
+            with av.open(file, "r", format=kind, metadata_errors="ignore") as container:
+                yield container
+        except (av.FFmpegError, EOFError, UnicodeError) as error:
+            raise ValueError(f"{source.name} cannot be read as a video: {error}") from error
