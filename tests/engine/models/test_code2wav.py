@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.requirements import Requirement
 from torch import Tensor
+from transformers import AttentionInterface
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    DiTAttention,
+    Qwen2_5OmniDiTRotaryEmbedding,
+)
 
 from engine import GenerationParams
 from engine.models.model_loader import load_generator, open_checkpoint
@@ -17,6 +25,7 @@ from engine.models.qwen2_5_omni.code2wav import Code2Wav, initial_noise
 from engine.models.qwen2_5_omni.speakers import Speaker, Speakers, load_speakers
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
+ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 4
 # Samples of the seeded vocoder spread by 0.01; a hundredth of a percent of that is rounding.
 ATOL = 1e-6
@@ -36,6 +45,39 @@ def reference(folder: str) -> VocoderReference:
 @pytest.fixture(scope="module")
 def speakers(folder: str) -> Speakers:
     return load_speakers(Path(folder))
+
+
+def test_releases_of_transformers_that_turn_the_heads_wrongly_are_not_allowed() -> None:
+    """huggingface/transformers#47328: from the first of version 5 to the last of 5.14."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    requirements = [Requirement(each) for each in project["dependencies"]]
+    (allowed,) = [each.specifier for each in requirements if each.name == "transformers"]
+    wrong = ["5.0.0", *(f"5.{minor}.{patch}" for minor in range(1, 15) for patch in range(4))]
+    assert not list(allowed.filter(wrong))
+    assert transformers.__version__ in allowed
+
+
+def test_the_networks_heads_are_turned_by_how_far_apart_they_are(folder: str) -> None:
+    """Alike at every place, queries and keys score by their distance alone."""
+    config = open_checkpoint(folder, part="code2wav").config.dit_config
+    seen: list[Tensor] = []
+
+    def note(module: Any, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+        seen.append(query[0, 0] @ key[0, 0].T)
+        return value.transpose(1, 2), None
+
+    AttentionInterface.register("test_notes_scores", note)
+    config._attn_implementation = "test_notes_scores"
+    torch.manual_seed(0)
+    attention, rotary = DiTAttention(config), Qwen2_5OmniDiTRotaryEmbedding(config)
+    places = torch.arange(12)[None]
+    rows = torch.randn(1, 1, config.hidden_size).expand(1, 12, -1)
+    attention(rows, rotary(rows, places))
+    scores = seen[0]
+    assert scores.std() > 1e-3
+    for distance in range(-11, 12):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
 
 def open_vocoder(folder: str) -> Code2Wav:
