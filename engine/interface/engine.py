@@ -183,19 +183,21 @@ class Engine(ABC, Generic[OutputT_co]):
         self.ownership.check()
         if self._broken_by is not None:
             raise EngineBrokenError(self._broken_by)
-        has_entered = self.ownership.enter(wait=wait)
-        self._call = object()
+        was_inside, has_begun = self.ownership.is_inside, False
         try:
+            self.ownership.enter(wait=wait)
+            self._call, has_begun = object(), True
             result = call()
             # Here, since an interruption after the call must let all begin anew as well.
-            if has_entered:
+            if not was_inside:
                 self.ownership.leave()
             return result
         except BaseException as error:
-            self._broken_by = f"{type(error).__name__}: {error}"
-            self._begin_anew()
-            self._broken_by = None
-            if has_entered:
+            if has_begun:
+                self._broken_by = f"{type(error).__name__}: {error}"
+                self._begin_anew()
+                self._broken_by = None
+            if not was_inside:
                 self.ownership.leave()
             raise
 

@@ -104,9 +104,9 @@ class Ownership:
         Raises:
             RuntimeError: another thread has it.
         """
-        thread = threading.get_ident()
-        if self._inside.get("thread") == thread:
+        if self.is_inside:
             return False
+        thread = threading.get_ident()
         # One call decides who of several is first.
         while self._inside.setdefault("thread", thread) != thread:
             if not wait:
@@ -117,6 +117,12 @@ class Ownership:
             time.sleep(_PATIENCE_S)
         return True
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread has it to itself."""
+        return self._inside.get("thread") == threading.get_ident()
+
     def leave(self) -> None:
-        """Let other threads in."""
-        self._inside.clear()
+        """Let other threads in; nothing happens if another has it."""
+        if self.is_inside:
+            self._inside.clear()

@@ -70,6 +70,8 @@ class OutputProcessor:
             self._release(request)
         if request_id in self.groups:
             self._forget(self.groups[request_id])
+        # It is not to be ended a second time, least of all if its id is another's by then.
+        self._interrupted = tuple(x for x in self._interrupted if x.request_id != request_id)
 
     def note_first_run(self, scheduled: SchedulerOutput) -> None:
         """Count what begins with a step, before it runs."""

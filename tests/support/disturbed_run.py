@@ -97,10 +97,10 @@ def disturbed_run(engine: Engine[Any], subject: Subject, step: int, fault: LineF
                 kind = "failed alone"
                 continue
             subject.check(number, outputs)
-        subject.add(engine, "again")
+        subject.add(engine, "r")  # the same ids: nothing may be left of those before
         again = _run(engine, -1, fault)
         for number in range(subject.num_asks):
-            outputs = again[f"again{number}"]
+            outputs = again[f"r{number}"]
             assert outputs[-1].error is None, outputs[-1].error
             subject.check(number, outputs)
     except EngineBrokenError:

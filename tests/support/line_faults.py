@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["Event", "LineFault", "choose_events"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = tuple(f"{_ROOT / name}/" for name in ("engine", "prefix_cache", "stages"))
+_FOLDERS = ("engine", "prefix_cache", "stages")
 
 _RETURN_VALUE = dis.opmap["RETURN_VALUE"]
 
@@ -37,6 +37,7 @@ class LineFault:
         nth: which line, from 0; -1 notes all lines and raises nothing.
         error: what is raised.
         bytecodes: count bytecodes instead of lines, as a signal may come between any two.
+        folders: of the repository, whose files count.
 
     Attributes:
         events: what ran, in order, if nothing is to be raised.
@@ -45,8 +46,14 @@ class LineFault:
     """
 
     def __init__(
-        self, nth: int, error: type[BaseException] = MemoryError, *, bytecodes: bool = False
+        self,
+        nth: int,
+        error: type[BaseException] = MemoryError,
+        *,
+        bytecodes: bool = False,
+        folders: Sequence[str] = _FOLDERS,
     ) -> None:
+        self._folders = tuple(f"{_ROOT / name}/" for name in folders)
         self._nth = nth
         self._error = error
         self._event = "opcode" if bytecodes else "line"
@@ -63,7 +70,7 @@ class LineFault:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_FOLDERS):
+        if not frame.f_code.co_filename.startswith(self._folders):
             return None
         if self._event == "opcode":
             frame.f_trace_opcodes = True

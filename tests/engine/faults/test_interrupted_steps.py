@@ -9,7 +9,9 @@ says alone, uncached. ``torture/interrupted_steps.py`` does so at every line.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -71,6 +73,27 @@ def test_an_engine_interrupted_while_it_mends_itself_says_so(
     for call in calls:
         with pytest.raises(EngineBrokenError, match="KeyboardInterrupt.*build it anew"):
             call()
+
+
+@pytest.mark.parametrize("subject", ["qwen2"], indirect=True)
+def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: Subject) -> None:
+    engine: Any = subject.build()
+    num_doors = 0
+    while True:
+        engine.add_request("r", TokensPrompt((30, 31, 32)))
+        fault = LineFault(
+            num_doors, KeyboardInterrupt, bytecodes=True, folders=["engine/interface"]
+        )
+        with suppress(KeyboardInterrupt), fault:
+            engine.step()
+        if fault.place is None:
+            break
+        num_doors += 1
+        other = threading.Thread(target=engine.abort, args=("r",), daemon=True)
+        other.start()
+        other.join(timeout=60.0)
+        assert not engine.live_request_ids, fault.place
+    assert num_doors > 50
 
 
 def test_what_is_wrong_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
