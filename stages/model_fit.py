@@ -35,14 +35,15 @@ def _misfit(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -
     rows = FAMILIES.parts_named_in_table(str(config.get("model_type")))
     if rows:
         return _misfit_of_part({str(row.part): row.makes_sound for row in rows}, part, makes_sound)
-    if FAMILIES.may_grow():
-        return None
-    if part is not None and "model_type" in config:
-        return "part", f"got {part!r}, but the checkpoint is one model without parts: leave it out"
+    misfit = None
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        return None
-    return _misfit_of_architecture(str(architectures[0]), makes_sound)
+    if part is not None and "model_type" in config:
+        problem = f"got {part!r}, but the checkpoint is one model without parts: leave it out"
+        misfit = "part", problem
+    elif isinstance(architectures, list) and architectures:
+        misfit = _misfit_of_architecture(str(architectures[0]), makes_sound)
+    # Looking for entry points takes a while, and is needed only where something seems wrong.
+    return None if misfit is None or FAMILIES.may_grow() else misfit
 
 
 def _misfit_of_part(known: Mapping[str, bool], part: str | None, makes_sound: bool) -> _Misfit:

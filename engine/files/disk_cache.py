@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 __all__ = ["CacheFolderError", "DiskCache", "cache_root"]
 
 logger = logging.getLogger(f"omni.{__name__}")
@@ -120,6 +118,8 @@ class DiskCache:
     @contextmanager
     def _lock(self, name: str) -> Iterator[bool]:
         """Wait for whoever builds an entry; tells whether nobody else builds it from now on."""
+        from filelock import FileLock, Timeout  # only here: validating a pipeline builds nothing
+
         lock = FileLock(self.root / f".{name}.lock", timeout=_LONGEST_WAIT_S)
         try:
             lock.acquire()

@@ -170,14 +170,16 @@ def _load(
     options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
     speaker: str | None = None,
 ) -> PipelineConfig:
-    from omni.commands.flag_settings import with_sampling, with_speaker
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 
     overrides = parse_overrides(options.overrides or [])
     pipeline = PipelineConfig.load(options.config, overrides, flag="--set")
-    if isinstance(options, RunOptions | VerifyOptions):
-        pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)
+    if not isinstance(options, RunOptions | VerifyOptions):
+        return pipeline
+    from omni.commands.flag_settings import with_sampling, with_speaker
+
+    pipeline = with_sampling(pipeline, options.max_tokens, options.temperature)
     return pipeline if speaker is None else with_speaker(pipeline, speaker)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -107,6 +105,9 @@ class PromptFlags:
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of all that was given: the same flags are the same requests."""
+        import hashlib
+        import json
+
         given = {field.name: getattr(self, field.name) for field in fields(PromptFlags)}
         return hashlib.sha256(json.dumps(given, default=os.fspath).encode()).hexdigest()
 

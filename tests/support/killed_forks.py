@@ -33,7 +33,7 @@ def main(folder: Path) -> int:
     Raises:
         AssertionError: something was lost, torn or wrong.
     """
-    run_command.Omni = ScriptedOmni  # type: ignore[assignment, misc]
+    vars(run_command)["Omni"] = ScriptedOmni
     requests = folder / "requests.jsonl"
     requests.write_text("\n".join(_LINES))
     undisturbed = folder / "undisturbed"
