@@ -127,6 +127,13 @@ def test_pyproject_lists_every_package():
     assert folders == found, "a folder with modules but no __init__.py"
 
 
+def test_the_changelog_tells_of_the_version_that_is_built():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    log = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest, *_ = (line for line in log.splitlines() if line.startswith("## "))
+    assert newest.startswith(f"## {version}, ")
+
+
 def too_large(source: str) -> Iterator[str]:
     """Classes and functions that are too long, and functions that take too much.
 

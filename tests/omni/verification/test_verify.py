@@ -25,7 +25,6 @@ from omni.seeded.language_models import build_causal_lm
 from omni.verification import tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify
-from omni.verification.verify_report import StageVerification, VerifyReport
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
@@ -275,55 +274,6 @@ def test_what_cannot_be_verified_is_a_clear_error(
 ) -> None:
     with Omni(Pipeline([FakeStage("a")])) as omni, pytest.raises(ValueError, match=message):
         verify(omni, requests, atol=atol)
-
-
-def test_without_a_hit_nothing_was_proven(seeded: Callable[[str], str]) -> None:
-    engine = EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=16, max_model_len=64)
-    greedy = SamplingParams(temperature=0.0, max_tokens=4)
-    less_than_a_block = OmniRequest(TokensPrompt((7, 8)))
-    with Omni(Pipeline([AutoregressiveStage("writer", engine, sampling=greedy)])) as omni:
-        report = verify(omni, less_than_a_block)
-    assert report.equal and not report.failures and not report.has_hits
-    assert report.lines()[0].startswith("NOTHING WAS PROVEN: no request used anything that was")
-    told = [line for line in report.lines() if line.startswith("stage ")]
-    assert all(line.endswith("nothing was proven of this stage") for line in told)
-
-
-def test_a_stage_that_is_not_hit_is_told_beside_one_that_is(omni: Omni) -> None:
-    report = verify(omni, REQUESTS)
-    assert report.has_hits
-    assert not any("nothing was proven" in line.lower() for line in report.lines())
-    first, *others = report.stages
-    unhit = replace(first, cold_hit_tokens=0, warm_hit_tokens=0)
-    lines = replace(report, stages=(unhit, *others)).lines()
-    assert sum("nothing was proven of this stage" in line for line in lines) == 1
-
-
-def test_encodings_that_were_found_are_hits() -> None:
-    """Short prompts before an image or a sound have no full block, and yet something is cached."""
-    stage = StageVerification("s", 3, 0, 0, (), 1.0, 1.0, 1.0, encoder_hits=2)
-    report = VerifyReport(1, (stage,), (), (), ())
-    assert report.has_hits
-    assert "hits 0 cold and 0 warm, 2 encodings found" in report.lines()[1]
-
-
-@pytest.mark.parametrize("requests", ["once upon a time", ["once upon a time"]])
-def test_plain_strings_are_requests(omni: Omni, requests: Any) -> None:
-    report = verify(omni, requests)
-    assert report.equal and report.num_requests == 1 and report.has_hits
-
-
-@pytest.mark.parametrize(
-    ("omni", "requests", "message"),
-    [
-        ("two_step", ["x"], "verify runs requests over an Omni, got 'two_step'"),
-        (None, {"prompt": "x"}, "requests must be a prompt"),
-        (None, 3, "requests must be a prompt"),
-    ],
-)
-def test_what_is_no_omni_or_no_request_is_told(omni: Any, requests: Any, message: str) -> None:
-    with Omni(Pipeline([FakeStage("a")])) as own, pytest.raises(ValueError, match=message):
-        verify(own if omni is None else omni, requests)
 
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
