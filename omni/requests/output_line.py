@@ -6,7 +6,7 @@ import errno
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine import TokenLogprobs
+from engine import TokenLogprobs, Waveform
 from omni.requests.output_folder import OutputFolder
 from omni.requests.request import OmniOutput
 from stages import StageOutput
 
-__all__ = ["OutputLines", "file_name", "files_of", "printable"]
+__all__ = ["OutputLines", "describe_stage", "file_name", "files_of", "printable"]
 
 
 class OutputLines:
@@ -61,42 +61,12 @@ class OutputLines:
         return line
 
     def _stage(self, output: StageOutput, wanted: tuple[str, ...]) -> dict[str, Any]:
-        """Describe one stage's output; a field that does not apply is absent."""
-        line: dict[str, Any] = {}
-        if "text" in wanted and output.text is not None:
-            line["text"] = printable(output.text)
-        if output.text is not None or output.token_ids:
-            line["token_ids"] = list(output.token_ids)
-        if output.finish_reason is not None:
-            line["finish_reason"] = output.finish_reason.value
-        if output.encoder_prompt_token_ids is not None:
-            line["encoder_prompt_token_ids"] = list(output.encoder_prompt_token_ids)
-        line["num_prompt_tokens"] = output.num_prompt_tokens
-        line["num_cached_tokens"] = output.num_cached_tokens
-        if output.logprobs is not None:
-            line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
-        if len(output.completions) > 1:
-            line["completions"] = [
-                {
-                    "text": each.text,
-                    "token_ids": list(each.token_ids),
-                    "finish_reason": each.finish_reason and each.finish_reason.value,
-                }
-                for each in output.completions
-            ]
-        if "tensors" in wanted and output.tensors:
-            line["tensors"] = {
-                name: self._save(output, name, tensor) for name, tensor in output.tensors.items()
-            }
-        if "audio" in wanted and (sound := output.audio) is not None:
-            write = partial(sound.save, format="wav")
-            line["audio"] = self._write("audio", output, ".wav", write)
-        line["metrics"] = {
-            name: round(value, 6)
-            for name, value in asdict(output.metrics).items()
-            if value is not None
-        }
-        return line
+        return describe_stage(
+            output, wanted, tensor=partial(self._save, output), sound=partial(self._sound, output)
+        )
+
+    def _sound(self, output: StageOutput, sound: Waveform) -> str:
+        return self._write("audio", output, ".wav", partial(sound.save, format="wav"))
 
     def _save(self, output: StageOutput, name: str, tensor: Tensor) -> str:
         rows = {name: tensor.contiguous()}
@@ -116,6 +86,53 @@ class OutputLines:
         place = f"{kind}/{file_name(output.request_id)}/{file_name(output.stage)}{ending}"
         self._folder.write(place, write)
         return place
+
+
+def describe_stage(
+    output: StageOutput,
+    wanted: Collection[str],
+    *,
+    tensor: Callable[[str, Tensor], str],
+    sound: Callable[[Waveform], str],
+) -> dict[str, Any]:
+    """Describe one stage's output; a field that does not apply is absent.
+
+    Args:
+        output: in the end.
+        wanted: what the user gets of the stage: ``text``, ``tensors``, ``audio``.
+        tensor: tells where a tensor of a name is, or what it is.
+        sound: the same of a sound.
+    """
+    line: dict[str, Any] = {}
+    if "text" in wanted and output.text is not None:
+        line["text"] = printable(output.text)
+    if output.text is not None or output.token_ids:
+        line["token_ids"] = list(output.token_ids)
+    if output.finish_reason is not None:
+        line["finish_reason"] = output.finish_reason.value
+    if output.encoder_prompt_token_ids is not None:
+        line["encoder_prompt_token_ids"] = list(output.encoder_prompt_token_ids)
+    line["num_prompt_tokens"] = output.num_prompt_tokens
+    line["num_cached_tokens"] = output.num_cached_tokens
+    if output.logprobs is not None:
+        line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
+    if len(output.completions) > 1:
+        line["completions"] = [
+            {
+                "text": each.text,
+                "token_ids": list(each.token_ids),
+                "finish_reason": each.finish_reason and each.finish_reason.value,
+            }
+            for each in output.completions
+        ]
+    if "tensors" in wanted and output.tensors:
+        line["tensors"] = {name: tensor(name, rows) for name, rows in output.tensors.items()}
+    if "audio" in wanted and output.audio is not None:
+        line["audio"] = sound(output.audio)
+    line["metrics"] = {
+        name: round(value, 6) for name, value in asdict(output.metrics).items() if value is not None
+    }
+    return line
 
 
 def files_of(line: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from engine.interface.schema_error import explain_validation_error
 from omni.requests.json_lines import JsonLine, read_json_lines
 from omni.requests.request import OmniRequest
 from omni.requests.request_example import example_line
+from omni.requests.request_files import FolderFiles
 from omni.requests.request_line import RequestLine
 from omni.requests.request_prompt import prompt_of
 from omni.requests.request_sampling import sampling_of
@@ -142,7 +143,7 @@ def _request(
     except ValueError as error:
         raise _WrongShapeError(str(error)) from error
     return OmniRequest(
-        prompt_of(line, folder),
+        prompt_of(line, FolderFiles(folder)),
         request_id=request_id,
         sampling=params,
         priority=line.priority,

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from engine import (
     AudioPrompt,
@@ -26,7 +19,7 @@ from engine import (
     TokensPrompt,
     VideoPrompt,
 )
-from engine.media.regular_file import regular_file
+from omni.requests.request_files import RequestFiles
 from omni.requests.request_line import (
     AudioFile,
     ChatMessage,
@@ -40,66 +33,63 @@ from omni.requests.request_line import (
 
 __all__ = ["prompt_of"]
 
-_LONGEST_NAME = 200
-"""Characters of a file's name that a message repeats."""
 
-
-def prompt_of(line: RequestLine, folder: Path) -> Prompt:
+def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
     """Make a line's prompt. Missing files are found now; what is in them is the engine's to judge.
 
     Args:
         line: as it was written.
-        folder: where its files are looked for.
+        files: where its files are.
 
     Raises:
         ValueError: a file is not there, is no regular file, or holds no embeddings.
     """
-    encoder = _encoder_prompt(line, folder)
+    encoder = _encoder_prompt(line, files)
     if encoder is None:
-        return _with_items(_form(line, folder), line, folder)
+        return _with_items(_form(line, files), line, files)
     if line.decoder_prompt is None:
         return ExplicitEncoderDecoderPrompt(encoder)
-    return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, folder))
+    return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, files))
 
 
-def _encoder_prompt(line: RequestLine, folder: Path) -> EncoderPrompt | None:
+def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | None:
     """What the line gives for an encoder by name, if anything."""
     if line.encoder_prompt is not None:
-        return _side(line.encoder_prompt, folder)
+        return _side(line.encoder_prompt, files)
     if line.shows_items:
         return None
     if line.audio is not None:
         (entry,) = _audio_files(line)
         return AudioPrompt(
-            _existing("audio", folder, entry.file),
+            files.item("audio", entry.file),
             language=entry.language,
             task=entry.task,
             timestamps=entry.timestamps,
         )
     if line.images is not None:
         (image,) = line.images
-        return ImagePrompt(_existing("images", folder, image))
+        return ImagePrompt(files.item("images", image))
     return None
 
 
-def _with_items(form: DecoderPrompt, line: RequestLine, folder: Path) -> DecoderPrompt:
+def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> DecoderPrompt:
     """Let a prompt show the line's images and sound, if it has any."""
     if not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
         return form
-    images: list[Any] = [_existing("images", folder, image) for image in line.images or ()]
-    sounds: list[Any] = [_existing("audio", folder, entry.file) for entry in _audio_files(line)]
-    videos: list[Any] = [_video(entry, folder) for entry in line.videos or ()]
+    images: list[Any] = [files.item("images", image) for image in line.images or ()]
+    sounds: list[Any] = [files.item("audio", entry.file) for entry in _audio_files(line)]
+    videos: list[Any] = [_video(entry, files) for entry in line.videos or ()]
     messages = _messages(line)
     if messages is not None:
-        videos = list(_in_order(messages, "video", videos, folder))
-        images = list(_in_order(messages, "image", images, folder))
-        sounds = list(_in_order(messages, "audio", sounds, folder))
+        videos = list(_in_order(messages, "video", videos, files))
+        images = list(_in_order(messages, "image", images, files))
+        sounds = list(_in_order(messages, "audio", sounds, files))
     shown = {"image": images, "audio": sounds, "video": videos}
     return replace(form, multi_modal_data={key: items for key, items in shown.items() if items})
 
 
 def _in_order(
-    messages: tuple[ChatMessage, ...], modality: str, listed: list[Any], folder: Path
+    messages: tuple[ChatMessage, ...], modality: str, listed: list[Any], files: RequestFiles
 ) -> Iterator[Any]:
     """Items as their parts stand: those that the parts bring, between those of the line's list."""
     rest = iter(listed)
@@ -111,10 +101,10 @@ def _in_order(
                 yield item
         elif part.image_url is not None and modality == "image":
             url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
-            yield _at_url("image_url", url, folder)
+            yield files.at_url("image_url", url)
         elif part.video_url is not None and modality == "video":
             url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
-            yield _at_url("video_url", url, folder)
+            yield files.at_url("video_url", url)
         elif part.input_audio is not None and modality == "audio":
             kind = part.input_audio.format.lower()
             yield f"data:audio/{kind};base64,{part.input_audio.data}"
@@ -127,24 +117,9 @@ def _parts(messages: tuple[ChatMessage, ...]) -> Iterator[ContentPart]:
             yield from message.content
 
 
-def _at_url(key: str, url: str, folder: Path) -> str | Path:
-    """A data URL as it is, or the file that is meant."""
-    scheme = url[:8].lower()
-    if scheme.startswith("data:"):
-        return url
-    if scheme.startswith(("http://", "https://")):
-        raise ValueError(
-            f"{key}: {_shown(url)} is in the network, and nothing is fetched from there; save "
-            "it, and give the file"
-        )
-    if scheme.startswith("file:"):
-        url = url2pathname(urlsplit(url).path)
-    return _existing(key, folder, url)
-
-
-def _video(entry: str | VideoFile, folder: Path) -> VideoPrompt:
+def _video(entry: str | VideoFile, files: RequestFiles) -> VideoPrompt:
     entry = VideoFile(file=entry) if isinstance(entry, str) else entry
-    return VideoPrompt(_existing("videos", folder, entry.file), use_audio=entry.use_audio)
+    return VideoPrompt(files.item("videos", entry.file), use_audio=entry.use_audio)
 
 
 def _audio_files(line: RequestLine) -> list[AudioFile]:
@@ -152,21 +127,11 @@ def _audio_files(line: RequestLine) -> list[AudioFile]:
     return [AudioFile(file=entry) if isinstance(entry, str) else entry for entry in entries]
 
 
-def _existing(key: str, folder: Path, name: str) -> Path:
-    """The file of that name; whether its content will do is the engine's to say."""
-    file = folder / name
-    return regular_file(file, f"{key}: {_shown(str(file))}")
+def _side(side: str | PromptForm, files: RequestFiles) -> DecoderPrompt:
+    return TextPrompt(side) if isinstance(side, str) else _form(side, files)
 
 
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "...")
-
-
-def _side(side: str | PromptForm, folder: Path) -> DecoderPrompt:
-    return TextPrompt(side) if isinstance(side, str) else _form(side, folder)
-
-
-def _form(line: RequestLine | PromptForm, folder: Path) -> DecoderPrompt:
+def _form(line: RequestLine | PromptForm, files: RequestFiles) -> DecoderPrompt:
     if isinstance(line.prompt, str):
         return TextPrompt(line.prompt)
     messages = _messages(line)
@@ -176,7 +141,7 @@ def _form(line: RequestLine | PromptForm, folder: Path) -> DecoderPrompt:
         return TokensPrompt(line.prompt_token_ids)
     if line.prompt_embeds is None:
         raise ValueError("the line has no prompt")
-    return EmbedsPrompt(_load_embeds(folder, line.prompt_embeds))
+    return EmbedsPrompt(files.embeds(line.prompt_embeds))
 
 
 def _messages(line: RequestLine | PromptForm) -> tuple[ChatMessage, ...] | None:
@@ -200,24 +165,3 @@ _MODALITY_OF = {"image_url": "image", "input_audio": "audio", "video_url": "vide
 def _as_templates_know_it(part: ContentPart) -> Mapping[str, Any]:
     modality = _MODALITY_OF.get(part.type)
     return {"type": modality} if modality else part.model_dump(exclude_none=True)
-
-
-def _load_embeds(folder: Path, name: str) -> Tensor:
-    """Load the one tensor ``(tokens, hidden)`` of a file; its width is the engine's to check."""
-    file = _existing("prompt_embeds", folder, name)
-    try:
-        tensors = load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"prompt_embeds: {_shown(str(file))} cannot be read: {error}") from error
-    if len(tensors) != 1:
-        raise ValueError(
-            f"prompt_embeds: {_shown(str(file))} must hold one tensor, got {len(tensors)}: "
-            f"{', '.join(sorted(tensors))}"
-        )
-    (embeds,) = tensors.values()
-    if embeds.ndim != 2 or not embeds.shape[0] or not embeds.is_floating_point():
-        raise ValueError(
-            f"prompt_embeds: {_shown(str(file))} must hold a floating-point tensor (tokens, "
-            f"hidden), got {str(embeds.dtype).removeprefix('torch.')} {tuple(embeds.shape)}"
-        )
-    return embeds

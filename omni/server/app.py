@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from omni.server.openai.routes import router as openai_router
+from omni.server.pipeline_route import router as pipeline_router
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer
@@ -43,7 +46,9 @@ def create_app(server: PipelineServer) -> FastAPI:
     app.add_exception_handler(HTTPException, _tell_http_error)
     app.add_exception_handler(Exception, _tell_mistake)
     app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/metrics", _metrics, methods=["GET"])
     app.include_router(openai_router)
+    app.include_router(pipeline_router)
     return app
 
 
@@ -57,6 +62,11 @@ async def _health(request: Request) -> Response:
         {"status": server.status, "pipelines": pipelines},
         HTTPStatus.OK if server.status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE,
     )
+
+
+async def _metrics(request: Request) -> Response:
+    server: PipelineServer = request.app.state.server
+    return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _tell_api_error(_: Request, error: Exception) -> Response:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.meters import RequestMeter
 
 if TYPE_CHECKING:
     from engine import Waveform
@@ -42,12 +43,14 @@ class _Feed:
     """One request: what of it nobody has read yet."""
 
     place: Place
+    meter: RequestMeter
     output: OmniOutput | None = None
     sounds: dict[str, list[Waveform]] = field(default_factory=dict)
     error: BaseException | None = None
     is_over: bool = False
 
     def put(self, output: OmniOutput) -> None:
+        self.meter.note(output)
         self.output = output
         self.is_over = output.finished
         for name, stage in output.stages.items():
@@ -93,9 +96,16 @@ class Feeds:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        omni = self._pipeline.omni
-        places = self._pipeline.admission.take([each.priority for each in self._requests])
-        self._feeds = [_Feed(place) for place in places]
+        omni, meters = self._pipeline.omni, self._pipeline.meters
+        assert meters is not None
+        timed = [RequestMeter(meters, self._pipeline.name) for _ in self._requests]
+        try:
+            places = self._pipeline.admission.take([each.priority for each in self._requests])
+        except ApiError:
+            for meter in timed:
+                meter.end("rejected")
+            raise
+        self._feeds = [_Feed(*each) for each in zip(places, timed, strict=True)]
         self._tasks = [
             asyncio.create_task(self._run(omni.astream(request), feed))
             for request, feed in zip(self._requests, self._feeds, strict=True)
@@ -112,6 +122,8 @@ class Feeds:
             task.cancel()
         for feed in self._feeds:
             self._pipeline.admission.leave(feed.place)
+            # Those that have ended have said how; also who has read enough leaves.
+            feed.meter.end("ok" if kind is None else "aborted")
         # Whatever a task ended with has been told, or nobody asks any more.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -140,12 +152,14 @@ class Feeds:
     async def _run(self, outputs: AsyncIterator[OmniOutput], feed: _Feed) -> None:
         try:
             await feed.place.turn()
+            feed.meter.begin()
             async with aclosing(outputs) as each:  # type: ignore[type-var]
                 async for output in each:
                     feed.put(output)
                     self._changed.set()
         except Exception as error:  # told by updates()
             feed.error, feed.is_over = error, True
+            feed.meter.end("failed")
         finally:
             self._pipeline.admission.leave(feed.place)
             self._changed.set()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.meters import Meters
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 from omni.server.serving.url_fetcher import UrlFetcher
 
@@ -33,6 +34,7 @@ class PipelineServer:
     Attributes:
         settings: as given.
         pipelines: by name.
+        meters: what it tells of itself.
         fetcher: of files whose addresses stand in requests.
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
@@ -54,6 +56,9 @@ class PipelineServer:
                     "one with the key 'name' of its YAML file"
                 )
             self.pipelines[config.name] = ServedPipeline(config, settings.limits)
+        self.meters = Meters(self.pipelines.values())
+        for pipeline in self.pipelines.values():
+            pipeline.meters = self.meters
         limits = settings.limits
         self.fetcher = UrlFetcher(
             settings.allow_url_hosts, limits.max_url_bytes, limits.url_timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
+    from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
-    from stages import StageConfig
+    from stages import StageConfig, StageStats
 
 __all__ = ["PipelineState", "ServedPipeline"]
 
@@ -48,11 +50,12 @@ class ServedPipeline:
         admission: whose turn it is.
         state: may be read by any thread.
         error: why it failed.
+        meters: of the server, which sets them.
     """
 
     def __init__(self, config: PipelineConfig, limits: ServerLimits) -> None:
         self.config = config
-        self.name = config.name
+        self.name: str = config.name
         self.created = int(time.time())
         running = limits.max_running_requests
         if running is None:
@@ -60,6 +63,7 @@ class ServedPipeline:
         self.admission = Admission(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
+        self.meters: Meters | None = None
         self._omni: Omni | None = None
         self._lock = threading.Lock()
 
@@ -95,6 +99,11 @@ class ServedPipeline:
             omni, self._omni, self.state = self._omni, None, PipelineState.STOPPED
         if omni is not None:
             omni.close()
+
+    def stats(self) -> Mapping[str, StageStats]:
+        """Every stage's counters; none while the pipeline is not loaded."""
+        omni = self._omni
+        return {} if omni is None else omni.stats()
 
     @property
     def omni(self) -> Omni:

@@ -1,0 +1,158 @@
+"""``/v1/pipelines/{name}``: all that a pipeline takes and gives, in our own words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni.requests.request import OmniRequest
+from omni.requests.request_line import RequestLine
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import Terms, asked
+from omni.server.serving.feeds import Feeds, Update
+from omni.server.serving.live_response import EventStream, LiveResponse
+from omni.server.serving.request_body import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine import Waveform
+    from omni.server.serving.guard import Client
+    from omni.server.serving.pipeline_server import PipelineServer
+    from omni.server.serving.served_pipeline import ServedPipeline
+
+__all__ = ["PipelineRequest", "router"]
+
+router = APIRouter(prefix="/v1/pipelines")
+
+
+class PipelineRequest(RequestLine):
+    """A line of ``requests.jsonl``, whose files stand in it themselves.
+
+    Attributes:
+        stream: whether to answer by server-sent events.
+    """
+
+    stream: bool = False
+
+
+@router.post("/{name}")
+async def run(request: Request, name: str) -> Response:
+    """Run a request of any kind on a pipeline."""
+    server: PipelineServer = request.app.state.server
+    pipeline = server.find(name)
+    line = await read_json(request, PipelineRequest)
+    omni = pipeline.omni
+    try:
+        prepared = await asyncio.to_thread(_request, line, pipeline, request.state.client)
+        omni.pipeline.merge_sampling(prepared.sampling)
+        omni.pipeline.check_speaker(prepared.speaker)
+    except ValueError as error:
+        told = str(error)
+        raise ApiError.bad_request(told, param=_param(told)) from error
+    answer = _Answer(pipeline, prepared, line.request_id or prepared.request_id)
+    timeout_s = server.settings.limits.request_timeout_s
+    if line.stream:
+        return EventStream(answer.events(), timeout_s)
+    return LiveResponse(answer.whole(), timeout_s)
+
+
+def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
+    # Only here: a server answers before torch is imported.
+    from omni.requests.request_prompt import prompt_of
+    from omni.requests.request_sampling import sampling_of
+    from omni.server.inline_files import InlineFiles
+
+    own = {name: stage.own_sampling for name, stage in pipeline.config.stages.items()}
+    terms = Terms(line.priority, line.cache_salt, line.speaker)
+    return asked(client, prompt_of(line, InlineFiles()), sampling_of(line.sampling, own), terms)
+
+
+def _param(message: str) -> str | None:
+    """The key that a message begins with, if it does."""
+    key = message.partition(":")[0]
+    if message.startswith("speaker "):
+        return "speaker"
+    return key if key.partition(".")[0] in PipelineRequest.model_fields else None
+
+
+class _Answer:
+    """What comes of one request, under the id that its client gave it."""
+
+    def __init__(
+        self, pipeline: ServedPipeline, request: OmniRequest, request_id: str | None
+    ) -> None:
+        self._pipeline = pipeline
+        self._request = request
+        self._request_id = request_id
+
+    async def whole(self) -> Response:
+        """A line of ``outputs.jsonl``, whose files stand in it themselves."""
+        last: Update | None = None
+        async with Feeds(self._pipeline, [self._request], "prompt") as feeds:
+            async for update in feeds.updates():
+                last = update
+        assert last is not None
+        content = json.dumps(await asyncio.to_thread(self._line, last), allow_nan=False)
+        return Response(content, media_type="application/json")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """What is new of each stage as it comes, then the whole line."""
+        num_chars: dict[str, int] = {}
+        last: Update | None = None
+        async with Feeds(self._pipeline, [self._request], "prompt") as feeds:
+            async for update in feeds.updates():
+                last = update
+                news = self._news(update, num_chars)
+                if news:
+                    yield _event({"request_id": self._request_id, "stages": news})
+        assert last is not None
+        yield _event(await asyncio.to_thread(self._line, last))
+        yield b"data: [DONE]\n\n"
+
+    def _line(self, update: Update) -> dict[str, Any]:
+        from omni.requests.output_line import describe_stage  # only here, as above
+
+        finals = self._pipeline.config.stages
+        return {
+            "request_id": self._request_id,
+            "error": None,
+            "stages": {
+                name: describe_stage(output, finals[name].final_output, tensor=_file, sound=_wav)
+                for name, output in update.output.stages.items()
+            },
+        }
+
+    def _news(self, update: Update, num_chars: dict[str, int]) -> Mapping[str, Any]:
+        news: dict[str, dict[str, Any]] = {}
+        for name, output in update.output.stages.items():
+            text, told = output.text or "", num_chars.get(name, 0)
+            if len(text) > told:
+                num_chars[name] = len(text)
+                news.setdefault(name, {})["delta"] = text[told:]
+        for name, sounds in update.sounds.items():
+            samples = b"".join(sound.encoded("pcm16") for sound in sounds)
+            news.setdefault(name, {})["audio_delta"] = b64encode(samples).decode()
+            news[name]["sampling_rate"] = sounds[0].sampling_rate
+        return news
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
+
+
+def _file(name: str, rows: Tensor) -> str:
+    from safetensors.torch import save  # only here, as above
+
+    return b64encode(save({name: rows.contiguous()})).decode()
+
+
+def _wav(sound: Waveform) -> str:
+    return b64encode(sound.encoded("wav")).decode()

@@ -1,0 +1,199 @@
+"""Any pipeline takes a line of requests.jsonl, and gives a line of outputs.jsonl."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.error
+import urllib.request
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load, save
+
+from omni import EmbedsPrompt, OmniRequest, TextPrompt
+from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+from tests.support.live_server import LiveServer
+
+IMAGE = {"type": "image_url", "image_url": "x.png"}
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint_cache: object) -> Iterator[LiveServer]:
+    with LiveServer(["encode_then_generate", "omni_speech", "transcribe_then_summarize"]) as server:
+        yield server
+
+
+def post(server: LiveServer, name: str, body: Any) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"{server.url}/v1/pipelines/{name}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def line_of(server: LiveServer, name: str, body: Any) -> Any:
+    status, content = post(server, name, body)
+    assert status == 200, content
+    return json.loads(content)
+
+
+def sound() -> str:
+    file = io.BytesIO()
+    soundfile.write(file, tone(0.5), SAMPLING_RATE, format="WAV")
+    return "data:audio/wav;base64," + b64encode(file.getvalue()).decode()
+
+
+def test_every_final_stage_answers_with_its_tensors(running: LiveServer):
+    body = {"request_id": "mine\n", "prompt": "Once upon a time", "sampling": {"max_tokens": 5}}
+    line = line_of(running, "encode_then_generate", body)
+    assert line["request_id"] == "mine\n" and line["error"] is None
+    request = OmniRequest(TextPrompt("Once upon a time"), sampling={"generator": {"max_tokens": 5}})
+    (expected,) = running.omni("encode_then_generate").generate([request])
+    assert line["stages"]["generator"]["text"] == expected.stages["generator"].text
+    assert line["stages"]["generator"]["finish_reason"] == "length"
+    for name, rows in expected.stages["encoder"].tensors.items():
+        found = load(b64decode(line["stages"]["encoder"]["tensors"][name]))
+        torch.testing.assert_close(found, {name: rows}, atol=1e-5, rtol=0)
+
+
+def test_embeddings_come_as_a_file_in_base64(running: LiveServer):
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    stages = running.omni("encode_then_generate").pipeline.stages
+    rows = rows[:, : stages["encoder"].hidden_size]
+    body = {"prompt_embeds": b64encode(save({"rows": rows})).decode()}
+    line = line_of(running, "encode_then_generate", body)
+    (expected,) = running.omni("encode_then_generate").generate([EmbedsPrompt(rows)])
+    assert line["stages"]["generator"]["text"] == expected.stages["generator"].text
+
+
+def test_a_recording_is_written_down(running: LiveServer):
+    body = {"audio": [{"file": sound(), "language": "en"}]}
+    line = line_of(running, "transcribe_then_summarize", body)
+    assert set(line["stages"]) == {"transcriber", "summarizer"}
+
+
+def test_a_stream_tells_every_stage_and_ends_with_the_whole(running: LiveServer):
+    body = {
+        "prompt": [
+            {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "Hm?"}]}
+        ],
+        "audio": [sound()],
+        "speaker": "Ethan",
+        "sampling": {"thinker": {"max_tokens": 12}, "talker": {"max_tokens": 32}},
+    }
+    status, content = post(running, "omni_speech", {**body, "stream": True})
+    assert status == 200
+    *events, done = content.decode().removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    *news, last = (json.loads(event.removeprefix("data: ")) for event in events)
+    text = "".join(each["stages"].get("thinker", {}).get("delta", "") for each in news)
+    pieces = [each["stages"].get("code2wav", {}).get("audio_delta", "") for each in news]
+    samples = np.frombuffer(b"".join(map(b64decode, pieces)), "<i2")
+    assert text == last["stages"]["thinker"]["text"]
+    whole, rate = soundfile.read(
+        io.BytesIO(b64decode(last["stages"]["code2wav"]["audio"])), dtype="int16"
+    )
+    assert rate == 24_000 and samples.tolist() == whole.tolist()
+    assert len([piece for piece in pieces if piece]) > 1
+    assert line_of(running, "omni_speech", body)["stages"]["thinker"]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, None, "exactly one of prompt"),
+        ({"prompt": "x", "prompts": "y"}, "prompts", "did you mean 'prompt'?"),
+        ({"prompt": 3}, "prompt", "should be text or a list of chat messages"),
+        ({"prompt": "x", "speaker": "nobody"}, "speaker", "none of the stages"),
+        ({"prompt": "x", "sampling": {"generator": {"top_p": 3}}}, "sampling.generator.top_p", "1"),
+        ({"prompt": "x", "sampling": {"max_toks": 3}}, "sampling.max_toks", "max_tokens"),
+        ({"prompt_embeds": "/etc/passwd"}, "prompt_embeds", "safetensors file in base64"),
+        ({"prompt_embeds": b64encode(b"x" * 99).decode()}, "prompt_embeds", "safetensors"),
+        ({"images": ["/etc/passwd"]}, "images", "reads no files of its own"),
+        ({"images": ["file:///etc/passwd"]}, "images", "reads no files of its own"),
+        ({"audio": ["../a.wav"]}, "audio", "reads no files of its own"),
+        ({"audio": ["data:audio/wav;base64,%%"]}, "audio", "not valid base64"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}
+                ]
+            },
+            None,
+            "reads no files of its own",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_key(
+    running: LiveServer, body: Any, param: str | None, message: str
+):
+    status, content = post(running, "encode_then_generate", body)
+    error = json.loads(content)["error"]
+    assert status == 400 and message in error["message"], error
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("name", ["nobody", "..%2f..%2fetc", "a%00b", "%0d%0aX-Evil:%201"])
+def test_a_pipeline_that_is_not_there_is_told(running: LiveServer, name: str):
+    status, content = post(running, name, {"prompt": "x"})
+    assert status == 404 and json.loads(content)["error"]["message"]
+
+
+def metrics(server: LiveServer) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if not line.startswith("#")
+    }
+
+
+def test_what_was_done_is_counted(running: LiveServer):
+    before = metrics(running)
+    assert all(name.startswith("omni_") for name in before)
+    body = {"prompt": "The clocks of the library count the hours. " * 4}
+    for _ in range(2):
+        line_of(running, "encode_then_generate", body)
+    post(running, "encode_then_generate", {"prompt_token_ids": [10**6]})
+    after = metrics(running)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    model = 'model="encode_then_generate"'
+    assert grown(f'omni_requests_total{{{model},status="ok"}}') == 2
+    assert grown(f'omni_requests_total{{{model},status="refused"}}') == 1
+    assert grown(f"omni_request_duration_seconds_count{{{model}}}") == 2
+    assert grown(f"omni_time_to_first_token_seconds_count{{{model}}}") == 2
+    assert grown(f"omni_queue_seconds_count{{{model}}}") == 3
+    assert after[f"omni_requests_running{{{model}}}"] == 0
+    for stage in ("encoder", "generator"):
+        labels = f'{model},stage="{stage}"'
+        tokens = grown(f"omni_stage_prompt_tokens_total{{{labels}}}")
+        cached = grown(f"omni_stage_cached_tokens_total{{{labels}}}")
+        assert 0 < cached < tokens
+        assert 0 < after[f"omni_stage_hit_rate{{{labels}}}"] < 1
+        blocks = [after[f'omni_stage_blocks{{{labels},state="{state}"}}'] for state in ("free", "held", "cached")]  # fmt: skip  # noqa: E501
+        stats = running.omni("encode_then_generate").stats()[stage]
+        assert sum(blocks) == stats.kv.num_blocks - 1
+
+
+def test_sound_is_timed(running: LiveServer):
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    line_of(running, "omni_speech", body)
+    after = metrics(running)
+    assert after['omni_time_to_first_audio_seconds_count{model="omni_speech"}'] >= 1
+    assert after['omni_real_time_factor_count{model="omni_speech"}'] >= 1
