@@ -20,7 +20,8 @@ class MediaLimits(Settings):
 
     Attributes:
         max_file_bytes: of a file, or of what stands in its place.
-        max_audio_s: seconds of a sound.
+        max_audio_s: seconds of a sound. A log-mel spectrogram of the default takes about 0.75 GB
+            while it is made.
         max_image_pixels: width times height of an image. Pillow itself takes images for bombs that
             have more than can be set.
         max_video_s: seconds of a video.
@@ -28,7 +29,7 @@ class MediaLimits(Settings):
     """
 
     max_file_bytes: int = Field(default=256 * 2**20, ge=1)
-    max_audio_s: float = Field(default=1800.0, gt=0.0, allow_inf_nan=False)
+    max_audio_s: float = Field(default=1200.0, gt=0.0, allow_inf_nan=False)
     max_image_pixels: int = Field(default=64 * 2**20, ge=1, le=_PILLOW_PIXELS)
     max_video_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     max_video_pixels: int = Field(default=256 * 2**20, ge=1)

@@ -13,6 +13,7 @@ from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 
 from engine.interface.media_limits import MediaLimits
 from engine.media.media_source import MediaSource
+from engine.media.resampler import Resampler
 from engine.media.sound_file import LongestSound, check_duration, check_rate, read_sound
 
 __all__ = ["SampleReader", "load_extractor"]
@@ -72,34 +73,32 @@ class SampleReader:
                 be read, or has a sampling rate that no sound has.
         """
         if isinstance(audio, str | Path | bytes):
-            samples, rate = self._read_file(audio, sampling_rate)
+            samples = self._read_file(audio, sampling_rate)
         else:
-            samples, rate = self._take(audio, sampling_rate)
-        if rate == self.rate:
-            return samples
+            samples = self._take(audio, sampling_rate)
         # Rounded up by the resampler: a whole window must stay one.
-        return _resample(samples, rate, self.rate)[: self.max_samples]
+        return samples[: self.max_samples]
 
     def _read_file(
         self, file: str | Path | bytes, sampling_rate: int | None
-    ) -> tuple[NDArray[np.float32], int]:
+    ) -> NDArray[np.float32]:
         source = MediaSource(file, "audio", self.limits.max_file_bytes)
-        samples, rate = read_sound(source, longest=self.longest)
+        samples, rate = read_sound(source, longest=self.longest, rate=self.rate)
         if sampling_rate not in (None, rate):
             raise ValueError(
                 f"{source.name} has {rate} samples per second, but the prompt says "
                 f"sampling_rate={sampling_rate}; leave it out for files"
             )
-        return samples, rate
+        return samples
 
-    def _take(
-        self, audio: Tensor | NDArray[Any], sampling_rate: int | None
-    ) -> tuple[NDArray[np.float32], int]:
+    def _take(self, audio: Tensor | NDArray[Any], sampling_rate: int | None) -> NDArray[np.float32]:
         rate = self.rate if sampling_rate is None else sampling_rate
         check_rate(rate, "the audio")
         samples = _check_samples(audio)
         check_duration(len(samples) / rate, self.longest, "the audio")
-        return samples, rate
+        resampler = Resampler(rate, self.rate)
+        resampler.feed(samples)
+        return resampler.finish("the audio")
 
 
 def load_extractor(path: Path, *, trust_remote_code: bool = False) -> WhisperFeatureExtractor:
@@ -151,16 +150,3 @@ def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
             "divide 16-bit integers by 32768"
         )
     return array.astype(np.float32)
-
-
-def _resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Change the sampling rate."""
-    import soxr  # only where there is something to do for it
-
-    resampled: NDArray[np.float32] = soxr.resample(samples, rate, wanted)
-    if not len(resampled):
-        raise ValueError(
-            f"the audio is too short: {len(samples)} samples of {rate} per second are none of "
-            f"{wanted}"
-        )
-    return resampled

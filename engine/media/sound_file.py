@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.media.media_source import MediaSource
+from engine.media.resampler import Resampler
 from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ _LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
 """Samples per second of a channel. Nobody records beyond these, and resampling would explode."""
 
 _MOST_CHANNELS = 64
+
+_SAMPLES_PER_S = 2 * 96_000
+"""Of all channels together, in the longest sound that may be read; a shorter one may have more."""
 
 _PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -57,8 +61,12 @@ class LongestSound:
     setting: str | None = None
 
 
-def read_sound(source: MediaSource, *, longest: LongestSound) -> tuple[NDArray[np.float32], int]:
+def read_sound(
+    source: MediaSource, *, longest: LongestSound, rate: int | None = None
+) -> tuple[NDArray[np.float32], int]:
     """Read a sound; channels are averaged.
+
+    It is resampled while it is decoded: nothing longer than a block is held at the file's own rate.
 
     Its rate, channels and length are looked at before any of it is decoded, and decoding ends
     where a file turns out longer than it says.
@@ -66,9 +74,11 @@ def read_sound(source: MediaSource, *, longest: LongestSound) -> tuple[NDArray[n
     Args:
         source: what to read.
         longest: how long it may be.
+        rate: samples per second that are wanted; None takes the file's own.
 
     Returns:
-        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and how many make a second.
+        Mono samples ``(num_samples,)`` in -1 to 1 (floats beyond stay), and how many samples make a
+        second in the file itself.
 
     Raises:
         ValueError: it cannot be read, is of another kind, is cut off by more than a sample, is
@@ -91,10 +101,12 @@ def read_sound(source: MediaSource, *, longest: LongestSound) -> tuple[NDArray[n
                 raise ValueError(
                     f"{name} has {sound.channels} channels, and {_MOST_CHANNELS} are the most"
                 )
-            if sound.frames < _UNKNOWN_FRAMES:
-                check_duration(sound.frames / sound.samplerate, longest, name)
-            samples = _decode(sound, longest, name)
-            _check_whole(sound, len(samples), header, name)
+            _check_length(
+                sound, sound.frames if sound.frames < _UNKNOWN_FRAMES else 0, longest, name
+            )
+            resampler = Resampler(sound.samplerate, rate or sound.samplerate)
+            samples, num_frames = _decode(sound, longest, resampler, name)
+            _check_whole(sound, num_frames, header, name)
             return samples, int(sound.samplerate)
 
 
@@ -185,28 +197,40 @@ def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
         raise ValueError(f"{name} cannot be read as sound: {error.error_string}") from error
 
 
-def _decode(sound: SoundStream, longest: LongestSound, name: str) -> NDArray[np.float32]:
-    """All samples, channels averaged, a block at a time."""
-    most = int(longest.seconds * sound.samplerate)
+def _check_length(sound: SoundStream, num_frames: int, longest: LongestSound, name: str) -> None:
+    """Refuse what takes too long to hear, or has too much in it: all channels are decoded."""
+    check_duration(num_frames / sound.samplerate, longest, name)
+    most = int(_SAMPLES_PER_S * longest.seconds)
+    if num_frames * sound.channels > most:
+        raise ValueError(
+            f"{name} has {num_frames * sound.channels} samples in all channels, and {most} are the "
+            f"most in {longest.seconds:g} s; resample it, or cut it into shorter pieces"
+        )
+
+
+def _decode(
+    sound: SoundStream, longest: LongestSound, resampler: Resampler, name: str
+) -> tuple[NDArray[np.float32], int]:
+    """All samples, channels averaged and resampled, a block at a time; and how many there were."""
     block = max(1, _BLOCK_SAMPLES // sound.channels)
-    found: list[NDArray[np.float32]] = []
     num_found = 0
     while True:
         frames = sound.read(block, dtype="float64", always_2d=True)
         if not len(frames):
             break
         num_found += len(frames)
-        if num_found > most:
-            check_duration(num_found / sound.samplerate, longest, name)
+        _check_length(sound, num_found, longest, name)
         # A sum may overflow, and so may a wide float that becomes a narrow one: both are infinite.
         with np.errstate(all="ignore"):
-            found.append(frames.mean(axis=1).astype(np.float32))
-    if not found:
+            samples = frames.mean(axis=1).astype(np.float32)
+        if not np.isfinite(samples).all():
+            raise ValueError(
+                f"{name} holds samples that are NaN, infinite or too large for float32"
+            )
+        resampler.feed(samples)
+    if not num_found:
         raise ValueError(f"{name} is empty: it holds no samples")
-    samples = np.concatenate(found)
-    if not np.isfinite(samples).all():
-        raise ValueError(f"{name} holds samples that are NaN, infinite or too large for float32")
-    return samples
+    return resampler.finish(name), num_found
 
 
 def _check_whole(sound: SoundStream, found: int, header: WavHeader | None, name: str) -> None:

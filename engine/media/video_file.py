@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from engine.interface.media_limits import MediaLimits
 from engine.media.media_source import MediaSource
-from engine.media.sound_file import check_rate
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -27,6 +26,7 @@ __all__ = ["VideoInfo", "probe_video", "read_frames", "read_soundtrack"]
 _VIDEO_CODECS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "av1")
 _AUDIO_CODECS = ("aac", "mp3", "opus", "vorbis", "flac", "alac")
 _HIGHEST_FPS = 1_000
+_HIGHEST_RATE = 96_000
 _SETTINGS = "engine.media_limits"
 
 
@@ -152,7 +152,11 @@ def read_soundtrack(
         if stream is None:
             return None
         rate = int(stream.rate)
-        check_rate(rate, f"the sound of {source.name}")
+        if not 0 < rate <= _HIGHEST_RATE:
+            raise ValueError(
+                f"the sound of {source.name} has {rate} samples per second, and what is read has "
+                f"at most {_HIGHEST_RATE}; resample it"
+            )
         to_floats = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
         parts: list[NDArray[np.float32]] = []
         num_samples, begin = 0, 0.0
@@ -198,7 +202,8 @@ def _stream(
     streams = getattr(container.streams, kind)
     if not streams:
         return None
-    name = streams[0].codec_context.codec.canonical_name
+    context = streams[0].codec_context
+    name = "unknown" if context is None else context.codec.canonical_name
     if name not in codecs:
         raise ValueError(
             f"the {kind} of {source.name} is {name}, and what is read is {', '.join(codecs)}; "

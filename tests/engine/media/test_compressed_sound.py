@@ -140,6 +140,22 @@ def test_limits_come_before_work() -> None:
             reader.read(np.zeros(9, np.float32), rate)
 
 
+def test_a_short_file_with_hours_of_work_in_it_is_refused() -> None:
+    """Silence packs well: what is in a file is counted, in all channels."""
+    content = encode("flac", np.zeros((48_000, 8)), 48_000)
+    with pytest.raises(ValueError, match=r"has 384000 samples in all channels, and 288000 are"):
+        read(content, seconds=1.5)
+    assert len(read(content, seconds=2.0)[0]) == 48_000
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 192_000])
+def test_files_and_samples_are_resampled_to_the_same_bits(rate: int) -> None:
+    samples = tone(0.7, rate).astype(np.float32)
+    reader = SampleReader(16_000, None)
+    content = encode("wav", samples, rate, "FLOAT")
+    np.testing.assert_array_equal(reader.read(content), reader.read(samples, rate))
+
+
 def test_so_little_that_nothing_is_left_is_refused() -> None:
     with pytest.raises(ValueError, match="too short: 1 samples of 48000 per second are none of"):
         SampleReader(16_000, 32_000).read(np.zeros(1, np.float32), 48_000)
