@@ -85,8 +85,6 @@ __all__ = [
     "verify",
 ]
 
-check_packages()
-
 # In this order: the first two cost the least.
 _HOMES = (
     "engine",
@@ -101,6 +99,8 @@ _HOMES = (
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        # Not before: the command line takes the working directory off the import path first.
+        check_packages()
         for home in map(importlib.import_module, _HOMES):
             if name in home.__all__:
                 return getattr(home, name)

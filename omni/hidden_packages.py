@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ __all__ = ["check_packages"]
 _PACKAGES = ("engine", "prefix_cache", "stages", "stage_configs")
 
 
+@cache
 def check_packages() -> None:
     """Check that the packages beside this one are what their names import.
 

@@ -55,13 +55,20 @@ class OutputFolder:
         aside = target.with_name(f".{target.name}.partial")
         # From a run that was killed. A link of that name is removed, not followed.
         aside.unlink(missing_ok=True)
-        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        descriptor = os.open(aside, flags, 0o666)
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
         try:
             write(aside)
+            # Some writers put a file of their own in its place, which nobody else may read.
+            aside.chmod(mode)
             os.replace(aside, target)
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 aside.unlink()
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(target)) from error
             raise
 
     def read(self, name: str) -> bytes | None:

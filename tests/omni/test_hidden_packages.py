@@ -38,3 +38,15 @@ def test_other_modules_hide_nothing(tmp_path: Path) -> None:
     (tmp_path / "models.py").touch()
     (tmp_path / "engine").mkdir()  # without a module in it: no package
     assert run(tmp_path, "from omni import SamplingParams").returncode == 0
+
+
+def test_the_command_line_looks_for_its_packages_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("raise SystemExit('run by mistake')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "omni", "validate", "two_step"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -178,6 +179,26 @@ def test_a_full_disk_says_what_was_done_and_is_resumed(
     disturbed = (out / "outputs.jsonl").read_bytes()
     omni(*command, "--overwrite")
     assert (out / "outputs.jsonl").read_bytes() == disturbed
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of files are POSIX's")
+def test_a_file_that_may_not_grow_is_named(requests: Path, tmp_path: Path) -> None:
+    """With a real limit: run.json does not fit, then the second line does not."""
+    out = tmp_path / "out"
+    command = ("run", "two_step", "-i", requests, "-o", out)
+    prompts = ("a", "b" * 100_000)
+    requests.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit, place in ((100, "run.json"), (100_000, "outputs.partial.jsonl")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            result = omni(*command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert result.exit_code == 1
+        assert f"{out / place}: File too large; " in result.stderr
+    assert omni(*command, "--resume").exit_code == 0
+    assert len(read(out / "outputs.jsonl")) == 2
 
 
 @pytest.mark.parametrize(

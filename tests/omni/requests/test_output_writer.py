@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import wave
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,17 @@ def test_tensors_come_back_from_the_files_that_the_line_names(tmp_path: Path) ->
         assert torch.equal(loaded[name], tensors[name])
         assert loaded[name].dtype == tensors[name].dtype
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_whoever_may_read_the_lines_may_read_the_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with Written(tmp_path, FINAL) as writer:
+            writer.write(0, tensor_output("r", {"pooled": torch.zeros(2)}))
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
+    assert modes == {0o640}
 
 
 def test_a_sound_comes_back_from_the_file_that_the_line_names(tmp_path: Path) -> None:
