@@ -10,7 +10,8 @@ from engine.interface.settings import Settings
 
 __all__ = ["SamplingParams"]
 
-TokenId = Annotated[int, Field(ge=0)]
+# The first wrong one is told: a list of a million would make a million messages.
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(fail_fast=True)]
 
 
 class SamplingParams(Settings):
@@ -47,11 +48,11 @@ class SamplingParams(Settings):
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: Annotated[tuple[str, ...], Field(fail_fast=True)] = ()
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
-    suppress_token_ids: tuple[TokenId, ...] = ()
+    suppress_token_ids: TokenIds = ()
     n: int = Field(default=1, ge=1)
 
     @field_validator("stop", mode="before")

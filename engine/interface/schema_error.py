@@ -35,6 +35,9 @@ _SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
 _COUNT = re.compile(" after validation, not [0-9]+$")
 """How many items of a list were right; the value shows how many came."""
 
+_MOST_TOLD = 10
+"""Mistakes that one message tells: each is compared with all that could have been meant."""
+
 _LONGEST_VALUE = 80
 """Characters of a value that a message repeats."""
 
@@ -67,7 +70,7 @@ def explain_validation_error(
     findings = error.errors(include_url=False)
     locs = [finding["loc"] for finding in findings]
     around_findings = {loc[:length] for loc in locs for length in range(len(loc))}
-    for finding in findings:
+    for finding in findings[:_MOST_TOLD]:
         # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
         if finding["type"] == "too_short" and finding["loc"] in around_findings:
             continue
@@ -81,7 +84,8 @@ def explain_validation_error(
             where = (f"{source}:{line}" if line else source or "", at)
             message += _beneath(place, lines or {})
         messages.append(": ".join(part for part in (*where, message) if part))
-    return "\n".join(dict.fromkeys(messages))
+    left = len(findings) - _MOST_TOLD
+    return "\n".join(dict.fromkeys([*messages, *([f"and {left} more"] if left > 0 else [])]))
 
 
 def dotted(place: Place) -> str:

@@ -149,11 +149,17 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         if name not in SEEDED_MODELS:
             raise ValueError(f"unknown seeded model {name!r}{suggest(name, SEEDED_MODELS)}")
         return reference
-    path = Path(reference).expanduser()
-    candidates = [path] if base_dir is None or path.is_absolute() else [base_dir / path, path]
-    folder = next((candidate for candidate in candidates if candidate.exists()), None)
+    try:
+        path = Path(reference).expanduser()
+        candidates = [path] if base_dir is None or path.is_absolute() else [base_dir / path, path]
+        folder = next((candidate for candidate in candidates if candidate.exists()), None)
+        has_config = folder is not None and (folder / "config.json").is_file()
+    # No path can be so, or be so long, or there is no such home.
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"no such folder: {reference[:80]!r}: {reason}") from error
     if folder is not None:
-        if not (folder / "config.json").is_file():
+        if not has_config:
             raise ValueError(
                 f"{str(folder)!r} is no checkpoint: a folder with a config.json is needed"
             )

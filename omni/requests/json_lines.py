@@ -9,10 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-__all__ = ["MAX_LINE_BYTES", "JsonLine", "read_json_lines"]
+__all__ = ["MAX_KEYS", "MAX_LINE_BYTES", "MAX_LINE_VALUES", "JsonLine", "read_json_lines"]
 
 MAX_LINE_BYTES = 100_000_000
 """Longer lines are not looked at: parsed, they would take several times as much memory."""
+
+MAX_LINE_VALUES = 2**22
+"""Commas and brackets of a line: short values take twenty times their characters in memory."""
+
+MAX_KEYS = 10_000
+"""Keys of an object."""
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -59,6 +65,8 @@ def read_json_lines(
 
 
 def _parse(number: int, raw: bytes) -> JsonLine:
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_LINE_VALUES:
+        return JsonLine(number, error=f"more than {MAX_LINE_VALUES:,} values; split the request")
     try:
         data = json.loads(
             raw.decode("utf-8"),
@@ -87,6 +95,8 @@ def _parse(number: int, raw: bytes) -> JsonLine:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object in it has {len(pairs):,} keys, of at most {MAX_KEYS:,}")
     data = dict(pairs)
     if len(data) < len(pairs):
         counts = Counter(key for key, _ in pairs)

@@ -148,12 +148,13 @@ class ChatMessage(_Strict):
     role: str
     name: str | None = None
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[tuple[ContentPart, ...], Tag("list")],
+        Annotated[str, Tag("text")]
+        | Annotated[tuple[ContentPart, ...], Field(fail_fast=True), Tag("list")],
         _text_or("list", (list, tuple), "text or a list of parts"),
     ]
 
 
-Messages: TypeAlias = Annotated[tuple[ChatMessage, ...], Field(min_length=1)]
+Messages: TypeAlias = Annotated[tuple[ChatMessage, ...], Field(min_length=1, fail_fast=True)]
 
 
 class AudioFile(_Strict):
@@ -207,9 +208,10 @@ class _Forms(_Strict):
         | None
     ) = None
     messages: Messages | None = None
-    prompt_token_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, min_length=1
-    )
+    prompt_token_ids: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, fail_fast=True)]
+        | None
+    ) = None
     prompt_embeds: str | None = Field(default=None, min_length=1)
 
 
@@ -260,9 +262,11 @@ class RequestLine(_Forms):
     request_id: str | None = Field(default=None, min_length=1)
     encoder_prompt: OneSide | None = None
     decoder_prompt: OneSide | None = None
-    images: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
-    audio: tuple[OneAudio, ...] | None = None
-    videos: tuple[OneVideo, ...] | None = None
+    images: (
+        Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(fail_fast=True)] | None
+    ) = None
+    audio: Annotated[tuple[OneAudio, ...], Field(fail_fast=True)] | None = None
+    videos: Annotated[tuple[OneVideo, ...], Field(fail_fast=True)] | None = None
     sampling: dict[str, Any] = {}
     priority: int = 0
     cache_salt: str | None = None

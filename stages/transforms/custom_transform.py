@@ -42,8 +42,8 @@ def locate_custom(spec: str, folder: Path | None) -> str:
     module, function = _parts(spec)
     if module.endswith(".py"):
         file = Path(module) if folder is None else folder / module
-        if not file.is_file():
-            raise ValueError(f"transform {spec!r}: there is no file {str(file)!r}")
+        if not _is_file(file):
+            raise ValueError(f"transform {spec!r}: there is no file {str(file)[:200]!r}")
     else:
         beside = None if folder is None else _source_in(folder, module.split("."))
         if beside is None:
@@ -92,9 +92,16 @@ def _source_in(folder: Path, parts: list[str]) -> Path | None:
     """The source of a module in a folder, if it is there."""
     base = folder.joinpath(*parts)
     for file in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
-        if file.is_file():
+        if _is_file(file):
             return file
     return None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name can be so long
+        return False
 
 
 def _check_installed(spec: str, module: str, function: str, folder: Path | None) -> None:
@@ -123,7 +130,7 @@ def _check_installed(spec: str, module: str, function: str, folder: Path | None)
     else:
         file = Path(found.origin or "")
     # Compiled modules, and those of special loaders, are looked at when they are loaded.
-    if file is not None and file.suffix == ".py" and file.is_file():
+    if file is not None and file.suffix == ".py" and _is_file(file):
         _check_defines(spec, file, function)
 
 

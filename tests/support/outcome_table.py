@@ -30,11 +30,13 @@ class Tally:
         what: what was injected, for the first column.
         counts: how often each outcome was seen.
         failures: what was seen where it must not be.
+        peak_mb: largest resident size of the processes that took them; None means this one's.
     """
 
     what: str
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    peak_mb: float | None = None
 
     def add(self, outcome: str, detail: str = "") -> None:
         """Count one.
@@ -49,9 +51,10 @@ class Tally:
             self.failures.append(f"{outcome}: {detail}")
 
     def row(self) -> str:
-        """The row of the table; the peak is that of this process so far."""
+        """The row of the table; this process's peak is that so far."""
+        peak_mb = _peak_memory_mb() if self.peak_mb is None else self.peak_mb
         numbers = [f"{self.counts[name]:,}" for name in OUTCOMES]
-        cells = [self.what, f"{self.counts.total():,}", *numbers, f"{_peak_memory_mb():,.0f} MB"]
+        cells = [self.what, f"{self.counts.total():,}", *numbers, f"{peak_mb:,.0f} MB"]
         return f"| {' | '.join(cells)} |"
 
     @staticmethod

@@ -103,3 +103,11 @@ def test_a_long_kind_is_shortened_too() -> None:
     assert message.startswith("drive.kind: unknown kind 'xxx")
     assert message.endswith("...; known are 'wheel', 'sail'")
     assert len(message) < 150
+
+
+def test_of_many_mistakes_the_first_are_told() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Wheel.model_validate(data := {f"key {number}": 1 for number in range(9_000)})
+    told = explain_validation_error(caught.value, Wheel, data).splitlines()
+    assert len(told) == 11 and told[-1] == "and 8990 more"
+    assert "unknown key" in told[0]

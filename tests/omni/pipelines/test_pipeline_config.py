@@ -235,6 +235,26 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "stages.writer.model: no such folder",
         "",
     ),
+    "a path that is too long": (
+        {"stages.writer.model": "x/" + "y" * 5000},
+        "stages.writer.model: no such folder: 'x/yyy",
+        "",
+    ),
+    "a home that nobody has": (
+        {"stages.writer.model": "~nobody-of-this-name/x"},
+        "stages.writer.model: no such folder",
+        "",
+    ),
+    "a transform in a file whose name is too long": (
+        {"stages.reader.inputs.transform": "y" * 5000 + ".py:f"},
+        "stages.reader.inputs.transform",
+        "there is no file",
+    ),
+    "a transform in a module whose name is too long": (
+        {"stages.reader.inputs.transform": "y" * 5000 + ":f"},
+        "stages.reader.inputs.transform",
+        "not installed",
+    ),
     "no such home folder": ({"stages.writer.model": "~/n/o"}, "stages.writer.model: no such", ""),
     "neither path nor hub id": (
         {"stages.writer.model": "a/b/c"},

@@ -131,6 +131,9 @@ LINES = {
     "a negative number beyond floats": b'{"prompt": "x", "priority": -1e999}',
     "Infinity": b'{"prompt": "x", "priority": Infinity}',
     "an integer of 5,000 digits": b'{"prompt": "x", "priority": ' + b"9" * 5_000 + b"}",
+    "more keys than anything has": b"{" + b",".join(b'"k%d":1' % n for n in range(10_001)) + b"}",
+    "more values than memory is for": b'{"prompt": [' + b"[]," * 2**21 + b"[]]}",
+    "many wrong ids": b'{"prompt_token_ids": [' + b'"x",' * 100_000 + b'"x"]}',
     "a key twice, deep down": b'{"prompt": "x", "sampling": {"writer": {"n": 1, "n": 1}}}',
     "a thousand keys, and one twice": (
         b"{" + b"".join(b'"%d": 0,' % number for number in range(1_000)) + b'"0": 1}'
