@@ -139,7 +139,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
-        """Voices of a talker."""
+        """Voices of a model that speaks."""
         return self.engine.speakers
 
     def partial_tensors(self, request_id: str, first_row: int) -> Mapping[str, Tensor]:

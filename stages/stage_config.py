@@ -53,7 +53,7 @@ class StageConfig(Settings):
         kind: chooses the subclass, which declares it as a ``Literal``.
         model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
             use. Kinds that cannot do without redeclare it as a ``ModelReference``.
-        part: which model of a checkpoint that holds several, such as ``thinker``.
+        part: which model of a checkpoint that holds several, by its name there.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
         final_output: what the user gets of this stage; kinds redeclare which forms they have.
         takes_chunks: whether such a stage may begin while its source goes on.

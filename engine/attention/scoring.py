@@ -1,9 +1,10 @@
 """How a layer's products become scores: scaled, capped, and with a bias by distance.
 
-Gemma 2 bounds scores by ``softcap * tanh(score / softcap)`` before the mask and the softmax, which
-torch's fused attention does not know. T5's relative positions and ALiBi add a bias by how far a key
-lies behind. It is a table of one row per head and one column per distance, the query's own position
-being distance 0, and ends where the distance stops to matter: longer ones take its last column::
+A soft cap bounds scores by ``softcap * tanh(score / softcap)`` before the mask and the softmax,
+which torch's fused attention does not know. Relative positions in buckets, and ALiBi, add a bias by
+how far a key lies behind. It is a table of one row per head and one column per distance, the
+query's own position being distance 0, and ends where the distance stops to matter: longer ones
+take its last column::
 
     bias[h]       b0 b1 b2 b3
 

@@ -61,7 +61,7 @@ class Checkpoint:
 
         Args:
             model: folder, hub id (``organisation/name``), or a name that a package brings, such as
-                ``seeded:qwen2``.
+                ``seeded:<name>``.
             part: which model, if it holds several.
             revision: branch, tag or commit on the hub.
             trust_remote_code: whether the config may come with its own Python code.

@@ -1,4 +1,4 @@
-"""Models by names that packages bring, such as ``seeded:qwen2``."""
+"""Models by names that packages bring, such as ``seeded:<name>``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 Each chunk of two seconds has the rows of the video (v) that are shown in it, then those of the
 sound (~) that are heard in it. So the two items come in pieces, and each tower still runs once.
 
-Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_5_omni``.
+Source: Xu et al., arXiv:2503.20215, section 2.2, and its processor in transformers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
 
 from engine.inputs.admission import check_encoder_prompt
 from engine.inputs.input_windows import InputWindows
@@ -26,8 +25,10 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.interface.turns import turn_of
 from engine.media.audio_samples import SampleReader
 from engine.media.image_file import image_features
+from engine.media.spectrogram_extractor import SpectrogramExtractor
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
@@ -168,7 +169,7 @@ class AudioEncoderInputs(EncoderInputMaker):
     def __init__(
         self,
         encoder: EncoderSide,
-        extractor: WhisperFeatureExtractor,
+        extractor: SpectrogramExtractor,
         limits: MediaLimits | None = None,
     ) -> None:
         super().__init__(encoder)
@@ -196,13 +197,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         samples = self._read(prompt, self._reader.of_any_length())
         if len(samples) <= self._window:
             return self._of_samples(samples, cache_salt)
-        whole = self._extractor(
-            samples,
-            sampling_rate=self._reader.rate,
-            truncation=False,
-            padding="longest",
-            return_tensors="pt",
-        )["input_features"][0]
+        whole = self._extract(samples, truncation=False, padding="longest")
         window = self._window // int(self._extractor.hop_length)
         windows = InputWindows(
             whole,
@@ -218,8 +213,15 @@ class AudioEncoderInputs(EncoderInputMaker):
         return reader.read(prompt.audio, prompt.sampling_rate)
 
     def _of_samples(self, samples: NDArray[np.float32], cache_salt: str | None) -> EncoderInput:
-        features = self._extractor(samples, sampling_rate=self._reader.rate, return_tensors="pt")
-        return self._of_features({"input_features": features["input_features"][0]}, cache_salt)
+        return self._of_features({"input_features": self._extract(samples)}, cache_salt)
+
+    def _extract(self, samples: NDArray[np.float32], **options: Any) -> Tensor:
+        with turn_of(self._extractor):
+            made = self._extractor(
+                samples, sampling_rate=self._reader.rate, return_tensors="pt", **options
+            )
+        features: Tensor = made["input_features"][0]
+        return features
 
 
 class ImageEncoderInputs(EncoderInputMaker):

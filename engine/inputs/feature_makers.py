@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
 
 from engine.inputs.feature_maker import FeatureMaker
 from engine.inputs.video_features import VideoFeatureMaker, VideoSampling
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt
-from engine.media.audio_samples import SampleReader, load_extractor
+from engine.interface.turns import turn_of
+from engine.media.audio_samples import SampleReader
 from engine.media.image_file import image_features, load_image_processor
+from engine.media.spectrogram_extractor import SpectrogramExtractor, load_extractor
 from engine.requests.multimodal_input import Modality
 
 __all__ = [
@@ -95,9 +96,7 @@ class AudioFeatureMaker(FeatureMaker):
         limits: how much of a file is read.
     """
 
-    def __init__(
-        self, extractor: WhisperFeatureExtractor, limits: MediaLimits | None = None
-    ) -> None:
+    def __init__(self, extractor: SpectrogramExtractor, limits: MediaLimits | None = None) -> None:
         self._extractor = extractor
         self._reader = SampleReader.of(extractor, limits)
 
@@ -111,14 +110,15 @@ class AudioFeatureMaker(FeatureMaker):
         # Silence fills up the last frame, and half of one more.
         hop = int(self._extractor.hop_length)
         filled = -(-(len(samples) + int(self._extractor.n_fft)) // hop) * hop
-        output = self._extractor(
-            samples,
-            sampling_rate=self._reader.rate,
-            padding="max_length",
-            max_length=min(filled, int(self._extractor.n_samples)),
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        with turn_of(self._extractor):
+            output = self._extractor(
+                samples,
+                sampling_rate=self._reader.rate,
+                padding="max_length",
+                max_length=min(filled, int(self._extractor.n_samples)),
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
         is_sound = output["attention_mask"][0].bool()
         return {"input_features": output["input_features"][0][:, is_sound]}
 

@@ -26,7 +26,7 @@ from engine.interface.prompts import (
 )
 from engine.text.chat_template import render_chat
 from engine.text.template_process import TemplateLimits
-from engine.text.tokenizer import turn_of
+from engine.text.tokenizer import tokenizers_turn
 
 __all__ = [
     "WrittenPrompt",
@@ -93,7 +93,7 @@ def tokenize(
             f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
         ) from error
     add_special_tokens = add_special_tokens and not as_it_is
-    with turn_of(tokenizer):
+    with tokenizers_turn(tokenizer):
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
@@ -157,7 +157,7 @@ def resolve_prompt(
             "where a model takes them, stand beside such a prompt"
         )
     if isinstance(prompt, SpeechPrompt | CodecPrompt):
-        reader = "a talker" if isinstance(prompt, SpeechPrompt) else "a vocoder"
+        reader = "a model that speaks" if isinstance(prompt, SpeechPrompt) else "a vocoder"
         raise ValueError(f"a {kind} is what {reader} reads, but this model reads text")
     raise ValueError(
         f"a prompt is a str, TextPrompt, ChatPrompt, TokensPrompt or EmbedsPrompt, got {kind}"

@@ -87,7 +87,7 @@ class EngineConfig(EngineSettings):
     Attributes:
         model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>`` for a small one
             that is built on first use.
-        part: which model of a checkpoint that holds several, such as ``thinker``.
+        part: which model of a checkpoint that holds several, by its name there.
     """
 
     model: str = Field(min_length=1)

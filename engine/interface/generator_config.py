@@ -95,7 +95,7 @@ class GeneratorConfig(GeneratorSettings):
 
     Attributes:
         model: folder or hub id of a Hugging Face checkpoint, or ``seeded:<name>``.
-        part: which model of a checkpoint that holds several, such as ``code2wav``.
+        part: which model of a checkpoint that holds several, by its name there.
         generation: how sound is made.
     """
 

@@ -211,13 +211,13 @@ class ExplicitEncoderDecoderPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeechPrompt:
-    """What a talker speaks: what a thinker read and what it replies, one row per token.
+    """What one model speaks: what another one read and what it replies, one row per token.
 
     A row is the sum of the token's embedding (0 for a placeholder) and of its last hidden state.
     The rows may come in chunks: the first has all the prompt's and as many of the reply's as
     there are, later ones go on with the reply's::
 
-        thinker   | prompt ................ | reply .................... | last |
+        tokens    | prompt ................ | reply .................... | last |
         rows      |<----- prompt_rows ----->|<- reply_rows ->|<- more -->|       the last token has
                                               first chunk      later              none: it never ran
 

@@ -41,7 +41,7 @@ class LayerOps:
             scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
             output: Tensor = (x * scale).mul_(weight)
             return output
-        # As in transformers: rounded to x's type before the weight, or after a float32 one (Gemma).
+        # As in transformers: rounded to x's type before the weight, or after a float32 one.
         normed = F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)
         return normed.mul_(weight).to(x.dtype)
 

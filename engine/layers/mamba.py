@@ -1,7 +1,6 @@
-"""The Mamba-1 mixer as Jamba has it: with norms on the step size, B and C.
+"""The Mamba-1 mixer with norms on the step size, B and C.
 
-Sources: Gu and Dao, "Mamba", 2023; Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language
-Model", 2024 (section 2 on the norms).
+Sources: Gu and Dao, "Mamba", 2023; Lieber et al., arXiv:2403.19887, section 2 on the norms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MLPs: the plain one of the first transformers, and the gated one of Llama-like decoders."""
+"""MLPs: the plain one of the first transformers, and the gated one of later decoders."""
 
 from __future__ import annotations
 

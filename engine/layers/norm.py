@@ -21,8 +21,8 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width of the last dimension.
         eps: added to the mean square.
-        offset: added to the loaded weight. Gemma's checkpoints store ``weight - 1``, which is
-            finer than the type can state ``weight``: the sum is kept in float32.
+        offset: added to the loaded weight. Where checkpoints store ``weight - 1``, that is finer
+            than the type can state ``weight``: the sum is kept in float32.
         dtype: of the weight, if the offset is 0.
         device: of the weight.
         ops: what computes it.

@@ -137,7 +137,7 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
                    |<- half of cosines --->|<- half of sines ----->|
 
     A token whose numbers are all alike is turned as by :class:`RotaryEmbedding`.
-    Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
+    Source: Wang et al., arXiv:2409.12191, section 2.1.
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.

@@ -87,7 +87,7 @@ class LLMEngine(Engine[RequestOutput]):
         """Begin to take a request; see :class:`~engine.interface.engine.Engine`.
 
         The prompt is text, chat messages, token ids, embeddings, or all or the first chunk of what
-        a talker speaks.
+        a model speaks.
         """
         self.ownership.check()
         check_request_arguments(request_id, sampling, priority, cache_salt)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoFeatureExtractor, WhisperFeatureExtractor
 
 from engine.interface.media_limits import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.resampler import Resampler
 from engine.media.sound_file import LongestSound, check_duration, check_rate, read_sound
+from engine.media.spectrogram_extractor import SpectrogramExtractor
 
-__all__ = ["SampleReader", "load_extractor"]
+__all__ = ["SampleReader"]
 
 _LOUDEST = 2.0
 """Above 1 by as much as filters overshoot, and far below integers that were taken as they are."""
@@ -37,9 +37,7 @@ class SampleReader:
     limits: MediaLimits = field(default_factory=MediaLimits)
 
     @classmethod
-    def of(
-        cls, extractor: WhisperFeatureExtractor, limits: MediaLimits | None = None
-    ) -> SampleReader:
+    def of(cls, extractor: SpectrogramExtractor, limits: MediaLimits | None = None) -> SampleReader:
         """What an extractor wants, and most of what it takes in one go."""
         rate, window = int(extractor.sampling_rate), int(extractor.n_samples)
         return cls(rate, window, limits or MediaLimits())
@@ -99,32 +97,6 @@ class SampleReader:
         resampler = Resampler(rate, self.rate)
         resampler.feed(samples)
         return resampler.finish("the audio")
-
-
-def load_extractor(path: Path, *, trust_remote_code: bool = False) -> WhisperFeatureExtractor:
-    """Load the feature extractor of a checkpoint folder.
-
-    Args:
-        path: the folder.
-        trust_remote_code: whether it may come with its own Python code. Nobody is asked.
-
-    Raises:
-        ValueError: it brings none, one of another kind, or one that cannot be made or needs code
-            of its own.
-    """
-    try:
-        extractor = AutoFeatureExtractor.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
-        )
-    # Values of a wrong kind make transformers raise whatever it stumbles over.
-    except Exception as error:
-        raise ValueError(f"the feature extractor in {path} cannot be loaded: {error}") from error
-    if not isinstance(extractor, WhisperFeatureExtractor):
-        raise ValueError(
-            f"the feature extractor in {path} must be a WhisperFeatureExtractor, "
-            f"got {type(extractor).__name__}"
-        )
-    return extractor
 
 
 def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:

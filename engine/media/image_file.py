@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature
 
 from engine.interface.media_limits import MediaLimits
+from engine.interface.turns import turn_of
 from engine.media.media_source import MediaSource
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def image_features(
     """
     opened = open_image(image, limits)
     try:
-        features: BatchFeature = processor(images=opened, return_tensors="pt")
+        with turn_of(processor):
+            features: BatchFeature = processor(images=opened, return_tensors="pt")
     # A strip of one pixel's width may shrink to none.
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(

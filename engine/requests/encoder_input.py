@@ -36,8 +36,8 @@ class EncoderInput:
 class EncoderView:
     """Which rows of the encoder's output the tokens of one decoder sequence see.
 
-    Almost always all see all. Mllama's differ, because its decoder prompt holds the place of the
-    image, and the image's last tiles may be padding::
+    Almost always all see all. They differ where the decoder's prompt holds the place of the image,
+    and the image's last tiles may be padding::
 
         decoder   BOS  Look  <image>  what  is  this ...
                   └ see rows_before ┘└ see rows ...          start = 2

@@ -16,8 +16,8 @@ __all__ = ["PromptChoice"]
 class PromptChoice:
     """How a prompt goes on: by the likeliest of some tokens, and then by given ones.
 
-    So Whisper finds out which language is spoken. The prompt begins with what is known, the first
-    step chooses, and what follows then is prompt as well::
+    So a speech model finds out which language is spoken. The prompt begins with what is known, the
+    first step chooses, and what follows then is prompt as well::
 
         <|startoftranscript|> | ?                | <|transcribe|> <|notimestamps|> | generated ...
          known                  of ``candidates``  ``then``

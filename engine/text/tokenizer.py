@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from engine.interface.turns import turn_of
 from engine.text.chat_template import processor_chat_template
 
-__all__ = ["eos_token_ids", "load_tokenizer", "max_prompt_chars", "turn_of"]
+__all__ = ["eos_token_ids", "load_tokenizer", "max_prompt_chars", "tokenizers_turn"]
 
 # Any of these means that the checkpoint brings a tokenizer.
 _TOKENIZER_FILES = (
@@ -27,9 +26,6 @@ _TOKENIZER_FILES = (
 )
 # What any prompt may have, and what none may without being asked for: see RequestLimits.
 _FEWEST_CHARS, _MOST_CHARS = 2**16, 2**22
-# Of tokenizers that are written in Python, and may not be used by two threads at once.
-_TURNS: WeakKeyDictionary[PreTrainedTokenizerBase, threading.Lock] = WeakKeyDictionary()
-_NEW_TURN = threading.Lock()
 
 
 def load_tokenizer(
@@ -86,7 +82,7 @@ def max_prompt_chars(
 
 
 @contextmanager
-def turn_of(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def tokenizers_turn(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Hold while the tokenizer is called in a thread that may not be the only one.
 
     Those of the ``tokenizers`` library are called by any number at once, once they are loaded by
@@ -95,9 +91,7 @@ def turn_of(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     if getattr(tokenizer, "is_fast", False):
         yield
         return
-    with _NEW_TURN:
-        turn = _TURNS.setdefault(tokenizer, threading.Lock())
-    with turn:
+    with turn_of(tokenizer):
         yield
 
 

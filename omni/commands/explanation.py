@@ -24,11 +24,11 @@ def draw_graph(config: PipelineConfig) -> str:
         prompt ──────────────────────────────────► writer => text
         writer ──hidden_states_as_prompt_embeds──► reader => text
 
-        writer  autoregressive  seeded:qwen2
-        reader  autoregressive  seeded:llama
+        writer  autoregressive  models/writer
+        reader  autoregressive  models/reader
 
     Where a stage begins while its source goes on, the arrow is a wave with the chunks' size:
-    ``thinker ~~thinker_to_talker~~4~~► talker``.
+    ``writer ~~my_transforms:codes~~4~~► speaker``.
     """
     stages = [(name, config.stages[name]) for name in config.topological_order()]
     sources, labels, lines, targets = zip(*(_edge(*stage) for stage in stages), strict=True)

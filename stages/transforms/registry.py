@@ -124,11 +124,11 @@ def chunkable(function: _TransformT) -> _TransformT:
 
         @chunkable
         def codes(context: TransformContext) -> CodecPrompt:
-            (talker,) = context.sources
+            (source,) = context.sources
             return CodecPrompt(
-                talker.token_ids,
+                source.token_ids,
                 is_last=context.is_last,
-                is_cut_off=talker.finish_reason is FinishReason.LENGTH,
+                is_cut_off=source.finish_reason is FinishReason.LENGTH,
             )
     """
     if not callable(function):

@@ -1,4 +1,4 @@
-"""The encoder-decoder for text out that BART, T5 and Whisper share."""
+"""The encoder-decoder for text out, whatever its encoder reads."""
 
 from __future__ import annotations
 

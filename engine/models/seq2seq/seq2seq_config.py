@@ -1,4 +1,4 @@
-"""What the text decoders of BART, T5 and Whisper differ in, spelled out."""
+"""What the text decoders of encoder-decoder models differ in, spelled out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FAIRSEQ_NAMES = Seq2SeqNames(
     projections=("q_proj", "k_proj", "v_proj", "out_proj"),
     mlp_projections=("fc1", "fc2"),
 )
-"""What BART and Whisper have in common."""
+"""What the models that began in fairseq have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class Seq2SeqConfig:
     def of_fairseq(
         cls, config: PreTrainedConfig, max_positions: int, max_encoder_len: int, **others: Any
     ) -> Seq2SeqConfig:
-        """Read what BART and Whisper name alike.
+        """Read what the models that began in fairseq name alike.
 
         Args:
-            config: of either.
+            config: of one of them.
             max_positions: the longest decoder sequence.
             max_encoder_len: the longest encoder output.
             **others: the fields that they differ in.

@@ -7,8 +7,8 @@
     encoder's rows, in the step in which the encoder ran; from then on their keys and values
     are in the pages
 
-Each part has a norm: before it, inside the residual branch (T5, Whisper), or after its result was
-added to the stream (BART).
+Each part has a norm: before it, inside the residual branch, or after its result was added to the
+stream.
 """
 
 from __future__ import annotations

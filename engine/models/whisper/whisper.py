@@ -17,7 +17,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import AudioEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
-from engine.media.audio_samples import load_extractor
+from engine.media.spectrogram_extractor import load_extractor
 from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings

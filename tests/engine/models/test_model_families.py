@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -334,88 +332,3 @@ def test_the_table_names_each_architecture_once() -> None:
     rows = set(FAMILIES.rows.values())
     assert sum(len(row.architectures) for row in rows) == len(FAMILIES.rows)
     assert FamilyRegistry(rows).architectures() != ()
-
-
-WORDS = {
-    word
-    for row in FAMILIES.rows.values()
-    for word in (row.module.split(".")[1], row.module.split(".")[0], row.attribute.lower())
-} - {"decoders", "hybrids", "seq2seq", "family"}
-
-
-def test_no_family_is_named_outside_its_folder() -> None:
-    assert {"llama", "whisper", "t5", "talker", "code2wav", "qwen2_5_omni"} <= WORDS
-    table = ROOT / "engine/models/registry.py"
-    folders = {ROOT / "engine/models" / row.module.split(".")[0] for row in FAMILIES.rows.values()}
-    found = [
-        f"{file.relative_to(ROOT)}:{line}: {name}"
-        for file in sorted((ROOT / "engine").rglob("*.py"))
-        if file != table and not folders & set(file.parents)
-        for line, name in named_families(file.read_text("utf-8"))
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "from engine.models.decoders.llama import llama_config",
-        "import engine.models.whisper.whisper",
-        "isinstance(model, Qwen2_5OmniTalker)",
-        "model.llama_layers",
-        "PARTS = {'qwen2_5_omni': 1}",
-        "def load_t5(): ...",
-    ],
-)
-def test_a_planted_family_is_found(planted: str) -> None:
-    assert named_families(planted)
-
-
-def test_prose_and_the_names_of_transformers_are_not_found() -> None:
-    assert not named_families(
-        '"""As Llama does it."""\nfrom transformers import WhisperFeatureExtractor as W\n'
-        "def f(x: WhisperFeatureExtractor):\n    raise ValueError('a talker reads rows')"
-    )
-
-
-def named_families(source: str) -> list[tuple[int, str]]:
-    """Names and strings in code, but for prose and what is imported of transformers."""
-    tree = ast.parse(source)
-    theirs = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
-        for alias in node.names
-    }
-    return [
-        (getattr(node, "lineno", 0), name)
-        for node in ast.walk(tree)
-        for name in names_of(node)
-        if name not in theirs and words_of(name) & WORDS
-    ]
-
-
-def names_of(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
-            return [name]
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
-            return [name]
-        case ast.ImportFrom(module=str(name)) | ast.keyword(arg=str(name)):
-            return [name]
-        case ast.Constant(value=str(text)) if " " not in text:
-            return [text]
-        case _:
-            return []
-
-
-def words_of(name: str) -> set[str]:
-    """``engine.Qwen2_5OmniTalker`` to engine, qwen2_5_omni_talker, and runs of its words."""
-    pieces = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    found = set()
-    for dotted in re.split(r"[^a-z0-9_]+", pieces):
-        parts = dotted.split("_")
-        for first in range(len(parts)):
-            for last in range(first, len(parts)):
-                found.add("_".join(parts[first : last + 1]))
-    return found
