@@ -4,10 +4,11 @@
     python -m torture.interrupted_steps --bytecodes --limit 500
 
 A fault is one exception at one line of one step of a batch that shares prefixes, waits and gives
-way. After it the batch is stepped to its end, and all of it is asked again, of the same engine and
-its cache. Every answer has to be the one that the request has alone; nothing may be held when all
-have ended, and integrity is checked after each step. Every line that a run passes has its turn in
-up to ``--repeats`` steps, or turns of a loop, with MemoryError and with KeyboardInterrupt.
+way. After it the batch is stepped to its end, now and then with one of it aborted, and all of it is
+asked again, of the same engine and its cache. Every answer has to be the one that the request has
+alone; nothing may be held when all have ended, and integrity is checked after each step. Every line
+that a run passes has its turn in up to ``--repeats`` steps, or turns of a loop, with MemoryError
+and with KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def interrupt(subject: Subject, args: argparse.Namespace, note: Callable[[str], 
         for error in ERRORS:
             engine.reset_prefix_cache()
             fault = LineFault(nth, error, bytecodes=args.bytecodes)
-            outcome = disturbed_run(engine, subject, step, fault)
+            aborted = number % subject.num_asks if number % 3 == 0 else None
+            outcome = disturbed_run(engine, subject, step, fault, aborted)
             detail = f"{error.__name__} in step {step} at {outcome.place}: {outcome.detail}"
             tally.add(outcome.kind, detail)
             if outcome.kind not in ("went on", "failed alone"):

@@ -76,7 +76,13 @@ def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[E
     return steps
 
 
-def disturbed_run(engine: Engine[Any], subject: Subject, step: int, fault: LineFault) -> Outcome:
+def disturbed_run(
+    engine: Engine[Any],
+    subject: Subject,
+    step: int,
+    fault: LineFault,
+    aborted: int | None = None,
+) -> Outcome:
     """Interrupt one step, go on, then ask everything again, and compare with each alone.
 
     Args:
@@ -84,13 +90,16 @@ def disturbed_run(engine: Engine[Any], subject: Subject, step: int, fault: LineF
         subject: what it is asked.
         step: which step is interrupted.
         fault: where, and by what.
+        aborted: a request that its caller gives up after that.
     """
     kind = "went on"
     try:
         subject.add(engine, "r")
-        first = _run(engine, step, fault)
+        first = _run(engine, step, fault, None if aborted is None else f"r{aborted}")
         for number in range(subject.num_asks):
             outputs = first.get(f"r{number}", ())
+            if number == aborted and not (outputs and outputs[-1].finished):
+                continue
             if not outputs or not outputs[-1].finished:
                 return Outcome("wrong", fault.place, f"r{number} is lost")
             if outputs[-1].error is not None:
@@ -116,7 +125,7 @@ def disturbed_run(engine: Engine[Any], subject: Subject, step: int, fault: LineF
     return Outcome(kind, fault.place)
 
 
-def _run(engine: Engine[Any], step: int, fault: LineFault) -> Outputs:
+def _run(engine: Engine[Any], step: int, fault: LineFault, aborted: str | None = None) -> Outputs:
     """Step until all have ended, and see that nothing is held then."""
     found: dict[str, list[Any]] = {}
     for number in range(MAX_STEPS):
@@ -130,6 +139,8 @@ def _run(engine: Engine[Any], step: int, fault: LineFault) -> Outputs:
             except BaseException:
                 if fault.place is None:
                     raise
+            if aborted is not None:
+                engine.abort(aborted)
         else:
             outputs = engine.step()
         for output in outputs:
