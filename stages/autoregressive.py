@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from engine import Engine, RequestOutput
+from engine import CompletionOutput, Engine, RequestOutput
 from engine.interface.arguments import check_argument, check_sampling_argument
 from engine.interface.config import EngineConfig
+from engine.interface.deferred import Deferred, as_stored, defer
 from engine.interface.sampling_params import SamplingParams
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_tokens
@@ -169,19 +170,17 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
             request_id=output.request_id,
             stage=self.name,
             finished=output.finished,
-            text=first.text if self.engine.tokenizer is not None else None,
+            text=as_stored(first, "text") if self.engine.tokenizer is not None else None,
             delta=first.delta,
-            token_ids=first.token_ids,
+            token_ids=as_stored(first, "token_ids"),
             finish_reason=first.finish_reason,
             error=output.error,
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
             encoder_prompt_token_ids=output.encoder_prompt_token_ids,
             tensors=first.tensors,
-            logprobs=first.logprobs,
-            completions=tuple(
-                Completion(each.text, each.token_ids, each.finish_reason) for each in output.outputs
-            ),
+            logprobs=as_stored(first, "logprobs"),
+            completions=defer(Deferred(lambda: tuple(map(_completion, output.outputs)))),
             metrics=output.metrics,
         )
 
@@ -192,3 +191,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         else:
             self.ownership.close()
             self.engine.ownership.release(self)
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    return Completion(output.text, output.token_ids, output.finish_reason)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine import FinishReason
+from engine.interface.deferred import with_fields
 from engine.interface.engine import Admit, Prepare
 from stages.stage import Stage, StageOutput, StageRequest, StageStats
 
@@ -209,4 +210,4 @@ def select_tensors(output: StageOutput, names: Collection[str] | None) -> StageO
                 f"stage's outputs ask for; it made {sorted(output.tensors)}"
             ),
         )
-    return replace(output, tensors={name: output.tensors[name] for name in names})
+    return with_fields(output, tensors={name: output.tensors[name] for name in names})

@@ -13,6 +13,7 @@ from pydantic_core import core_schema
 
 from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
 from engine.interface.arguments import check_argument, check_names
+from engine.interface.deferred import deferrable
 from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
 
@@ -72,7 +73,8 @@ class Completion(NamedTuple):
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
+@deferrable("text", "token_ids", "logprobs", "completions")
+@dataclass(frozen=True)
 class StageOutput:
     """What a stage has made of a request, so far or in the end.
 

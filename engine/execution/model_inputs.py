@@ -109,8 +109,8 @@ class ModelInputBuilder:
             known = self.batch.num_blocks(request_id, group_id)
             if known * size >= end:
                 continue
-            block_ids = self.kv_cache_manager.block_ids(request_id, group_id)
-            self.batch.append_blocks(request_id, block_ids[known:], group_id)
+            block_ids = self.kv_cache_manager.block_ids(request_id, group_id, known)
+            self.batch.append_blocks(request_id, block_ids, group_id)
             # Of a new last block the first tokens come now; the rest is read, masked, too.
             is_new = item.runs_encoder if is_cross else end // size * size >= first
             if is_new and end % size and isinstance(group.spec, AttentionSpec):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from engine.interface.deferred import deferrable
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,7 +66,8 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@deferrable("text", "token_ids", "logprobs")
+@dataclass(frozen=True)
 class CompletionOutput:
     """One completion of a prompt, as far as it has come.
 

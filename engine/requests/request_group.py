@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.interface.deferred import DeferredItems, defer
 from engine.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from engine.requests.ended_sequences import EndedSequences
 from engine.requests.request import Request, RequestTimes
@@ -50,15 +51,19 @@ class Completion:
     def output(self, index: int) -> CompletionOutput:
         """The state now; takes the text's growth since the last call."""
         told, ended = self.request, self.ended
-        token_ids = told.output_token_ids if ended is None else ended.token_ids
         text = told.text if ended is None else ended.text
         logprobs = told.logprobs if ended is None else ended.logprobs
+        if ended is None:
+            token_ids = DeferredItems(told.token_ids, told.num_prompt_tokens, told.num_tokens)
+        else:
+            token_ids = DeferredItems(ended.token_ids, 0, len(ended.token_ids))
+        has_logprobs = told.params.logprobs is not None
         return CompletionOutput(
             index=index,
-            text=text.text,
+            text=defer(text.snapshot()),
             delta=text.take_delta(),
-            token_ids=tuple(token_ids),
-            logprobs=None if told.params.logprobs is None else tuple(logprobs),
+            token_ids=defer(token_ids),
+            logprobs=defer(DeferredItems(logprobs, 0, len(logprobs))) if has_logprobs else None,
             finish_reason=self.finish_reason,
             tensors=self.tensors,
         )
@@ -79,6 +84,7 @@ class RequestGroup:
     completions: tuple[Completion, ...]
     has_prompt_ids: bool
     error: str | None = None
+    _prompt_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> RequestGroup:
@@ -115,7 +121,8 @@ class RequestGroup:
             key=lambda times: times.finished or float("inf"),
         )
         encoder = first.encoder_input
-        prompt_ids = first.token_ids[: first.num_prompt_tokens] if self.has_prompt_ids else ()
+        if self.has_prompt_ids and len(self._prompt_ids) != first.num_prompt_tokens:
+            self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
         return RequestOutput(
             request_id=self.request_id,
             outputs=tuple(c.output(index) for index, c in enumerate(self.completions)),
@@ -123,7 +130,7 @@ class RequestGroup:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             error=self.error,
-            prompt_token_ids=tuple(prompt_ids),
+            prompt_token_ids=self._prompt_ids,
             encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
             encoder_prompt=None if encoder is None else encoder.text,
             metrics=slowest.metrics(

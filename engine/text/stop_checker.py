@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.interface.deferred import Deferred
 from engine.interface.outputs import FinishReason
 from engine.interface.sampling_params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
@@ -40,6 +41,10 @@ class StopStrings:
             if start >= 0:
                 matches.append((start + len(stop), start))
         return min(matches)[1] if matches else None
+
+    def tail(self, text: str) -> str:
+        """The last characters, in which a stop string may have begun that is not complete."""
+        return text[max(0, len(text) - self._longest + 1) :] if self._longest else ""
 
     def num_undecided(self, text: str) -> int:
         """How many of the last characters may turn out to begin a stop string."""
@@ -89,9 +94,11 @@ class CompletionText:
         self._params = params
         self._stop_strings = StopStrings(params.stop)
         self._num_tokens = 0
-        self._found = ""
+        self._pieces: list[str] = []  # of the text found so far; what is in them is never changed
+        self._num_found = 0
         self._num_certain = 0
-        self._num_told = 0
+        self._untold = ""  # what was found and not told, certain or not
+        self._tail = ""  # the last characters found, in which a stop string may have begun
         self._finished = False
 
     def without_end(self) -> CompletionText:
@@ -126,12 +133,18 @@ class CompletionText:
     @property
     def text(self) -> str:
         """What is certain so far; all of it once the completion has ended."""
-        return self._found[: self._num_certain]
+        return self.snapshot().value
+
+    def snapshot(self) -> Deferred[str]:
+        """:attr:`text` as it is now, to be put together when it is asked for."""
+        pieces, num_pieces, length = self._pieces, len(self._pieces), self._num_certain
+        return Deferred(lambda: "".join(pieces[:num_pieces])[:length])
 
     def take_delta(self) -> str:
         """What :attr:`text` grew by since the last call."""
-        delta = self._found[self._num_told : self._num_certain]
-        self._num_told = self._num_certain
+        num_open = self._num_found - self._num_certain
+        end = len(self._untold) - num_open
+        delta, self._untold = self._untold[:end], self._untold[end:]
         return delta
 
     def finish(self) -> None:
@@ -147,16 +160,22 @@ class CompletionText:
 
     def _grow(self, delta: str) -> bool:
         """Add text; whether a stop string ended it."""
-        num_passed = len(self._found)
-        self._found += delta
-        if self._may_stop():
-            cut = self._stop_strings.find(self._found, num_passed)
-            if cut is not None:
-                self._found = self._found[:cut]
-                self._num_certain = cut
-                self._finished = True
-                return True
-        self._num_certain = len(self._found) - self._stop_strings.num_undecided(self._found)
+        # No stop string that ends in the new text begins before the tail of the old.
+        end = self._tail + delta
+        cut = self._stop_strings.find(end, len(self._tail)) if self._may_stop() else None
+        if delta:
+            self._pieces.append(delta)
+            self._num_found += len(delta)
+            self._untold += delta
+        if cut is not None:
+            num_cut = len(end) - cut
+            self._num_found -= num_cut
+            self._untold = self._untold[: len(self._untold) - num_cut]
+            self._num_certain = self._num_found
+            self._finished = True
+            return True
+        self._num_certain = self._num_found - self._stop_strings.num_undecided(end)
+        self._tail = self._stop_strings.tail(end)
         return False
 
     def _settle(self) -> bool:
@@ -164,6 +183,6 @@ class CompletionText:
         if self._finished:
             return False
         stopped = self._detokenizer is not None and self._grow(self._detokenizer.flush())
-        self._num_certain = len(self._found)
+        self._num_certain = self._num_found
         self._finished = True
         return stopped

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine import Prompt
+from engine.interface.deferred import items_from, num_items, with_fields
 from stages import Stage, StageOutput
 
 if TYPE_CHECKING:
@@ -93,9 +94,10 @@ class ChunkStream:
         if output.finished:
             tensors = {name: rows[self.next_row :] for name, rows in output.tensors.items()}
             return self._take(output, tensors)
-        if len(output.token_ids) - self.next_token < self.chunk_size:
+        num_tokens = num_items(output, "token_ids")
+        if num_tokens - self.next_token < self.chunk_size:
             return None
-        num_rows = output.num_prompt_tokens + len(output.token_ids) - 1 - self.next_row
+        num_rows = output.num_prompt_tokens + num_tokens - 1 - self.next_row
         rows = self._partial_tensors(output.request_id, num_rows)
         return None if rows is None else self._take(output, rows)
 
@@ -110,7 +112,7 @@ class ChunkStream:
 
     def _take(self, output: StageOutput, tensors: Mapping[str, Tensor]) -> Chunk:
         first_row = self.next_row
-        token_ids = output.token_ids[self.next_token :]
-        self.next_token = len(output.token_ids)
+        token_ids = items_from(output, "token_ids", self.next_token)
+        self.next_token += len(token_ids)
         self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
-        return Chunk(replace(output, token_ids=token_ids, tensors=tensors), first_row)
+        return Chunk(with_fields(output, token_ids=token_ids, tensors=tensors), first_row)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine import FinishReason, SamplingParams
+from engine.interface.deferred import with_fields
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.chunk_stream import ChunkStream
 from stages import Stage, StageOutput
@@ -70,16 +71,16 @@ class LiveRequest:
         """
         before = self.visible.get(stage.name)
         if "tensors" not in stage.final_output:
-            output = replace(output, tensors={})
+            output = with_fields(output, tensors={})
         if "audio" not in stage.final_output:
-            output = replace(output, audio=None, audio_delta=None)
+            output = with_fields(output, audio=None, audio_delta=None)
         elif before is not None:
             unheard = _joined(before.audio_delta, output.audio_delta)
-            output = replace(output, audio_delta=unheard)
+            output = with_fields(output, audio_delta=unheard)
         if "text" not in stage.final_output:
-            output = replace(output, text=None, delta="", logprobs=None, completions=())
+            output = with_fields(output, text=None, delta="", logprobs=None, completions=())
         elif before is not None:
-            output = replace(output, delta=before.delta + output.delta)
+            output = with_fields(output, delta=before.delta + output.delta)
         self.visible[stage.name] = output
 
     def snapshot(self, *, finished: bool = False, error: str | None = None) -> OmniOutput:
@@ -88,7 +89,7 @@ class LiveRequest:
         stages = {name: visible[name] for name in self.final_stages if name in visible}
         for name, output in stages.items():
             if output.delta or output.audio_delta is not None:
-                self.visible[name] = replace(output, delta="", audio_delta=None)
+                self.visible[name] = with_fields(output, delta="", audio_delta=None)
         return OmniOutput(self.request_id, stages, finished, error)
 
     def cut_short(self, reason: FinishReason) -> None:
@@ -96,7 +97,7 @@ class LiveRequest:
         for name in self.final_stages:
             shown = self.visible.get(name, StageOutput(self.request_id, name, finished=False))
             if not shown.finished:
-                self.visible[name] = replace(shown, finished=True, finish_reason=reason)
+                self.visible[name] = with_fields(shown, finished=True, finish_reason=reason)
 
 
 def _joined(first: Waveform | None, second: Waveform | None) -> Waveform | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -236,7 +237,7 @@ class KVCacheManager:
             return
         self.coordinator.publish(request_id, block_hashes, num_computed_tokens)
         num_full_blocks = num_computed_tokens // self.block_size
-        self.pending.remove(request_id, block_hashes[:num_full_blocks])
+        self.pending.remove(request_id, islice(block_hashes, num_full_blocks))
 
     def publish_encoder(self, request_id: str, encoder: EncoderBlocks) -> None:
         """Let a request's encoder sequence be found, after its keys and values are written."""
@@ -287,9 +288,9 @@ class KVCacheManager:
         if self._enable_prefix_caching and resets_before == self.num_resets:
             self.pending.add(request_id, block_hashes[num_computed_tokens // self.block_size :])
 
-    def block_ids(self, request_id: str, group_id: int = 0) -> list[int]:
-        """The request's block table in a group. ``ValueError`` if it holds no blocks."""
-        return self.coordinator.managers[group_id].block_ids(request_id)
+    def block_ids(self, request_id: str, group_id: int = 0, first: int = 0) -> list[int]:
+        """A request's block table in a group, from a block on. ``ValueError`` if it has none."""
+        return self.coordinator.managers[group_id].block_ids(request_id, first)
 
     def gather_outputs(
         self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None

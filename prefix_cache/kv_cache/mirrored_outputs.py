@@ -118,8 +118,18 @@ class MirroredOutputs:
         Raises:
             ValueError: if the request holds no blocks, or too few of them.
         """
-        block_ids = self._block_ids(request_id, self.group_id)
-        return self.stage_outputs.gather(block_ids, num_tokens, start=start, names=names)
+        manager, size = self._coordinator.managers[self.group_id], self.stage_outputs.block_size
+        num_held = len(manager.table(request_id)) * size
+        if not 0 <= start <= num_tokens <= num_held:
+            raise ValueError(
+                f"rows [{start}, {num_tokens}) were asked for; request {request_id!r} holds blocks "
+                f"of {num_held} tokens"
+            )
+        first = start // size
+        block_ids = manager.block_ids(request_id, first, -(-num_tokens // size))
+        return self.stage_outputs.gather(
+            block_ids, num_tokens - first * size, start=start - first * size, names=names
+        )
 
     def gather_encoder(self, request_id: str, num_tokens: int) -> dict[str, Tensor]:
         """Rows of the request's encoder sequence, ``(num_tokens, width)``, if wanted."""

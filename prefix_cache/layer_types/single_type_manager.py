@@ -177,9 +177,9 @@ class SingleTypeKVCacheManager(ABC):
         self._num_adopted.pop(request_id, None)
         self.pool.release(reversed(table))
 
-    def block_ids(self, request_id: str) -> list[int]:
-        """The request's block table as ids, a new list. ``ValueError`` if it is unknown."""
-        return [block.block_id for block in self.table(request_id)]
+    def block_ids(self, request_id: str, first: int = 0, end: int | None = None) -> list[int]:
+        """Ids of the blocks ``[first, end)`` of a request's table. ``ValueError`` if unknown."""
+        return [block.block_id for block in self.table(request_id)[first:end]]
 
     def restore(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Begin a request's table with blocks held for it whose content was brought back.
