@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountingList]:
 
 def run(engine: LLMEngine, params: SamplingParams) -> list[RequestOutput]:
     engine.add_request("r", PROMPT, params)
-    outputs = []
+    outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests:
         outputs += engine.step()
     return outputs
