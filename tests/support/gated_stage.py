@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Annotated, Literal
 
+from engine import ChatPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages import StageConfig, StageOutput, register_stage_kind
+from stages import StageConfig, StageOutput, StageRequest, register_stage_kind
 from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 
@@ -67,6 +68,7 @@ class GatedStage(FakeStage):
             steps=config.steps,
             final=bool(config.final_output),
         )
+        self.says_chats = False
         self._fails = config.fails
         self._gate = GATES.setdefault(name, Gate())
 
@@ -76,6 +78,11 @@ class GatedStage(FakeStage):
         if self._fails:
             self.fail = tuple(self.held)
         return super().step()
+
+    def expected(self, request: StageRequest) -> str:
+        if self.says_chats and isinstance(request.prompt, ChatPrompt):
+            return f"{self.name}({request.prompt.messages[-1]['content']})"
+        return super().expected(request)
 
 
 def gated_pipeline(name: str, **settings: object) -> PipelineConfig:

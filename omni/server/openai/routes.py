@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocket
 
 from engine import AudioTask
 from omni.server.openai.chat import Chat
@@ -13,8 +14,10 @@ from omni.server.openai.chat_request import ChatRequest
 from omni.server.openai.completion_request import CompletionRequest
 from omni.server.openai.completions import Completions
 from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
+from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.speech import Speech, SpeechRequest
 from omni.server.openai.transcription import Transcription, read_transcription
+from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import Client
 from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
 from omni.server.serving.pipeline_server import PipelineServer
@@ -24,6 +27,8 @@ from omni.server.serving.served_pipeline import ServedPipeline
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1")
+
+_POLICY_VIOLATION = 1008
 
 
 @router.get("/models")
@@ -97,6 +102,22 @@ async def transcriptions(request: Request) -> Response:
 async def translations(request: Request) -> Response:
     """Write in English what is said."""
     return await _transcription(request, "translate")
+
+
+@router.websocket("/realtime")
+async def realtime(websocket: WebSocket, model: str = "") -> None:
+    """Talk."""
+    offered = websocket.scope.get("subprotocols", ())
+    await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
+    try:
+        server: PipelineServer = websocket.app.state.server
+        client: Client = websocket.state.client
+        session = RealtimeSession(websocket, server, server.find(model), client)
+    except ApiError as error:
+        await websocket.send_json({"type": "error", **error.to_object()})
+        await websocket.close(_POLICY_VIOLATION, error.message[:100])
+        return
+    await session.run()
 
 
 async def _transcription(request: Request, task: AudioTask) -> Response:

@@ -1,0 +1,221 @@
+"""A realtime session: text and sound in, text and sound out, over one WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.websockets import WebSocket
+
+from omni.server.openai.conversation import Conversation
+from omni.server.openai.realtime_events import (
+    AppendAudio,
+    Cancel,
+    ClearAudio,
+    CommitAudio,
+    CreateItem,
+    CreateResponse,
+    ResponseWish,
+    UpdateSession,
+    parse_event,
+)
+from omni.server.openai.realtime_response import RealtimeResponse
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.media_bytes import decoded
+
+if TYPE_CHECKING:
+    from omni.server.serving.guard import Client
+    from omni.server.serving.pipeline_server import PipelineServer
+    from omni.server.serving.served_pipeline import ServedPipeline
+
+__all__ = ["RealtimeSession"]
+
+_logger = logging.getLogger(__name__)
+
+_UNSUPPORTED_DATA = 1003
+_SMALL = 1 << 16
+"""Characters that are parsed at once; more go to another thread."""
+
+
+class RealtimeSession:
+    """One client's session with one pipeline. Its end aborts its own request, and nothing else.
+
+    Args:
+        websocket: accepted.
+        server: that it came to.
+        pipeline: that answers.
+        client: who asks.
+
+    Raises:
+        ApiError: the pipeline is not ready.
+    """
+
+    def __init__(
+        self,
+        websocket: WebSocket,
+        server: PipelineServer,
+        pipeline: ServedPipeline,
+        client: Client,
+    ) -> None:
+        self._stages = pipeline.omni.pipeline
+        self._websocket = websocket
+        self._limits = server.settings.limits
+        self._pipeline = pipeline
+        self._client = client
+        self._wish = ResponseWish()
+        self._conversation = Conversation(self._limits.max_body_bytes)
+        self._answer: asyncio.Task[None] | None = None
+        self._num_responses = 0
+
+    async def run(self) -> None:
+        """Talk until the client goes."""
+        await self._send("session.created", session=self._session())
+        try:
+            while True:
+                message = await self._websocket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                text = message.get("text")
+                if text is None:
+                    await self._websocket.close(_UNSUPPORTED_DATA, "events are JSON in text")
+                    return
+                await self._take(text)
+        finally:
+            await self._stop_answer()
+
+    async def _take(self, text: str) -> None:
+        """Handle one event; what is wrong with it is told, and changes nothing."""
+        try:
+            if len(text) <= _SMALL:
+                parsed = parse_event(text)
+            else:
+                parsed = await asyncio.to_thread(parse_event, text)
+            match parsed:
+                case UpdateSession() as event:
+                    if event.session.model not in (None, self._pipeline.name):
+                        told = "session.model: the model of a session cannot be changed"
+                        raise ApiError.bad_request(told, param="session.model")
+                    self._wish = _merged(self._wish, event.session)
+                    await self._send("session.updated", session=self._session())
+                case AppendAudio() as event:
+                    self._conversation.append(await decoded(event.audio, "audio"))
+                case CommitAudio():
+                    item = self._conversation.commit(self._input_rate)
+                    await self._send("input_audio_buffer.committed", item_id=item["id"])
+                    await self._send("conversation.item.added", item=item)
+                case ClearAudio():
+                    self._conversation.clear()
+                    await self._send("input_audio_buffer.cleared")
+                case CreateItem() as event:
+                    item = await self._conversation.add(event.item, self._input_rate)
+                    await self._send("conversation.item.added", item=item)
+                case CreateResponse() as event:
+                    self._begin_answer(event.response)
+                case Cancel():
+                    await self._cancel()
+        except ApiError as error:
+            await self._tell(error)
+
+    def _begin_answer(self, wish: ResponseWish) -> None:
+        if self._answer is not None and not self._answer.done():
+            raise ApiError(
+                HTTPStatus.CONFLICT,
+                "a response is being given already; cancel it, or wait for its end",
+                code="conversation_already_has_active_response",
+            )
+        response = RealtimeResponse(
+            self._pipeline,
+            self._client,
+            self._conversation,
+            _merged(self._wish, wish),
+            self._num_responses,
+        )
+        self._num_responses += 1
+        self._answer = asyncio.create_task(self._run_answer(response))
+
+    async def _run_answer(self, response: RealtimeResponse) -> None:
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                await response.run(self._send)
+        except TimeoutError:
+            seconds = self._limits.request_timeout_s
+            await self._fail(
+                response,
+                ApiError(
+                    HTTPStatus.GATEWAY_TIMEOUT,
+                    f"the response was not done after {seconds:g} s, the server's limit, and was "
+                    "aborted",
+                    code="timeout",
+                ),
+            )
+        except ApiError as error:
+            await self._fail(response, error)
+        except (OSError, RuntimeError):  # the connection has gone in the middle
+            _logger.debug("a response was not taken", exc_info=True)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+
+    async def _fail(self, response: RealtimeResponse, error: ApiError) -> None:
+        await self._tell(error)
+        await self._send("response.done", response=response.described("failed", error))
+
+    async def _cancel(self) -> None:
+        if self._answer is None or self._answer.done():
+            raise ApiError.bad_request("no response is being given", code="no_active_response")
+        response = self._answer
+        await self._stop_answer()
+        if response.cancelled():
+            await self._send("response.done", response=self._conversation.cancelled)
+
+    async def _stop_answer(self) -> None:
+        if self._answer is not None:
+            self._answer.cancel()
+            await asyncio.gather(self._answer, return_exceptions=True)
+
+    async def _tell(self, error: ApiError) -> None:
+        await self._send("error", error=error.to_object()["error"])
+
+    async def _send(self, kind: str, **content: Any) -> None:
+        event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
+        await self._websocket.send_text(json.dumps(event))
+
+    @property
+    def _input_rate(self) -> int:
+        audio = self._wish.audio
+        given = audio.input.format if audio is not None and audio.input is not None else None
+        return 24_000 if given is None else given.rate
+
+    def _session(self) -> Mapping[str, Any]:
+        return {
+            "type": "realtime",
+            "object": "realtime.session",
+            "id": f"sess_{self._client.request_id}",
+            "model": self._pipeline.name,
+            "output_modalities": ["text"],
+            **self._wish.model_dump(exclude_none=True),
+        }
+
+
+def _merged(before: ResponseWish, change: ResponseWish) -> ResponseWish:
+    """The wishes after a change; of ``audio``, too, what is not named stays."""
+    merged = _laid_over(
+        before.model_dump(exclude_none=True),
+        change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
+    )
+    return ResponseWish.model_validate(merged)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    both = below.keys() & above.keys()
+    deeper = {
+        key: _laid_over(below[key], above[key])
+        for key in both
+        if isinstance(below[key], dict) and isinstance(above[key], dict)
+    }
+    return {**below, **above, **deeper}

@@ -1,0 +1,216 @@
+"""What a client of a realtime session may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from engine.interface.placed_error import PlacedError
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import ApiModel, parse_json
+
+__all__ = [
+    "AppendAudio",
+    "Cancel",
+    "ClearAudio",
+    "ClientEvent",
+    "CommitAudio",
+    "CreateItem",
+    "CreateResponse",
+    "Item",
+    "ItemPart",
+    "ResponseWish",
+    "SessionWish",
+    "UpdateSession",
+    "parse_event",
+]
+
+_Rate = Annotated[int, Field(ge=1000, le=384_000)]
+
+
+class _Format(ApiModel):
+    type: Literal["audio/pcm"]
+    rate: _Rate = 24_000
+
+
+class _AudioIn(ApiModel):
+    not_supported: ClassVar = {"turn_detection": (), "transcription": (), "noise_reduction": ()}
+
+    format: _Format | None = None
+
+
+class _AudioOut(ApiModel):
+    not_supported: ClassVar = {"speed": (1, 1.0)}
+
+    format: _Format | None = None
+    voice: str | None = Field(default=None, min_length=1)
+
+
+class _Audio(ApiModel):
+    input: _AudioIn | None = None
+    output: _AudioOut | None = None
+
+
+class ResponseWish(ApiModel):
+    """How one response, or every response of a session, is to be; absent leaves it as it is.
+
+    Attributes:
+        instructions: what the system says, before all items.
+        output_modalities: ``text``, or ``audio`` with its text.
+        audio: in which form sound comes, and goes, by whose voice.
+        max_output_tokens: of the text; ``inf`` leaves it to the stage.
+        stages: sampling parameters by stage, as in chats.
+    """
+
+    not_supported: ClassVar = {
+        "tools": (),
+        "tool_choice": ("auto", "none"),
+        "conversation": ("auto",),
+        "input": (),
+        "prompt": (),
+        "tracing": (),
+        "include": (),
+        "truncation": ("auto", "disabled"),
+        "reasoning": (),
+    }
+    without_effect: ClassVar = frozenset(("metadata",))
+
+    instructions: str | None = None
+    output_modalities: Annotated[list[Literal["text", "audio"]], Field(max_length=1)] | None = None
+    audio: _Audio | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = None
+    stages: dict[str, dict[str, Any]] | None = None
+
+
+class SessionWish(ResponseWish):
+    """How a session is to be.
+
+    Attributes:
+        type: of the session; there is one.
+        model: of the address; cannot be changed.
+    """
+
+    type: Literal["realtime"] = "realtime"
+    model: str | None = None
+
+
+class ItemPart(ApiModel):
+    """A part of an item: text, or sound as samples of 16 bits in base64."""
+
+    type: Literal["input_text", "input_audio", "output_text"]
+    text: str | None = None
+    audio: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _has_what_it_names(self) -> ItemPart:
+        wanted = "audio" if self.type == "input_audio" else "text"
+        for name in ("text", "audio"):
+            if (getattr(self, name) is not None) != (name == wanted):
+                what = "missing; it must be given" if name == wanted else "does not belong here"
+                raise PlacedError((name,), f"{what}: a part of type {self.type!r}")
+        return self
+
+
+class Item(ApiModel):
+    """One turn of the conversation."""
+
+    without_effect: ClassVar = frozenset(("object", "status"))
+
+    type: Literal["message"]
+    id: str | None = Field(default=None, min_length=1, max_length=64)
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[list[ItemPart], Field(min_length=1)]
+
+
+class _Event(ApiModel):
+    event_id: str | None = Field(default=None, max_length=512)
+
+
+class UpdateSession(_Event):
+    """Change the session from now on."""
+
+    type: Literal["session.update"]
+    session: SessionWish
+
+
+class AppendAudio(_Event):
+    """Add samples of 16 bits, in base64, to what is being said."""
+
+    type: Literal["input_audio_buffer.append"]
+    audio: str = Field(min_length=1)
+
+
+class CommitAudio(_Event):
+    """What was said is an item of the conversation."""
+
+    type: Literal["input_audio_buffer.commit"]
+
+
+class ClearAudio(_Event):
+    """Forget what was said since the last item."""
+
+    type: Literal["input_audio_buffer.clear"]
+
+
+class CreateItem(_Event):
+    """Add an item to the end of the conversation."""
+
+    not_supported: ClassVar = {"previous_item_id": ()}
+
+    type: Literal["conversation.item.create"]
+    item: Item
+
+
+class CreateResponse(_Event):
+    """Answer the conversation."""
+
+    type: Literal["response.create"]
+    response: ResponseWish = ResponseWish()
+
+
+class Cancel(_Event):
+    """End the answer that is being given."""
+
+    not_supported: ClassVar = {"response_id": ()}
+
+    type: Literal["response.cancel"]
+
+
+ClientEvent = (
+    UpdateSession | AppendAudio | CommitAudio | ClearAudio | CreateItem | CreateResponse | Cancel
+)
+"""Any event of a client."""
+
+_KINDS: dict[str, type[ApiModel]] = {
+    "session.update": UpdateSession,
+    "input_audio_buffer.append": AppendAudio,
+    "input_audio_buffer.commit": CommitAudio,
+    "input_audio_buffer.clear": ClearAudio,
+    "conversation.item.create": CreateItem,
+    "response.create": CreateResponse,
+    "response.cancel": Cancel,
+}
+
+
+class _AnyEvent(ApiModel):
+    model_config: ClassVar = {"extra": "ignore"}
+
+    type: str
+
+
+def parse_event(text: str) -> ClientEvent:
+    """Read an event.
+
+    Raises:
+        ApiError: it is none, or wrong; the message names the place.
+    """
+    kind = parse_json(text, _AnyEvent).type
+    model = _KINDS.get(kind)
+    if model is None:
+        known = ", ".join(_KINDS)
+        raise ApiError.bad_request(
+            f"type: unknown event {kind!r:.80}; known are {known}", param="type"
+        )
+    event: Any = parse_json(text, model)
+    return event  # type: ignore[no-any-return]

@@ -1,0 +1,176 @@
+"""One answer of a realtime session."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.openai.spoken_sound import check_voice, pcm16, speaking_stage
+from omni.server.openai.written_text import text_stage
+from omni.server.serving.asked import Terms, asked
+from omni.server.serving.feeds import Feeds, Update
+
+if TYPE_CHECKING:
+    from engine import Waveform
+    from omni.server.openai.conversation import Conversation
+    from omni.server.openai.realtime_events import ResponseWish
+    from omni.server.serving.api_error import ApiError
+    from omni.server.serving.guard import Client
+    from omni.server.serving.served_pipeline import ServedPipeline
+    from stages import StageOutput
+
+__all__ = ["RealtimeResponse"]
+
+
+class _Send(Protocol):
+    async def __call__(self, kind: str, **content: Any) -> None: ...
+
+
+class RealtimeResponse:
+    """One answer to a conversation.
+
+    Args:
+        pipeline: that answers.
+        client: who asks.
+        conversation: so far; a whole answer is added to it.
+        wish: how it is to be.
+        number: of the response in its session.
+
+    Raises:
+        ApiError: it cannot run as asked.
+    """
+
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        client: Client,
+        conversation: Conversation,
+        wish: ResponseWish,
+        number: int,
+    ) -> None:
+        stages = pipeline.omni.pipeline
+        self._pipeline = pipeline
+        self._conversation = conversation
+        self._stage = text_stage(stages)
+        self._voice: str | None = None
+        speaker = None
+        if wish.output_modalities == ["audio"]:
+            self._voice = speaking_stage(stages, "response.output_modalities")
+            output = wish.audio.output if wish.audio is not None else None
+            speaker = output.voice if output is not None else None
+            check_voice(stages, speaker, "response.audio.output.voice")
+        limit = wish.max_output_tokens
+        fields: dict[str, int] = {}
+        if stages.stages[self._stage].sampling is not None:
+            fields["n"] = 1  # a conversation goes on in one way only
+        if isinstance(limit, int):
+            fields["max_tokens"] = limit
+        names = {"max_tokens": "response.max_output_tokens"}
+        sampling = merge_sampling(stages, self._stage, fields, wish.stages or {}, names)
+        self._id = f"resp_{client.request_id}_{number}"
+        self._item_id = f"item_{client.request_id}_{number}"
+        prompt = conversation.prompt(wish.instructions)
+        self._request = asked(client, prompt, sampling, Terms(speaker=speaker), index=number)
+        self._text = ""
+        self._output: StageOutput | None = None
+
+    async def run(self, send: _Send) -> None:
+        """Answer, and tell of it as it comes.
+
+        Raises:
+            ApiError: the request was refused, or failed.
+        """
+        await send("response.created", response=self.described("in_progress"))
+        await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
+        async with Feeds(self._pipeline, [self._request], "conversation") as feeds:
+            async for update in feeds.updates():
+                await self._tell(update, send)
+                if self._is_over(update):
+                    break
+        self._conversation.answered(self._text)
+        kind = "output_text" if self._voice is None else "output_audio_transcript"
+        key = "text" if self._voice is None else "transcript"
+        if self._voice is not None:
+            await send("response.output_audio.done", **self._place())
+        await send(f"response.{kind}.done", **self._place(), **{key: self._text})
+        await send("response.output_item.done", **self._place(), item=self._item("completed"))
+        await send("response.done", response=self.described("completed"))
+
+    def cancel(self) -> None:
+        """It was cancelled; what was said until then is part of the conversation."""
+        if self._text:
+            self._conversation.answered(self._text)
+        self._conversation.cancelled = self.described("cancelled")
+
+    def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
+        """The response as events tell it."""
+        details = None
+        if error is not None:
+            details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
+        elif status == "cancelled":
+            details = {"type": "cancelled", "reason": "client_cancelled"}
+        has_begun = self._text or status == "completed"
+        return {
+            "id": self._id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": details,
+            "output": [self._item(status)] if has_begun else [],
+            "usage": self._usage(),
+        }
+
+    async def _tell(self, update: Update, send: _Send) -> None:
+        output = update.output.stages.get(self._stage)
+        if output is not None:
+            self._output = output
+            new, self._text = (output.text or "")[len(self._text) :], output.text or ""
+            kind = "output_text" if self._voice is None else "output_audio_transcript"
+            if new:
+                await send(f"response.{kind}.delta", **self._place(), delta=new)
+        sounds: Sequence[Waveform] = update.sounds.get(self._voice or "", ())
+        if sounds:
+            await send(
+                "response.output_audio.delta",
+                **self._place(),
+                delta=b64encode(pcm16(sounds)).decode(),
+                rate=sounds[0].sampling_rate,
+            )
+
+    def _is_over(self, update: Update) -> bool:
+        wanted = [name for name in (self._stage, self._voice) if name is not None]
+        made = update.output.stages
+        return all(name in made and made[name].finished for name in wanted)
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "response_id": self._id,
+            "item_id": self._item_id,
+            "output_index": 0,
+            "content_index": 0,
+        }
+
+    def _item(self, status: str) -> Mapping[str, Any]:
+        part: dict[str, Any] = {"type": "output_text", "text": self._text}
+        if self._voice is not None:
+            part = {"type": "output_audio", "transcript": self._text}
+        return {
+            "id": self._item_id,
+            "object": "realtime.item",
+            "type": "message",
+            "status": "completed" if status == "completed" else "incomplete",
+            "role": "assistant",
+            "content": [part] if self._text else [],
+        }
+
+    def _usage(self) -> Mapping[str, Any] | None:
+        if self._output is None:
+            return None
+        prompt, written = self._output.num_prompt_tokens, len(self._output.token_ids)
+        return {
+            "input_tokens": prompt,
+            "output_tokens": written,
+            "total_tokens": prompt + written,
+            "input_token_details": {"cached_tokens": self._output.num_cached_tokens},
+        }

@@ -1,0 +1,275 @@
+"""A session takes text and sound, tells text and sound, and can be cut off at any time."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from omni import AudioPrompt, ChatPrompt, OmniRequest
+from tests.support.encoder_decoder_requests import tone
+from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
+from tests.support.live_server import LiveServer, wait_until
+
+SHORT = {"thinker": {"max_tokens": 10}, "talker": {"max_tokens": 24}}
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint_cache: object) -> Iterator[LiveServer]:
+    pipelines = ["omni_speech", gated_pipeline("slow", steps=3)]
+    with LiveServer(pipelines, max_running_requests=8) as server:
+        yield server
+
+
+class Talk:
+    """A client that nobody here wrote, and what it says."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+
+    def say(self, kind: str, **content: Any) -> None:
+        self.socket.send(json.dumps({"type": kind, **content}))
+
+    def hear(self) -> Any:
+        return json.loads(self.socket.recv(timeout=60))
+
+    def until(self, kind: str) -> list[Any]:
+        heard = [self.hear()]
+        while heard[-1]["type"] != kind:
+            assert heard[-1]["type"] != "error", heard[-1]
+            heard.append(self.hear())
+        return heard
+
+    def text(self, text: str, role: str = "user") -> None:
+        kind = "output_text" if role == "assistant" else "input_text"
+        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+        self.say("conversation.item.create", item=item)
+        assert self.hear()["type"] == "conversation.item.added"
+
+
+@pytest.fixture
+def talk(running: LiveServer) -> Iterator[Talk]:
+    with connect(address(running, "omni_speech")) as socket:
+        talk = Talk(socket)
+        assert talk.hear()["type"] == "session.created"
+        yield talk
+    running.check_nothing_is_left()
+
+
+def address(server: LiveServer, model: str) -> str:
+    return f"{server.url.replace('http', 'ws')}/v1/realtime?model={model}"
+
+
+def in_python(server: LiveServer, prompt: ChatPrompt, speaker: str | None = None) -> Any:
+    request = OmniRequest(prompt, sampling=SHORT, speaker=speaker)
+    (output,) = server.omni("omni_speech").generate([request])
+    assert output.error is None
+    return output.stages
+
+
+def test_text_is_answered_and_remembered(running: LiveServer, talk: Talk):
+    said: list[dict[str, str]] = []
+    for question in ("What is a tide?", "And a wave?"):
+        talk.text(question)
+        said.append({"role": "user", "content": question})
+        talk.say("response.create", response={"stages": SHORT, "instructions": "Be brief."})
+        heard = talk.until("response.done")
+        system = {"role": "system", "content": "Be brief."}
+        expected = in_python(running, ChatPrompt((system, *said)))["thinker"].text
+        deltas = [each["delta"] for each in heard if each["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == expected and len(deltas) > 1
+        done = heard[-1]["response"]
+        assert done["status"] == "completed"
+        assert done["output"][0]["content"] == [{"type": "output_text", "text": expected}]
+        assert done["usage"]["output_tokens"] == 10
+        said.append({"role": "assistant", "content": expected})
+
+
+def test_sound_is_heard_and_answered_by_voice(running: LiveServer, talk: Talk):
+    samples = (tone(0.5) * 2**14).astype("<i2")
+    audio = {
+        "input": {"format": {"type": "audio/pcm", "rate": 16_000}},
+        "output": {"voice": "Ethan"},
+    }
+    session = {"type": "realtime", "output_modalities": ["audio"], "audio": audio, "stages": SHORT}
+    talk.say("session.update", session=session)
+    assert talk.hear()["session"]["audio"]["output"]["voice"] == "Ethan"
+    content = samples.tobytes()
+    for begin in range(0, len(content), 4000):
+        piece = b64encode(content[begin : begin + 4000]).decode()
+        talk.say("input_audio_buffer.append", audio=piece)
+    talk.say("input_audio_buffer.commit")
+    talk.until("conversation.item.added")
+    talk.say("response.create")
+    heard = talk.until("response.done")
+    sound = AudioPrompt(samples.astype(np.float32) / 2**15, 16_000)
+    message = {"role": "user", "content": [{"type": "audio"}]}
+    expected = in_python(running, ChatPrompt((message,), {"audio": [sound]}), "Ethan")
+    kinds = [each["type"] for each in heard]
+    transcript = "".join(
+        each["delta"] for each in heard if each["type"] == "response.output_audio_transcript.delta"
+    )
+    assert transcript == expected["thinker"].text
+    pieces = [each for each in heard if each["type"] == "response.output_audio.delta"]
+    found = np.frombuffer(b"".join(b64decode(each["delta"]) for each in pieces), "<i2")
+    whole = np.frombuffer(expected["code2wav"].audio.encoded("pcm16"), "<i2").astype(int)
+    assert np.abs(found - whole).max() <= 1
+    assert {each["rate"] for each in pieces} == {24_000}
+    assert kinds[-1] == "response.done" and "response.output_audio.done" in kinds
+
+
+# The official client calls websockets in a way that this has deprecated.
+@pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager")
+def test_the_official_client_talks_as_well(running: LiveServer):
+    with running.client().realtime.connect(model="omni_speech") as connection:
+        connection.session.update(
+            session={"type": "realtime", "output_modalities": ["text"], "max_output_tokens": 6}
+        )
+        part = {"type": "input_text", "text": "What is a tide?"}
+        connection.conversation.item.create(
+            item={"type": "message", "role": "user", "content": [part]}
+        )
+        connection.response.create()
+        text = ""
+        for event in connection:
+            assert event.type != "error", event
+            if event.type == "response.output_text.delta":
+                text += event.delta
+            if event.type == "response.done":
+                break
+    sampling = {"thinker": {"max_tokens": 6}}
+    message = {"role": "user", "content": "What is a tide?"}
+    request = OmniRequest(ChatPrompt((message,)), sampling=sampling)
+    (expected,) = running.omni("omni_speech").generate([request])
+    assert text == expected.stages["thinker"].text
+
+
+def test_an_answer_is_cancelled_in_the_middle(running: LiveServer, talk: Talk):
+    long = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
+    talk.text("Tell me all of it.")
+    talk.say("response.create", response={"stages": long})
+    begun = talk.until("response.output_text.delta")[-1]["delta"]
+    talk.say("response.create")
+    talk.say("response.cancel")
+    heard = [talk.hear()]
+    while heard[-1]["type"] != "response.done":
+        heard.append(talk.hear())
+    (error,) = [each["error"] for each in heard if each["type"] == "error"]
+    assert error["code"] == "conversation_already_has_active_response"
+    done = heard[-1]["response"]
+    assert done["status"] == "cancelled"
+    assert done["output"][0]["content"][0]["text"].startswith(begun)
+    running.check_nothing_is_left()
+    talk.text("Well?")
+    talk.say("response.create", response={"stages": SHORT})
+    assert talk.until("response.done")[-1]["response"]["status"] == "completed"
+
+
+def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServer):
+    stage = running.omni("slow").pipeline.stages["slow"]
+    assert isinstance(stage, GatedStage)
+    stage.says_chats = True
+    where = address(running, "slow")
+    with connect(where) as leaving, connect(where) as staying:
+        for talk in (Talk(leaving), Talk(staying)):
+            talk.until("session.created")
+            talk.text("hello")
+            talk.say("response.create")
+            talk.until("response.output_item.added")
+        wait_until(lambda: len(stage.held) == 2)
+        leaving.close()
+        wait_until(lambda: len(stage.held) == 1)
+        GATES["slow"].open()
+        assert Talk(staying).until("response.done")[-1]["response"]["status"] == "completed"
+    running.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("event", "param", "message"),
+    [
+        ("{", None, "not valid JSON"),
+        ("[]", None, "JSON object"),
+        ({"type": "response.make"}, "type", "unknown event 'response.make'"),
+        ({"type": "input_audio_buffer.commit"}, None, "nothing was appended"),
+        ({"type": "input_audio_buffer.append", "audio": "%"}, "audio", "not valid base64"),
+        ({"type": "response.create"}, None, "no items"),
+        ({"type": "response.cancel"}, None, "no response is being given"),
+        ({"type": "response.create", "respons": {}}, "respons", "did you mean 'response'?"),
+        (
+            {"type": "session.update", "session": {"output_modalities": ["smell"]}},
+            "session.output_modalities[0]",
+            "should be",
+        ),
+        ({"type": "session.update", "session": {"model": "other"}}, "session.model", "changed"),
+        ({"type": "session.update", "session": {"tools": [{}]}}, "session.tools", "not supported"),
+    ],
+)
+def test_a_mistake_is_told_and_the_session_goes_on(
+    running: LiveServer, talk: Talk, event: Any, param: str | None, message: str
+):
+    talk.socket.send(event if isinstance(event, str) else json.dumps(event))
+    told = talk.hear()
+    assert told["type"] == "error"
+    assert message in told["error"]["message"] and told["error"]["param"] == param, told
+    talk.text("hello")
+
+
+def test_a_voice_that_is_not_there_is_told_by_its_place(running: LiveServer, talk: Talk):
+    talk.text("hello")
+    wish = {"output_modalities": ["audio"], "audio": {"output": {"voice": "Nobody"}}}
+    talk.say("response.create", response=wish)
+    assert talk.hear()["error"]["param"] == "response.audio.output.voice"
+
+
+def test_a_session_does_not_grow_for_ever():
+    with (
+        LiveServer([gated_pipeline("small")], max_body_bytes=4096) as server,
+        connect(address(server, "small")) as socket,
+    ):
+        talk = Talk(socket)
+        talk.until("session.created")
+        piece = b64encode(bytes(2000)).decode()
+        for _ in range(3):
+            talk.say("input_audio_buffer.append", audio=piece)
+        assert talk.hear()["error"]["code"] == "session_full"
+        talk.say("input_audio_buffer.clear")
+        assert talk.hear()["type"] == "input_audio_buffer.cleared"
+        socket.send("x" * 5000)
+        with pytest.raises(ConnectionClosed):
+            socket.recv(timeout=60)
+
+
+def test_a_model_that_is_not_there_ends_the_session(running: LiveServer):
+    with connect(address(running, "nobody")) as socket:
+        assert Talk(socket).hear()["error"]["code"] == "model_not_found"
+        with pytest.raises(ConnectionClosed, match="nobody"):
+            socket.recv(timeout=60)
+
+
+def test_sessions_want_a_key_and_no_strange_pages():
+    with LiveServer([gated_pipeline("keyed")], api_keys=["secret"]) as server:
+        where = address(server, "keyed")
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            with (
+                pytest.raises(InvalidStatus, match="403"),
+                connect(where, additional_headers=headers),
+            ):
+                pass
+        right = {"Authorization": "Bearer secret"}
+        with (
+            pytest.raises(InvalidStatus, match="403"),
+            connect(where, additional_headers=right, origin="https://evil.example"),
+        ):
+            pass
+        with connect(where, additional_headers=right) as socket:
+            assert Talk(socket).hear()["type"] == "session.created"
+        protocols = ["realtime", "openai-insecure-api-key.secret"]
+        with connect(where, subprotocols=protocols) as socket:
+            assert Talk(socket).hear()["type"] == "session.created"
+            assert socket.subprotocol == "realtime"
