@@ -51,16 +51,17 @@ class FolderFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def item(self, key: str, name: str) -> Path:
-        """See :class:`RequestFiles`."""
+    def item(self, key: str, name: str) -> str | Path:
+        """A data URL as it is, or the file of that name; see :class:`RequestFiles`."""
+        return name if name[:5].lower() == "data:" else self._file(key, name)
+
+    def _file(self, key: str, name: str) -> Path:
         file = self._folder / name
         return regular_file(file, f"{key}: {_shown(str(file))}")
 
     def at_url(self, key: str, url: str) -> str | Path:
         """A data URL as it is, or the file that is meant."""
         scheme = url[:8].lower()
-        if scheme.startswith("data:"):
-            return url
         if scheme.startswith(("http://", "https://")):
             raise ValueError(
                 f"{key}: {_shown(url)} is in the network, and nothing is fetched from there; "
@@ -72,7 +73,7 @@ class FolderFiles:
 
     def embeds(self, name: str) -> Tensor:
         """Load the one tensor of a file; its width is the engine's to check."""
-        file = self.item("prompt_embeds", name)
+        file = self._file("prompt_embeds", name)
         where = f"prompt_embeds: {_shown(str(file))}"
         try:
             tensors = load_file(file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from engine.interface.outputs import FinishReason
 from engine.models.whisper.speech_windows import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+from tests.support.line_faults import LineFault
 
 WINDOW_S = 2
 SECONDS = (2.5, 4.0, 5.37, 9.0)
@@ -207,6 +210,46 @@ def test_an_aborted_recording_leaves_nothing_behind(engine: LLMEngine) -> None:
         engine.abort("r")
         assert not engine.has_unfinished_requests
         engine.check_integrity()
+
+
+def test_a_step_interrupted_where_a_window_ends_answers_nothing_wrongly(engine: LLMEngine) -> None:
+    prompt, sampling = AudioPrompt(melody(5.0, 5), language="en"), params(5)
+    (expected,) = run(engine, [prompt], sampling)
+
+    def steps(fault_at: int, nth: int) -> tuple[list[tuple[int, int]], RequestOutput]:
+        """Per step how many lines ran, and how many tokens were told behind it; the last output."""
+        engine.reset_prefix_cache()
+        engine.add_request("r", prompt, sampling)
+        seen: list[tuple[int, int]] = []
+        last: list[RequestOutput] = []
+        while engine.has_unfinished_requests:
+            is_faulty = len(seen) == fault_at
+            fault = LineFault(nth if is_faulty else -1)
+            # Whatever an interruption leads to is raised: the engine begins anew.
+            with suppress(*[Exception] * is_faulty), fault:
+                last = list(engine.step()) or last
+            seen.append((fault.num_events, len(last[-1].outputs[0].token_ids) if last else 0))
+        return seen, last[-1]
+
+    seen, whole = steps(-1, -1)
+    assert whole.outputs[0].token_ids == expected.outputs[0].token_ids
+    ends = [k for k in range(1, len(seen)) if seen[k][1] > seen[k - 1][1]]
+    assert len(ends) > 2
+    draw, went_on = random.Random(0), 0
+    for _ in range(24):
+        step = draw.choice(ends)
+        # Most of the lines in which one sequence follows on another are the step's last ones.
+        nth = round(seen[step][0] * (1 - 0.4 * draw.random() ** 2)) - 1
+        _, output = steps(step, nth)
+        engine.check_integrity()
+        if output.error is None:
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            went_on += 1
+        else:
+            assert "interrupted" in output.error or "could not be taken" in output.error
+    assert went_on < 24, "some were interrupted while their tokens were taken in"
+    (again,) = run(engine, [prompt], sampling)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_short_and_long_ones_share_a_small_pool(folder: str, engine: LLMEngine) -> None:

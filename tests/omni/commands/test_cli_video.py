@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine import ChatPrompt, TextPrompt, VideoPrompt
+from engine import (
+    AudioPrompt,
+    ChatPrompt,
+    ExplicitEncoderDecoderPrompt,
+    TextPrompt,
+    VideoPrompt,
+)
 from omni.commands.cli import app
 from omni.requests.request import OmniRequest
 from omni.requests.request_file import RequestError, read_requests
@@ -90,6 +96,17 @@ def test_videos_stand_in_the_order_of_their_parts(clip: Path, tmp_path: Path) ->
     prompt = read(tmp_path, {"prompt": "<|VIDEO|>", "videos": ["clip.mp4"]}).prompt
     assert isinstance(prompt, TextPrompt)
     assert prompt.multi_modal_data == {"video": [VideoPrompt(clip)]}
+
+
+def test_data_urls_stand_in_lists_of_files(tmp_path: Path) -> None:
+    url = "data:audio/wav;base64,AAAA"
+    shown = {"images": [url], "audio": [{"file": url}], "videos": [url]}
+    prompt = read(tmp_path, {"prompt": "a"} | shown).prompt
+    assert isinstance(prompt, TextPrompt)
+    assert prompt.multi_modal_data == {"image": [url], "audio": [url], "video": [VideoPrompt(url)]}
+    alone = read(tmp_path, {"audio": [url]}).prompt
+    assert isinstance(alone, ExplicitEncoderDecoderPrompt)
+    assert isinstance(alone.encoder_prompt, AudioPrompt) and alone.encoder_prompt.audio == url
 
 
 WRONG = {
