@@ -24,6 +24,9 @@ def _leave_working_directory() -> None:
 if __name__ == "__main__":
     _leave_working_directory()
 
-    from omni.commands.cli import app
+    try:
+        from omni.commands.cli import app
+    except KeyboardInterrupt:  # before a command listens
+        sys.exit(130)
 
     app(prog_name="omni")

@@ -133,9 +133,10 @@ class _Disturbed:
             assert process.stderr is not None
             told = process.stderr.read().decode()
         # It may come before the command listens, while Python starts; or after all is done.
-        answered = "Traceback" not in told or (sent == signal.SIGINT and "in _run" not in told)
+        listening = "omni/commands/command.py" in told
+        answered = "Traceback" not in told or (sent == signal.SIGINT and not listening)
         if process.returncode not in (_STATUS[sent], -sent, 1) or not answered:
-            return "went on", f"{sent.name}: status {process.returncode}: {told[-300:]}"
+            return "went on", f"{sent.name}: status {process.returncode}: {told[-2_000:]}"
         return "went on", ""
 
     def _wait_for(self, process: subprocess.Popen[bytes], more: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,6 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -37,12 +37,11 @@ class RunProgress:
         self._shown = shown and console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),  # the line shall fit 80 letters
             MofNCompleteColumn(),
-            _Rate(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            _Rate(),
+            _Left(),
             console=console,
             disable=not self._shown,
             # Lines go where they are sent, also where that is no terminal.
@@ -90,3 +89,12 @@ class _Rate(ProgressColumn):
         """What stands in the column."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")
+
+
+class _Left(ProgressColumn):
+    """How long the rest will take, as soon as that can be told."""
+
+    def render(self, task: Task) -> Text:
+        """What stands in the column."""
+        seconds = task.time_remaining
+        return Text("" if seconds is None else f"{timedelta(seconds=int(seconds))} left")
