@@ -59,8 +59,8 @@ def warm_up() -> None:
 
 def try_one(
     family: str, spoil: Callable[[Path], object], names: tuple[str, ...], tally: Tally, what: str
-) -> None:
-    """Spoil a copy, try it, and count what came of it."""
+) -> str | None:
+    """Spoil a copy, try it, and count what came of it; returns what it was refused by."""
     trial = TRIALS[family]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "checkpoint")
@@ -69,6 +69,7 @@ def try_one(
         found = run_guarded(partial(trial.run, folder), SECONDS, MOST_BYTES)
         outcome, detail = judge(found, folder, names)
         tally.add(outcome, f"{family}: {what}: {detail}")
+        return found.told[-1] if found.kind == "raised" else None
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
@@ -41,10 +42,12 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG_FILE}")
     content = read_json_object(file)
-    for name in ("model_type", "architectures"):
-        _check_names(file, name, content.get(name))
     for place, key, value in _entries(content):
         where = f"{file}: {place}{key}"
+        if key in ("model_type", "architectures"):
+            _check_names(where, value, is_list=key == "architectures")
+        elif key in ("dtype", "torch_dtype"):
+            _check_dtype(where, value)
         if key in _REFUSED and value is not None:
             raise ValueError(f"{where} {_REFUSED[key]}")
         if key in _reserved():
@@ -108,11 +111,24 @@ def _reserved() -> frozenset[str]:
     return frozenset(names | {"attribute_map", "sub_configs", "sub_configs_defaults"})
 
 
-def _check_names(file: Path, key: str, value: Any) -> None:
-    names = [] if value is None else value if key == "architectures" else [value]
+def _check_names(where: str, value: Any, *, is_list: bool) -> None:
+    names = [] if value is None else value if is_list else [value]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        kind = "a list of names" if key == "architectures" else "a name"
-        raise ValueError(f"{file}: {key} must be {kind}, got {value!r}")
+        kind = "a list of names" if is_list else "a name"
+        raise ValueError(f"{where} must be {kind}, got {value!r}")
+
+
+def _check_dtype(where: str, value: Any) -> None:
+    # Of composed models an object, by the names of their parts.
+    for each in value.values() if isinstance(value, dict) else [value]:
+        name = each.removeprefix("torch.") if isinstance(each, str) else ""
+        if each is not None and name != "auto" and not _is_float(name):
+            raise ValueError(f"{where} must be a type of torch's for numbers, got {value!r}")
+
+
+def _is_float(name: str) -> bool:
+    found = getattr(torch, name, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
 
 
 def _check_length(where: str, value: Any, most: int) -> None:

@@ -94,7 +94,7 @@ def _check(where: str, name: str, value: Any) -> None:
 
 def _check_integers(where: str, value: Any, least: int, most: int) -> None:
     """Of a single number, or of a list of such, of which some are pairs or triples."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and (value or least == 0):
         for index, each in enumerate(value):
             _check_integers(f"{where}[{index}]", each, least, most)
         return

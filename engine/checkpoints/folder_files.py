@@ -17,6 +17,7 @@ from engine.files.json_file import read_json_object
 __all__ = ["check_files", "load_generation_config"]
 
 _GENERATION = "generation_config.json"
+_TOKENIZER = "tokenizer_config.json"
 _PROCESSORS = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -44,6 +45,13 @@ _MOST: Mapping[str, int] = {
 # Of an image's channels.
 _CHANNEL_KEYS = ("image_mean", "image_std")
 _MOST_CHANNELS = 4
+_FACTOR_KEYS = ("rescale_factor", "padding_value", "dither", "max_ratio")
+_NAME_KEYS = (
+    *("image_processor_type", "feature_extractor_type", "video_processor_type"),
+    *("processor_class", "tokenizer_class", "padding_side", "language", "task"),
+)
+_FLAG_KEYS = ("add_prefix_space", "clean_up_tokenization_spaces", "add_bos_token", "add_eos_token")
+_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 # A size may be one number for both sides.
 _SIDES = ("size", "crop_size")
 
@@ -60,15 +68,17 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
         patterns: of the names of files that are read from it.
 
     Raises:
-        ValueError: one is no file or lies elsewhere, or a processor's file is no JSON or holds a
-            number that cannot be; names file and key.
+        ValueError: one is no file or lies elsewhere, or the file of a processor or tokenizer is no
+            JSON or holds a value that cannot be; names file and key.
     """
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir() and any(fnmatch(entry.name, pattern) for pattern in patterns):
             file_inside(folder, entry.name)
     for file in (folder / name for name in _PROCESSORS):
         if file.is_file():
-            _check_sizes(str(file), read_json_object(file))
+            _check_processor(str(file), read_json_object(file))
+    if (folder / _TOKENIZER).is_file():
+        _check_tokenizer(str(folder / _TOKENIZER), read_json_object(folder / _TOKENIZER))
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
@@ -126,25 +136,51 @@ def _is_forced(value: Any) -> bool:
     )
 
 
-def _check_sizes(where: str, content: Mapping[str, Any]) -> None:
+def _check_processor(where: str, content: Mapping[str, Any]) -> None:
     for key, value in content.items():
         place = f"{where}: {key}"
-        if isinstance(value, dict):
-            _check_sizes(place, value)
-        elif key in _CHANNEL_KEYS and value is not None:
-            _check_channels(place, value)
-        elif key in _SIDES and isinstance(value, int):
-            _check_number(place, value, _MOST["height"])
-        elif key in _MOST and value is not None:
+        if value is None:
+            continue
+        if key in _MOST:
             _check_number(place, value, _MOST[key])
+        elif key in _CHANNEL_KEYS:
+            _check_channels(place, value)
+        elif key in _FACTOR_KEYS and not _is_number(value):
+            raise ValueError(f"{place} must be a number, got {value!r}")
+        elif key in _NAME_KEYS and not isinstance(value, str):
+            raise ValueError(f"{place} must be a name, got {value!r}")
+        elif key in _SIDES and not isinstance(value, dict):
+            _check_number(place, value, _MOST["height"])
+        elif isinstance(value, dict):
+            _check_processor(place, value)
+
+
+def _check_tokenizer(where: str, content: Mapping[str, Any]) -> None:
+    for key, value in content.items():
+        if value is None:
+            continue
+        if key in _NAME_KEYS and not isinstance(value, str):
+            raise ValueError(f"{where}: {key} must be a name, got {value!r}")
+        if key == "model_max_length" and not _is_number(value):
+            raise ValueError(f"{where}: {key} must be a number, got {value!r}")
+        if key in _FLAG_KEYS and not isinstance(value, bool):
+            raise ValueError(f"{where}: {key} must be true or false, got {value!r}")
+        if key in _TOKEN_KEYS and not _is_token(value):
+            raise ValueError(f"{where}: {key} must be a token, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_token(value: Any) -> bool:
+    text = value.get("content") if isinstance(value, dict) else value
+    return isinstance(text, str) and text != ""
 
 
 def _check_channels(where: str, value: Any) -> None:
     numbers = value if isinstance(value, list) else [value]
-    is_possible = 1 <= len(numbers) <= _MOST_CHANNELS and all(
-        isinstance(each, int | float) and math.isfinite(each) for each in numbers
-    )
-    if not is_possible:
+    if not 1 <= len(numbers) <= _MOST_CHANNELS or not all(map(_is_number, numbers)):
         raise ValueError(
             f"{where} must be a number, or a list of one for each channel, got {value!r}"
         )

@@ -1,4 +1,4 @@
-"""Every value of a config.json, replaced by everything that it should not be."""
+"""Every value of a JSON file, replaced by everything that it should not be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 3, 10**9, 10**18, -(10**18), 0.5, -1.5, 1e300, float("inf"), True, False, None),
     *("", "x", "1e9", [], [0], [-1], [10**9], ["x"], [[1, 2]], {}, {"x": 1}, [[[[]]]]),
 )
+# Beyond this it is a vocabulary.
+_MOST_KEYS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,12 @@ class ConfigChange:
     """A config with one value replaced, or left out.
 
     Attributes:
+        key: that it is about.
         what: place and value.
         text: the config, as a file holds it.
     """
 
+    key: str
     what: str
     text: str
 
@@ -41,16 +45,17 @@ def config_changes(config: dict[str, Any]) -> Iterator[ConfigChange]:
             if value != outer[place[-1]] or type(value) is not type(outer[place[-1]]):
                 changed = deepcopy(config)
                 _at(changed, place[:-1])[place[-1]] = value
-                yield ConfigChange(f"{'.'.join(place)} = {value!r}", json.dumps(changed))
+                what = f"{'.'.join(place)} = {value!r}"
+                yield ConfigChange(place[-1], what, json.dumps(changed))
         changed = deepcopy(config)
         del _at(changed, place[:-1])[place[-1]]
-        yield ConfigChange(f"{'.'.join(place)} left out", json.dumps(changed))
+        yield ConfigChange(place[-1], f"{'.'.join(place)} left out", json.dumps(changed))
 
 
 def _places(config: dict[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, value in config.items():
         yield (*outer, key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(value) <= _MOST_KEYS:
             yield from _places(value, (*outer, key))
 
 
