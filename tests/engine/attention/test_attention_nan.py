@@ -127,14 +127,15 @@ def test_an_encoders_nan_reaches_its_own_request_alone(name: str, query_lens: tu
         memory.buffer.view(torch.float32).fill_(unused)
         table = random_block_table(lengths, 4, 12, generator)
         metadata = cross_metadata_for(memory, query_lens, lengths, (True,) * 3, table)
-        numbers = [
+        query, key, value = (
             torch.randn(count, heads, 16, generator=generator)
             for count, heads in ((sum(query_lens), 4), (26, 2), (26, 2))
-        ]
+        )
         if spoilt:
-            numbers[1][11], numbers[2][12] = NAN, NAN  # of the second encoder's input
+            key[11], value[12] = NAN, NAN  # of the second encoder's input
         backend.begin_step(metadata)
-        return backend.forward(LayerCall(*numbers, layer_of(memory, 0), metadata, Scoring(0.3)))
+        layer = layer_of(memory, 0)
+        return backend.forward(LayerCall(query, key, value, layer, metadata, Scoring(0.3)))
 
     clean = attend(ReferenceBackend(), spoilt=False, unused=0.0)
     backend = get_backend(name, "cpu", torch.float32, 4)

@@ -100,8 +100,8 @@ def test_a_token_whose_embedding_is_nan_reaches_no_neighbour_of_a_padded_batch(
     }
     expected = run_encoder(engine, prompts)
     engine.reset_prefix_cache()
-    weight = engine._model._module.get_input_embeddings().weight.data
-    weight[700] = torch.nan
+    module: Any = engine._model._module
+    module.get_input_embeddings().weight.data[700] = torch.nan
     done = run_encoder(engine, prompts)
     assert done["ill"].error is not None and "NaN or infinite" in done["ill"].error
     for name in ("a", "b"):

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import EngineConfig, FinishReason, LLMEngine, SamplingParams, TokensPrompt
+from engine import (
+    EngineConfig,
+    FinishReason,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_inputs import ModelInputs
 from engine.execution.model_runner import ModelRunner
@@ -152,7 +159,7 @@ def test_a_row_of_the_tables_that_was_being_taken_is_not_lost(
     assert output.error is not None and "no room for a row" in output.error
     engine.resume("paused")
     engine.add_request("well", prompt(60, 9), tokens(4))
-    done = {}
+    done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests:
         done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.check_integrity()
