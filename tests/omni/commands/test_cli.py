@@ -397,9 +397,10 @@ BAD_INPUT = {
     ),
     "no such input": (["run", "two_step", "-i", "absent.jsonl"], "absent.jsonl: cannot be read"),
     "a malformed override": (["run", "two_step", "-p", "x", "--set", "oops"], "PLACE=VALUE"),
-    "widths that do not fit": (
+    "an encoder as a decoder": (
         ["run", "two_step", "-p", "x", "--set", "stages.writer.model=seeded:bert"],
-        "stage 'writer': unsupported architecture 'BertModel'",
+        "stages.writer.kind: model 'seeded:bert': architecture 'BertModel' is none that generates "
+        "tokens here; if it is a text encoder, use kind: encoder",
     ),
 }
 
