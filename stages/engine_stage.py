@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,11 +17,20 @@ from stages.stage import Stage, StageOutput, StageRequest, StageStats
 if TYPE_CHECKING:
     import torch
 
-    from engine import Engine, Prompt, SamplingParams
+    from engine import (
+        EncoderOutput,
+        Engine,
+        GeneratorOutput,
+        Prompt,
+        RequestOutput,
+        SamplingParams,
+    )
 
 __all__ = ["EngineStage", "select_tensors"]
 
-OutputT = TypeVar("OutputT")
+_logger = logging.getLogger(__name__)
+
+OutputT = TypeVar("OutputT", bound="RequestOutput | EncoderOutput | GeneratorOutput")
 
 
 class EngineStage(Stage, Generic[OutputT]):
@@ -35,6 +45,8 @@ class EngineStage(Stage, Generic[OutputT]):
     # What engines counted that this stage had before, and what of them was set since.
     _counted: StageStats = StageStats()
     _caching: bool | None = None
+    # Whether the step before was interrupted as a whole.
+    _has_failed: bool = False
 
     def _build_engine(self) -> Engine[OutputT]:
         """Build the engine that the stage was configured with.
@@ -131,12 +143,41 @@ class EngineStage(Stage, Generic[OutputT]):
         return self.engine.needs_input(request_id)
 
     def step(self) -> list[StageOutput]:
-        """Run one engine step over its requests."""
+        """Run one engine step over its requests.
+
+        After a step that was interrupted as a whole all requests begin anew in the engine, so that
+        one such step is no more than a step without outputs.
+
+        Raises:
+            Exception: what the engine raised, if it did so twice in a row, or is broken.
+        """
         self.ownership.check()
-        return [
-            select_tensors(self._stage_output(output), self.outputs)
-            for output in self.engine.step()
-        ]
+        try:
+            outputs = self.engine.step()
+        except Exception:
+            has_failed, self._has_failed = self._has_failed, not self._has_failed
+            if has_failed or self.is_broken:
+                raise
+            _logger.exception("a step of stage %r failed; its requests begin anew", self.name)
+            return []
+        self._has_failed = False
+        return [self._told(output) for output in outputs]
+
+    def _told(self, output: OutputT) -> StageOutput:
+        """Tell an output of the engine; a request whose output cannot be told fails alone."""
+        try:
+            return select_tensors(self._stage_output(output), self.outputs)
+        except Exception as error:  # its neighbours' outputs are told once, now or never
+            request_id = output.request_id
+            _logger.exception("the output of request %r cannot be told", request_id)
+            self.abort(request_id)
+            return StageOutput(
+                request_id,
+                self.name,
+                finished=True,
+                finish_reason=FinishReason.ERROR,
+                error=f"its output cannot be told: {type(error).__name__}: {error}",
+            )
 
     @abstractmethod
     def _stage_output(self, output: OutputT) -> StageOutput:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
-from engine import EngineConfig, FinishReason, SamplingParams
+from engine import EngineConfig, FinishReason, RequestOutput, SamplingParams, TokensPrompt
 from stages import AutoregressiveStage, StageOutput, StageRequest
 from stages.engine_stage import select_tensors
 
@@ -82,3 +83,68 @@ def test_a_stage_that_takes_requests_in_its_own_way_is_asked_to(
     outputs = [output for _ in range(2) for output in stage.step()]
     assert outputs[-1].finished and outputs[-1].num_prompt_tokens > plain
     stage.close()
+
+
+@pytest.fixture
+def stage(seeded: Callable[[str], str]) -> AutoregressiveStage:
+    config = EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=4, max_model_len=32)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return AutoregressiveStage("s", config, sampling=greedy)
+
+
+def run(stage: AutoregressiveStage) -> dict[str, StageOutput]:
+    for request_id, token in (("x", 5), ("y", 6)):
+        stage.add_request(StageRequest(request_id, TokensPrompt((token, 7, 8))))
+    last: dict[str, StageOutput] = {}
+    while stage.has_unfinished_requests:
+        last |= {output.request_id: output for output in stage.step()}
+    stage.check_integrity()
+    return last
+
+
+def test_a_step_that_fails_twice_in_a_row_is_told(
+    stage: AutoregressiveStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(stage)
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    stage.add_request(StageRequest("z", TokensPrompt((5, 7, 8))))
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.engine, "_step", fail)
+        for _ in range(2):
+            assert stage.step() == []
+            with pytest.raises(MemoryError, match="no room"):
+                stage.step()
+    stage.abort("z")
+    again = run(stage)
+    assert {name: out.token_ids for name, out in again.items()} == {
+        name: out.token_ids for name, out in expected.items()
+    }
+
+
+def test_a_request_whose_output_cannot_be_told_fails_alone(
+    stage: AutoregressiveStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, plain = run(stage), stage._stage_output
+
+    def tell(output: RequestOutput) -> StageOutput:
+        if output.request_id == "x" and len(output.outputs[0].token_ids) == 2:
+            raise ArithmeticError("no words")
+        return plain(output)
+
+    monkeypatch.setattr(stage, "_stage_output", tell)
+    last = run(stage)
+    assert last["x"].error == "its output cannot be told: ArithmeticError: no words"
+    assert last["x"].finish_reason is FinishReason.ERROR
+    assert last["y"].error is None and last["y"].token_ids == expected["y"].token_ids
+
+
+def test_a_closed_stage_says_so(stage: AutoregressiveStage) -> None:
+    stage.add_request(StageRequest("x", TokensPrompt((5, 7, 8))))
+    stage.close()
+    stage.close()
+    for call in (lambda: stage.add_request(StageRequest("y", "hi")), stage.step, stage.rebuild):
+        with pytest.raises(RuntimeError, match="stage 's' is closed: build a new one"):
+            call()

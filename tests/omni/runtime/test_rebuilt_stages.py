@@ -292,6 +292,34 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
         stage.check_integrity()
 
 
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+@pytest.mark.parametrize("turn", [0, 1, 3, 9])
+def test_a_step_that_is_interrupted_once_fails_nobody(
+    rig: Rig, error: type[Exception], turn: int
+) -> None:
+    """The engine lets all its requests begin anew, and the stage goes on with it."""
+    orchestrator = Orchestrator(rig.pipeline)
+    engines = [vars(stage)["engine"] for stage in rig.pipeline.stages.values()]
+    for request in REQUESTS:
+        orchestrator.add_request(request)
+    last: dict[str, OmniOutput] = {}
+
+    def take(outputs: Sequence[OmniOutput]) -> None:
+        last.update({output.request_id: output for output in outputs if output.finished})
+
+    for _ in range(turn):
+        take(orchestrator.step())
+    with LineFault(53 + 7 * turn, error) as fault:
+        take(orchestrator.step())
+    assert fault.place is not None
+    take(list(drain(orchestrator).values()))
+    for request_id, expected in rig.expected.items():
+        assert_same(last[request_id], expected)
+    for stage in rig.pipeline.stages.values():
+        stage.check_integrity()
+    assert engines == [vars(stage)["engine"] for stage in rig.pipeline.stages.values()]
+
+
 def test_the_broken_engine_is_gone_before_another_one_is_built(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
