@@ -16,6 +16,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.http_server import HttpServer, bind, url_of
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerLimits, ServerSettings
+from tests.support.patience import PATIENCE_S
 
 __all__ = ["LiveServer", "wait_until"]
 
@@ -74,7 +75,7 @@ class LiveServer:
 
     def join(self) -> None:
         """Wait for the end; raise what the server ended with."""
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server does not stop"
         error, self._error = self._error, None
         if error is not None:
@@ -86,7 +87,7 @@ class LiveServer:
 
     def client(self, api_key: str = "none", **options: object) -> Any:
         """The official client, closed with the server; it tries nothing twice."""
-        settings: dict[str, Any] = {"max_retries": 0, "timeout": 60, **options}
+        settings: dict[str, Any] = {"max_retries": 0, "timeout": PATIENCE_S, **options}
         made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, **settings)
         self._clients.append(made)
         return made

@@ -20,6 +20,7 @@ from engine import Engine, TokensPrompt
 from engine.interface.engine import EngineBrokenError
 from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
 from tests.support.line_faults import LineFault, choose_events
+from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
 
 FAULTS = 16
@@ -93,7 +94,7 @@ def test_who_is_interrupted_on_the_way_in_or_out_lets_other_threads_in(subject: 
         num_doors += 1
         other = threading.Thread(target=engine.abort, args=("r",), daemon=True)
         other.start()
-        other.join(timeout=60.0)
+        other.join(timeout=PATIENCE_S)
         assert not engine.live_request_ids, fault.place
     assert num_doors > 50
 

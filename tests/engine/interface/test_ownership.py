@@ -27,6 +27,7 @@ from engine import (
 )
 from engine.interface.ownership import Ownership
 from stages import AutoregressiveStage
+from tests.support.patience import PATIENCE_S
 
 LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
 TOKENS = TokensPrompt(tuple(range(30, 43)))
@@ -92,7 +93,7 @@ def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:
     owned, owners, start = Ownership("it"), [Owner() for _ in range(8)], threading.Barrier(8)
 
     def claim(owner: Owner) -> tuple[bool, bool]:
-        start.wait(30)
+        start.wait(PATIENCE_S)
         try:
             owned.claim(owner, "one")
             claimed = True
@@ -102,7 +103,7 @@ def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:
             entered = owned.enter()
         except RuntimeError:
             entered = False
-        start.wait(30)
+        start.wait(PATIENCE_S)
         return claimed, entered
 
     with ThreadPoolExecutor(8) as pool:
@@ -143,7 +144,7 @@ def held(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
     def execute(output: Any) -> Any:
         held.inside.set()
-        assert held.go_on.wait(60)
+        assert held.go_on.wait(PATIENCE_S)
         return plain(output)
 
     monkeypatch.setattr(engine._runner, "execute", execute)
@@ -156,7 +157,7 @@ def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(engine.generate, TOKENS, GREEDY)
-        assert held.inside.wait(60)
+        assert held.inside.wait(PATIENCE_S)
         for call in (
             lambda: engine.add_request("b", TOKENS, GREEDY),
             engine.step,
@@ -166,7 +167,7 @@ def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
         with pytest.raises(ValueError, match="drives the engine alone, but 1 requests are live"):
             engine.generate(TOKENS, GREEDY)
         held.go_on.set()
-        (output,) = first.result(60)
+        (output,) = first.result(PATIENCE_S)
     assert output.error is None
     (again,) = engine.generate(TOKENS, GREEDY)
     assert again.outputs[0].token_ids == output.outputs[0].token_ids
@@ -178,11 +179,11 @@ def test_an_abort_of_another_thread_waits_for_the_step(engine: LLMEngine, held: 
     engine.add_request("a", TOKENS, GREEDY)
     with ThreadPoolExecutor(2) as pool:
         stepping = pool.submit(engine.step)
-        assert held.inside.wait(60)
+        assert held.inside.wait(PATIENCE_S)
         aborting = pool.submit(engine.abort, "a")
         held.go_on.set()
-        stepping.result(60)
-        aborting.result(60)
+        stepping.result(PATIENCE_S)
+        aborting.result(PATIENCE_S)
     assert not engine.has_unfinished_requests
     engine.check_integrity()
 

@@ -16,6 +16,7 @@ from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
 from omni.runtime.driver import Driver, Ticket
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
+from tests.support.patience import PATIENCE_S
 
 ENDLESS = 10**9
 
@@ -144,10 +145,10 @@ def test_abort_ends_the_wait_of_another_thread() -> None:
         waiting = pool.submit(
             omni.generate, OmniRequest("x", "mine"), on_progress=lambda _: started.set()
         )
-        assert started.wait(30)
+        assert started.wait(PATIENCE_S)
         omni.abort("unknown")
         omni.abort("mine")
-        assert [output.error for output in waiting.result(30)] == ["aborted"]
+        assert [output.error for output in waiting.result(PATIENCE_S)] == ["aborted"]
         check_nothing_is_held(omni)
 
 
@@ -177,7 +178,7 @@ def test_cancelling_a_consumer_aborts_its_request_alone() -> None:
                 entered.set()
 
         task = asyncio.create_task(endless())
-        await asyncio.wait_for(entered.wait(), 30)
+        await asyncio.wait_for(entered.wait(), PATIENCE_S)
         beside = [output async for output in omni.astream(OmniRequest("short", "short"))]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -200,9 +201,9 @@ def test_close_fails_what_is_running_and_closes_the_stages() -> None:
     with ThreadPoolExecutor(1) as pool:
         started = threading.Event()
         waiting = pool.submit(omni.generate, "x", on_progress=lambda _: started.set())
-        assert started.wait(30)
+        assert started.wait(PATIENCE_S)
         omni.close()
-        (output,) = waiting.result(30)
+        (output,) = waiting.result(PATIENCE_S)
     assert "closed before it finished" in str(output.error)
     assert stage.closed
     stage.check_integrity()
@@ -289,11 +290,11 @@ def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
 
         def refuse(output: OmniOutput | BaseException) -> None:
             first.set()
-            assert left.wait(30)
+            assert left.wait(PATIENCE_S)
             raise RuntimeError("Event loop is closed")
 
         ticket = omni._driver.submit(OmniRequest("x"), "gone", refuse)
-        assert first.wait(30)
+        assert first.wait(PATIENCE_S)
         if told:
             omni._driver.discard([ticket])
         left.set()
@@ -309,7 +310,7 @@ def test_requests_wait_while_the_pipeline_is_lent_out(omni: Omni) -> None:
             assert pipeline is omni.pipeline
             assert not pipeline.stages["a"].has_unfinished_requests
             assert not waiting.done()
-        assert text(waiting.result(30)[0]) == "b(a(x))"
+        assert text(waiting.result(PATIENCE_S)[0]) == "b(a(x))"
 
 
 def test_a_busy_pipeline_is_not_lent_out() -> None:

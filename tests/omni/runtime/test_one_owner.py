@@ -16,6 +16,7 @@ from omni.runtime.orchestrator import Orchestrator
 from omni.verification.verify import verify
 from stages import TransformContext
 from tests.support.fake_stage import FakeStage
+from tests.support.patience import PATIENCE_S
 
 ENDLESS = 10**9
 
@@ -111,7 +112,7 @@ def test_a_pipeline_is_lent_to_one_thread_at_a_time() -> None:
         with omni.paused(), omni.paused():  # what has it may ask again, as verify does
             second = pool.submit(lambda: omni.paused().__enter__())
             with pytest.raises(RuntimeError, match="lent to another thread, which drives its"):
-                second.result(30)
+                second.result(PATIENCE_S)
         with omni.paused():
             pass
         assert omni.generate("x")[0].error is None
@@ -145,9 +146,9 @@ def test_closing_while_others_wait_leaves_nobody_waiting() -> None:
     omni = Omni(Pipeline([stage]))
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(omni.generate, "x", on_progress=lambda _: started.set())
-        assert started.wait(30)
+        assert started.wait(PATIENCE_S)
         closing = [pool.submit(omni.close) for _ in range(2)]
-        assert "closed before it finished" in str(first.result(30)[0].error)
+        assert "closed before it finished" in str(first.result(PATIENCE_S)[0].error)
         for each in closing:
-            each.result(30)
+            each.result(PATIENCE_S)
     assert stage.closed

@@ -17,6 +17,7 @@ import pytest
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.patience import PATIENCE_S
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -132,7 +133,7 @@ def post(server: LiveServer, body: bytes, kind: str = "application/json") -> tup
         f"{server.url}/v1/chat/completions", body, {"Content-Type": kind}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -153,7 +154,7 @@ def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
 
 def connection(server: LiveServer) -> socket.socket:
     where = urlsplit(server.url)
-    return socket.create_connection((where.hostname, where.port), timeout=60)
+    return socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
 
 
 def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):

@@ -21,13 +21,14 @@ from omni.server.serving.served_pipeline import ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
 from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S
 
 
 def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
     """Status, headers and JSON."""
     request = urllib.request.Request(url, headers=headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.headers, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -43,7 +44,9 @@ def keyed() -> Iterator[LiveServer]:
 
 def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.MonkeyPatch):
     may_load, load = threading.Event(), ServedPipeline.load
-    monkeypatch.setattr(ServedPipeline, "load", lambda self: (may_load.wait(60), load(self)))
+    monkeypatch.setattr(
+        ServedPipeline, "load", lambda self: (may_load.wait(PATIENCE_S), load(self))
+    )
     with LiveServer([gated_pipeline("slow")], is_ready=False) as server:
         status, _, body = get(f"{server.url}/health")
         assert status == 503

@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from omni import EmbedsPrompt, OmniRequest, TextPrompt
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S
 
 IMAGE = {"type": "image_url", "image_url": "x.png"}
 
@@ -36,7 +37,7 @@ def post(server: LiveServer, name: str, body: Any) -> tuple[int, bytes]:
         {"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -152,7 +153,7 @@ def test_a_pipeline_that_is_not_there_is_told(running: LiveServer, name: str):
 
 
 def metrics(server: LiveServer) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])

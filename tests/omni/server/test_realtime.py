@@ -16,6 +16,7 @@ from omni import AudioPrompt, ChatPrompt, OmniRequest
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.patience import PATIENCE_S
 
 SHORT = {"thinker": {"max_tokens": 10}, "talker": {"max_tokens": 24}}
 
@@ -37,7 +38,7 @@ class Talk:
         self.socket.send(json.dumps({"type": kind, **content}))
 
     def hear(self) -> Any:
-        return json.loads(self.socket.recv(timeout=60))
+        return json.loads(self.socket.recv(timeout=PATIENCE_S))
 
     def until(self, kind: str) -> list[Any]:
         heard = [self.hear()]
@@ -242,14 +243,14 @@ def test_a_session_does_not_grow_for_ever():
         assert talk.hear()["type"] == "input_audio_buffer.cleared"
         socket.send("x" * 5000)
         with pytest.raises(ConnectionClosed):
-            socket.recv(timeout=60)
+            socket.recv(timeout=PATIENCE_S)
 
 
 def test_a_model_that_is_not_there_ends_the_session(running: LiveServer):
     with connect(address(running, "nobody")) as socket:
         assert Talk(socket).hear()["error"]["code"] == "model_not_found"
         with pytest.raises(ConnectionClosed, match="nobody"):
-            socket.recv(timeout=60)
+            socket.recv(timeout=PATIENCE_S)
 
 
 def test_sessions_want_a_key_and_no_strange_pages():

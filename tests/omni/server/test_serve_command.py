@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from omni.commands.cli import app
 from omni.server.http_server import HttpServer
 from tests.support.import_graph import ROOT
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -99,5 +100,5 @@ def test_a_signal_ends_it_well_even_while_it_loads(number: signal.Signals):
         assert process.stderr.readline().startswith("serving two_step at ")
         process.send_signal(number)
         told = process.stderr.read()
-        assert process.wait(60) == 0, told
+        assert process.wait(PATIENCE_S) == 0, told
         assert "Traceback" not in told
