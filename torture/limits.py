@@ -79,6 +79,7 @@ def _yaml() -> dict[str, str]:
     laughs = ["k0: &k0 [x, x, x, x, x, x, x, x, x]"]
     laughs += [f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]" for n in range(1, 30)]
     merges = ["k0: &k0 {a: b}"]
+    stage, text = "{kind: encoder, model: a,", "transform: text_as_prompt"
     merges += [f"k{n}: &k{n} {{<<: [{', '.join([f'*k{n - 1}'] * 9)}]}}" for n in range(1, 30)]
     return {
         "YAML of 30 levels of aliases": "\n".join(laughs),
@@ -88,6 +89,9 @@ def _yaml() -> dict[str, str]:
         "YAML of 50 MB": "name: " + "x" * (50 * _MILLION),
         "YAML with a number of base 60": "a: 1" + ":59" * 80_000,
         "YAML with a million keys": "\n".join(f"k{n}: 1" for n in range(_MILLION)),
+        "YAML of 3,000 stages in a row": "name: a\nstages:\n"
+        + "".join(f" s{n}: {stage} inputs: {{from: s{n - 1}, {text}}}}}\n" for n in range(1, 3000))
+        + f" s0: {stage}}}",
         "YAML with 10,000 unknown keys": "\n".join(f"k{n}: 1" for n in range(10_000)),
         "YAML of 200,000 list items": "a: [" + "x," * 120_000 + "]",
     }

@@ -59,13 +59,12 @@ def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
         raise ValueError(f"stages feed each other in a circle: {circle}") from error
     # graphlib's own order within one rank is that of a set; the user's is the one to keep.
     depth: dict[str, int] = {}
-
-    def depth_of(stage: str) -> int:
-        if stage not in depth:
-            depth[stage] = 1 + max((depth_of(source) for source in sources[stage]), default=-1)
-        return depth[stage]
-
-    return sorted(sources, key=depth_of)
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        for stage in ready:
+            depth[stage] = 1 + max((depth[source] for source in sources[stage]), default=-1)
+        sorter.done(*ready)
+    return sorted(sources, key=depth.__getitem__)
 
 
 def check_graph(

@@ -16,6 +16,9 @@ from engine.media.regular_file import regular_file
 
 __all__ = ["FolderFiles", "RequestFiles", "only_embeds"]
 
+MAX_EMBEDS_BYTES = 2**29
+"""Of a file of embeddings, which is read whole before its rows are counted."""
+
 _LONGEST_NAME = 200
 """Characters of a file's name that a message repeats."""
 
@@ -76,6 +79,12 @@ class FolderFiles:
         file = self._file("prompt_embeds", name)
         where = f"prompt_embeds: {_shown(str(file))}"
         try:
+            num_bytes = Path(file).stat().st_size
+            if num_bytes > MAX_EMBEDS_BYTES:
+                raise ValueError(
+                    f"it has {num_bytes:,} bytes, of at most {MAX_EMBEDS_BYTES:,}; give larger "
+                    "embeddings in Python, as EmbedsPrompt(tensor)"
+                )
             tensors = load_file(file)
         except (OSError, ValueError, SafetensorError) as error:
             raise ValueError(f"{where} cannot be read: {error}") from error

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
@@ -29,6 +30,7 @@ class Preparation(Generic[T]):
         owner: whose it is.
         work: makes it, in another thread.
         group: what it begins together with; None for nothing.
+        number: its place in the order in which all were handed in.
         is_done: whether it was made, or failed.
         made: what the work gave.
         error: what it raised.
@@ -37,6 +39,7 @@ class Preparation(Generic[T]):
     owner: T
     work: Callable[[], Any]
     group: object | None = None
+    number: int = 0
     is_done: bool = False
     made: Any = None
     error: Exception | None = None
@@ -82,7 +85,10 @@ class Preparations(Generic[T]):
     def __init__(self, on_done: Callable[[], None] | None = None, patience_s: float = 0.1) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
-        self._waiting: dict[Preparation[T], None] = {}
+        self._waiting: dict[T, list[Preparation[T]]] = {}
+        # Of these, what is done; a step looks at no more, however many are on their way.
+        self._done: list[Preparation[T]] = []
+        self._numbers = count()
         self._groups: dict[object, _Group] = {}
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
         self._changed = threading.Condition()
@@ -100,7 +106,8 @@ class Preparations(Generic[T]):
             light: whether it is known to take no time worth speaking of.
         """
         with self._changed:
-            self._waiting[preparation] = None
+            preparation.number = next(self._numbers)
+            self._waiting.setdefault(preparation.owner, []).append(preparation)
             if preparation.group is not None:
                 group = self._groups.setdefault(preparation.group, _Group(0.0))
                 group.deadline = time.monotonic() + self._patience_s
@@ -110,9 +117,10 @@ class Preparations(Generic[T]):
     def drop(self, owner: T) -> None:
         """Forget what belongs to an owner; what is being made is not waited for."""
         with self._changed:
-            for preparation in [each for each in self._waiting if each.owner is owner]:
-                del self._waiting[preparation]
-                if not preparation.is_done:
+            for preparation in self._waiting.pop(owner, ()):
+                if preparation.is_done:
+                    self._done.remove(preparation)
+                else:
                     self._leave_group(preparation)
 
     @property
@@ -120,7 +128,7 @@ class Preparations(Generic[T]):
         """Whether :meth:`take` would give anything now."""
         with self._changed:
             now = time.monotonic()
-            return any(self._is_ready(each, now) for each in self._waiting)
+            return any(self._is_ready(each, now) for each in self._done)
 
     @property
     def time_to_ready(self) -> float | None:
@@ -129,8 +137,8 @@ class Preparations(Generic[T]):
             now = time.monotonic()
             left = [
                 max(0.0, self._groups[each.group].deadline - now)
-                for each in self._waiting
-                if each.is_done and each.group in self._groups
+                for each in self._done
+                if each.group in self._groups
             ]
             return min(left, default=None)
 
@@ -138,10 +146,14 @@ class Preparations(Generic[T]):
         """Those that are ready, in the order in which they were handed in."""
         with self._changed:
             now = time.monotonic()
-            ready = [each for each in self._waiting if self._is_ready(each, now)]
+            ready = [each for each in self._done if self._is_ready(each, now)]
+            if ready:
+                self._done = [each for each in self._done if not self._is_ready(each, now)]
             for each in ready:
-                del self._waiting[each]
-        return ready
+                self._waiting[each.owner].remove(each)
+                if not self._waiting[each.owner]:
+                    del self._waiting[each.owner]
+        return sorted(ready, key=lambda each: each.number)
 
     def wait(self) -> None:
         """Wait until something is ready; at once if nothing is on its way."""
@@ -153,6 +165,7 @@ class Preparations(Generic[T]):
         """Forget all, and wait for what is being made. May be called again, from any thread."""
         with self._changed:
             self._waiting.clear()
+            self._done.clear()
             self._groups.clear()
             lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
@@ -171,12 +184,13 @@ class Preparations(Generic[T]):
         self._here.is_lane = True
 
     def _run(self, preparation: Preparation[T]) -> None:
-        if preparation not in self._waiting:
+        if preparation not in self._waiting.get(preparation.owner, ()):
             return
         preparation.run()
         with self._changed:
             preparation.is_done = True
-            if preparation in self._waiting:
+            if preparation in self._waiting.get(preparation.owner, ()):
+                self._done.append(preparation)
                 self._leave_group(preparation)
             self._changed.notify_all()
         if self._on_done is not None:
@@ -190,8 +204,6 @@ class Preparations(Generic[T]):
                 del self._groups[preparation.group]
 
     def _is_ready(self, preparation: Preparation[T], now: float) -> bool:
-        if not preparation.is_done:
-            return False
         group = self._groups.get(preparation.group)
         return group is None or now >= group.deadline
 

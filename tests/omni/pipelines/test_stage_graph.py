@@ -46,3 +46,9 @@ def test_a_circle_is_named(sources: dict[str, list[str]], circle: set[str]) -> N
     assert set(named) == circle
     for feeding, stage in pairwise(named):
         assert feeding in sources[stage]
+
+
+def test_a_chain_may_be_as_long_as_a_file_can_say() -> None:
+    chain = {"s0": [], **{f"s{n}": [f"s{n - 1}"] for n in range(1, 5_000)}}
+    backwards = dict(reversed(chain.items()))
+    assert topological_order(backwards) == list(chain)
