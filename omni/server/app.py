@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from omni.server.live_page import router as page_router
 from omni.server.openai.routes import router as openai_router
 from omni.server.pipeline_route import router as pipeline_router
 from omni.server.serving.api_error import ApiError
@@ -47,6 +48,7 @@ def create_app(server: PipelineServer) -> FastAPI:
     app.add_exception_handler(Exception, _tell_mistake)
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/metrics", _metrics, methods=["GET"])
+    app.include_router(page_router)
     app.include_router(openai_router)
     app.include_router(pipeline_router)
     return app

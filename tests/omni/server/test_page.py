@@ -1,0 +1,96 @@
+"""The page needs nothing from elsewhere, and does in a real browser what it shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+from tests.support.live_server import LiveServer
+
+PAGE = (resources.files("omni.server") / "page.html").read_text("utf-8")
+NO_BROWSER = "the program chromium is not installed (Debian's package of that name)"
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint_cache: object) -> Iterator[LiveServer]:
+    with LiveServer(["omni_speech", "two_step"]) as server:
+        yield server
+
+
+def test_the_page_fetches_nothing_from_elsewhere(running: LiveServer):
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|https?://|@import|url\(""", PAGE)
+    with urllib.request.urlopen(f"{running.url}/") as answer:
+        assert answer.read().decode() == PAGE
+        policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
+
+
+def test_every_field_of_the_page_has_a_name():
+    fields = re.findall(r"<(?:input|select|textarea)[^>]*\bid=\"(\w+)\"", PAGE)
+    named = {*re.findall(r"<label for=\"(\w+)\"", PAGE)}
+    named |= {
+        each for label in re.findall(r"<label>.*?</label>", PAGE, re.S)
+        for each in re.findall(r"\bid=\"(\w+)\"", label)
+    }  # fmt: skip
+    assert len(fields) > 8 and set(fields) == named
+
+
+def test_figures_are_those_of_the_stages(running: LiveServer):
+    with urllib.request.urlopen(f"{running.url}/v1/pipelines") as answer:
+        told = json.loads(answer.read())
+    assert told["status"] == "ready"
+    assert [each["name"] for each in told["data"]] == ["omni_speech", "two_step"]
+    for pipeline in told["data"]:
+        stats = running.omni(pipeline["name"]).stats()
+        assert [each["name"] for each in pipeline["stages"]] == list(stats)
+        for stage in pipeline["stages"]:
+            assert stage["stats"]["num_steps"] == stats[stage["name"]].num_steps
+    talker = told["data"][0]["stages"][1]
+    assert talker["inputs"] == ["thinker"] and talker["kind"] == "autoregressive"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
+    sound = io.BytesIO()
+    soundfile.write(sound, tone(0.5), SAMPLING_RATE, format="WAV")
+    data = b64encode(sound.getvalue()).decode()
+    with Browser(tmp_path / "profile", f"{running.url}/") as page:
+        page.wait_for("document.querySelectorAll('.stage').length == 3")
+        page.run(
+            f"attach([new File([Uint8Array.from(atob('{data}'), (each) => each.charCodeAt(0))], "
+            "'question.wav', {type: 'audio/wav'})])"
+        )
+        assert page.run("$('attached').textContent") == "question.wav"
+        page.run("$('text').value = 'What <b>was</b> that?'; $('speak').checked = true;")
+        page.run("$('tokens').value = '12'; $('form').requestSubmit(); 0")
+        page.wait_for("!abort && document.querySelectorAll('#log audio').length == 2")
+        said = page.run("$('log').innerText")
+        assert "What <b>was</b> that?" in said and "12 out" in said
+        assert page.run("messages.length") == 2 and page.run("messages[1].content.length") > 0
+        page.wait_for("Number(document.querySelectorAll('.stage dd')[5].textContent) >= 12")
+
+        page.run("$('speak').checked = false; $('tokens').value = '1500'; $('seed').value = '1';")
+        page.run("$('text').value = 'All of it.'; $('form').requestSubmit(); 0")
+        page.wait_for("messages.length == 3 && $('log').lastChild.innerText.length > 30")
+        page.run("$('stop').click(); 0")
+        page.wait_for("!abort && messages.length == 4")
+        running.check_nothing_is_left()
+
+        page.run("$('model').value = 'two_step'; $('model').dispatchEvent(new Event('change')); 0")
+        page.wait_for("document.querySelectorAll('.stage').length == 2")
+        page.run("$('speak').checked = true; $('text').value = 'x'; $('form').requestSubmit(); 0")
+        page.wait_for("document.querySelector('#log .error')?.innerText.includes('not speak')")
+        (refused,) = page.problems
+        assert "400" in refused, "what was refused, and nothing else"

@@ -1,0 +1,125 @@
+"""A headless Chromium, told what to do over its own protocol."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from base64 import b64decode
+from pathlib import Path
+from typing import Any, Self
+
+from websockets.sync.client import connect
+
+__all__ = ["CHROMIUM", "Browser"]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+"""The program; None where it is not installed."""
+
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-sync", "--no-first-run", "--remote-debugging-port=0", "--mute-audio"),
+    *("--autoplay-policy=no-user-gesture-required", "--disable-component-update"),
+    *("--disable-dev-shm-usage", "--window-size=1280,900"),
+)
+
+
+class Browser:
+    """One page of a browser.
+
+    Args:
+        folder: of its own, empty.
+        url: of the page.
+
+    Attributes:
+        problems: what the page has complained about.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        assert CHROMIUM is not None
+        self._url = url
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._number = 0
+        self.problems: list[str] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._connection = connect(self._page_address(), max_size=2**26)
+            self._socket = self._connection.__enter__()
+            for domain in ("Page", "Runtime", "Log"):
+                self.send(f"{domain}.enable")
+            self.send("Page.navigate", url=self._url)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.__exit__(None, None, None)
+        self._end()
+
+    def send(self, method: str, **params: Any) -> Any:
+        """Give a command; return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        self._socket.send(json.dumps(message))
+        while True:
+            told = json.loads(self._socket.recv(timeout=60))
+            self._note(told)
+            if told.get("id") == self._number:
+                assert "error" not in told, told
+                return told["result"]
+
+    def run(self, script: str) -> Any:
+        """The value of an expression, awaited."""
+        told = self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def wait_for(self, script: str, seconds: float = 60) -> Any:
+        """The value of an expression as soon as it is true."""
+        end = time.monotonic() + seconds
+        while not (value := self.run(script)):
+            assert time.monotonic() < end, f"{script} never came true; {self.problems}"
+            time.sleep(0.02)
+        return value
+
+    def screenshot(self, file: Path) -> None:
+        """Take a picture of the page."""
+        file.write_bytes(b64decode(self.send("Page.captureScreenshot")["data"]))
+
+    def _note(self, told: Any) -> None:
+        params = told.get("params", {})
+        if told.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"]))
+        if told.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(str(params["entry"]))
+
+    def _page_address(self) -> str:
+        where = self._folder / "DevToolsActivePort"
+        end = time.monotonic() + 60
+        while not (where.exists() and where.read_text().count("\n")):
+            assert self._process.poll() is None, "the browser has ended"
+            assert time.monotonic() < end, "the browser does not start"
+            time.sleep(0.02)
+        port = where.read_text().splitlines()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=60) as answer:
+            pages = json.loads(answer.read())
+        return str(next(page for page in pages if page["type"] == "page")["webSocketDebuggerUrl"])
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
