@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from omni.commands.cli import app
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.import_graph import LAYERS, ROOT, modules
+from tests.support.videos import moving_picture, video_file
 
 
 def snippets(language: str) -> list[str]:
@@ -76,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint_cache: Path) -> 
     (first,) = snippets("yaml")
     (folder / "first.yaml").write_text(first)
     write_wav(folder / "question.wav", tone(0.5))
+    (folder / "clip.mp4").write_bytes(video_file("mp4", moving_picture(8)))
     return folder
 
 
@@ -90,7 +92,8 @@ def test_the_command_works_as_printed(
     result = CliRunner().invoke(app, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
     if "--output-dir" in command:
-        assert (folder / "out/audio/prompt-1/code2wav.wav").stat().st_size > 1000
+        (out,) = re.findall(r"--output-dir (\S+)", command)
+        assert (folder / out / "audio/prompt-1/code2wav.wav").stat().st_size > 1000
 
 
 def test_what_is_not_run_is_there() -> None:
