@@ -46,6 +46,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         where = f"{file}: {place}{key}"
         if key in ("model_type", "architectures"):
             _check_names(where, value, is_list=key == "architectures")
+        elif key in ("id2label", "label2id") and not isinstance(value, dict | None):
+            raise ValueError(f"{where} must be an object, got {value!r}")
         elif key in ("dtype", "torch_dtype"):
             _check_dtype(where, value)
         if key in _REFUSED and value is not None:

@@ -65,7 +65,7 @@ class EncoderModel:
         self.max_positions = _max_positions(self._module)
         self.takes_embeds = "inputs_embeds" in inspect.signature(self._module.forward).parameters
         self._pad_id = _pad_id(config, self.vocab_size)
-        self._check_is_bidirectional()
+        self._check_is_bidirectional(folder)
         self.row_nbytes = self._discover_rows()
         self.pooler = None if missing else self._usable_pooler()
 
@@ -111,14 +111,15 @@ class EncoderModel:
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == batch_shape
         }
 
-    def _check_is_bidirectional(self) -> None:
+    def _check_is_bidirectional(self, folder: str) -> None:
         """A causal model computes the first row before it sees the second token."""
         first, second = 1 % self.vocab_size, 2 % self.vocab_size
         pair = [torch.tensor([first, first]), torch.tensor([first, second])]
         rows = self.forward(pair)["hidden_states"]
         if torch.equal(rows[0], rows[2]):
             raise ValueError(
-                f"{self.architecture} attends to earlier tokens only: it is a causal decoder. "
+                f"{self.architecture} in {folder} attends to earlier tokens only: it is a causal "
+                "decoder. "
                 "LLMEngine runs those (max_tokens=0 runs the prompt only), with true prefix hits"
             )
 

@@ -24,6 +24,7 @@ __all__ = ["MultiAxisRotaryEmbedding", "RotaryEmbedding", "apply_rotary", "rope_
 
 # Of a table of cosines and sines: what is made on the way to it takes little memory.
 _ROWS_AT_ONCE = 2**14
+_MOST_CHANNELS = 2**16
 
 
 def rope_frequencies(
@@ -50,6 +51,14 @@ def rope_frequencies(
         of_layers = "" if layer_type is None else f" of {layer_type!r} layers"
         raise ValueError(f"{type(config).__name__} has no rope_parameters{of_layers}")
     rope_type = parameters.get("rope_type", "default")
+    if not isinstance(rope_type, str):
+        raise ValueError(f"rope_type must be a name, got {rope_type!r}")
+    head_dim = _head_dim(config)
+    if not 1 <= head_dim <= _MOST_CHANNELS:
+        raise ValueError(
+            f"head_dim, or hidden_size by num_attention_heads, must be 1 to {_MOST_CHANNELS}, "
+            f"got {head_dim}"
+        )
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
         raise ValueError(f"unknown rope_type {rope_type!r}; known are {known}")
@@ -73,9 +82,12 @@ def rope_frequencies(
     return inv_freq, scaling
 
 
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, float]) -> Tensor:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    rotary_dim = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / (parameters["rope_theta"] ** exponents)
 
@@ -164,6 +176,8 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
         device: torch.device,
     ) -> None:
         super().__init__(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
+        if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
+            raise ValueError(f"mrope_section must be a list of integers, got {sections!r}")
         if sum(sections) != len(inv_freq):
             raise ValueError(
                 f"mrope_section {list(sections)} must add up to {len(inv_freq)} frequencies"

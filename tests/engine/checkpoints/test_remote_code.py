@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import json
 import shutil
@@ -26,6 +27,7 @@ from engine import (
 from engine.media.image_file import load_image_processor
 from engine.media.spectrogram_extractor import load_extractor
 from tests.support.encoder_decoder_requests import tone
+from tests.support.import_graph import modules
 
 SHOWS = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
 IMAGE = Image.new("RGB", (60, 40), "teal")
@@ -159,6 +161,33 @@ def test_a_processor_of_an_unknown_kind_is_refused_without_a_question(
     with pytest.raises(ValueError, match="cannot be loaded"):
         load(visited.folder)
     visited.assert_nothing_happened()
+
+
+def untold(source: str) -> list[str]:
+    """Loads by transformers' Auto classes that do not say whether code may run."""
+    return [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value).startswith("Auto")
+        and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
+@pytest.mark.parametrize("package", ["engine", "stages"])
+def test_every_load_says_whether_code_may_run(package: str):
+    """Where it is not said, transformers asks."""
+    found = {str(file): untold(file.read_text("utf-8")) for file in modules(package)}
+    assert {file: calls for file, calls in found.items() if calls} == {}
+
+
+def test_a_load_that_does_not_say_so_is_found():
+    assert untold("AutoProcessor.from_pretrained(path, local_files_only=True)") == [
+        "AutoProcessor.from_pretrained"
+    ]
+    assert untold("AutoProcessor.from_pretrained(path, trust_remote_code=False)") == []
 
 
 def test_code_of_the_hub_for_attention_is_not_fetched(seeded: Callable[[str], str], tmp_path: Path):

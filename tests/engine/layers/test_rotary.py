@@ -188,3 +188,35 @@ def test_sections_must_add_up():
     options = {"dtype": torch.float32, "device": torch.device("cpu")}
     with pytest.raises(ValueError, match=r"mrope_section \[2, 3, 4\] must add up to 8"):
         MultiAxisRotaryEmbedding(inv_freq, 1.0, MAX_LEN, sections=[2, 3, 4], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_type": ["default"]}, "rope_type must be a name, got"),
+        ({"partial_rotary_factor": 1e9}, "partial_rotary_factor must be above 0 and at most 1"),
+        ({"rope_theta": 0.0}, "give no finite frequencies"),
+        ({"rope_theta": "large"}, "rope_parameters .* cannot be used: TypeError"),
+        ({"rope_type": "yarn"}, "rope_parameters .* cannot be used: KeyError: 'factor'"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
+    config = config_for(VARIANTS["default"])
+    config.rope_parameters = VARIANTS["default"] | changes
+    with pytest.raises(ValueError, match=told):
+        rope_frequencies(config, MAX_LEN)
+
+
+def test_heads_that_are_too_wide_are_refused_before_a_table_is_made() -> None:
+    config = config_for(VARIANTS["default"])
+    config.head_dim, config.hidden_size = None, 10**12
+    with pytest.raises(ValueError, match=r"head_dim, or hidden_size by .*must be 1 to 65536"):
+        rope_frequencies(config, MAX_LEN)
+
+
+def test_a_table_made_in_pieces_is_the_one_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    inv_freq, scaling = rope_frequencies(config_for(VARIANTS["default"]), MAX_LEN)
+    whole = RotaryEmbedding(inv_freq, scaling, MAX_LEN, **options).table
+    monkeypatch.setattr("engine.layers.rotary._ROWS_AT_ONCE", 7)
+    assert torch.equal(RotaryEmbedding(inv_freq, scaling, MAX_LEN, **options).table, whole)
