@@ -11,7 +11,7 @@ from http import HTTPStatus
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from omni.server.live_page import router as page_router
@@ -45,6 +45,7 @@ def create_app(server: PipelineServer) -> FastAPI:
     app.add_middleware(Guard, settings=server.settings)
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
+    app.add_exception_handler(ClientDisconnect, _tell_nobody)
     app.add_exception_handler(Exception, _tell_mistake)
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/metrics", _metrics, methods=["GET"])
@@ -86,6 +87,11 @@ async def _tell_http_error(request: Request, error: Exception) -> Response:
         headers=error.headers,
     )
     return await _tell_api_error(request, told)
+
+
+async def _tell_nobody(_: Request, __: Exception) -> Response:
+    """The client has gone before all of its request was here."""
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
 async def _tell_mistake(request: Request, _: Exception) -> Response:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -184,6 +187,33 @@ def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool)
         wait_until(lambda: len(held_by(gated)) == 2 and admission.num_waiting == 1)
     wait_until(lambda: not held_by(gated))
     assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
+    gated: LiveServer, caplog: pytest.LogCaptureFixture
+):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    with caplog.at_level(logging.INFO, "omni.server"):
+        with connection(gated) as client:
+            client.sendall(head + b"\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: "POST '/v1/completions'" in caplog.text)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_leave_at_any_time_leave_nothing_behind(server: LiveServer, stream: bool):
+    """A sample; many more go by hand."""
+    asked = {"model": "chat", "prompt": ["x", "y"], "max_tokens": 200, "stream": stream}
+    body = json.dumps({**asked, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    draw = random.Random(stream)
+    for _ in range(30):
+        with connection(server) as client:
+            client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            client.settimeout(draw.uniform(0.001, 0.05))
+            with suppress(TimeoutError):
+                client.recv(draw.choice([1, 100, 10_000]))
+    server.check_nothing_is_left()
 
 
 def test_leaving_in_the_middle_of_a_stream_frees_every_block(server: LiveServer, client: Any):

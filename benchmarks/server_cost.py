@@ -1,0 +1,146 @@
+"""What the HTTP server costs: the same requests through ``Omni`` in process and over HTTP.
+
+Run it on a quiet machine::
+
+    python -m benchmarks.server_cost --rounds 3
+    python -m benchmarks.server_cost --pipeline omni_speech --rounds 3
+
+Server and client share the process and its cores, so that the figure holds the client's cost too:
+it is an upper bound of the server's. Text is streamed token by token; the model is smaller than
+that of ``engine_cpu.py``, which has no tokenizer and so no text to stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omni import ChatPrompt, OmniRequest, TextPrompt
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.runtime.omni import Omni
+from omni.server.http_server import HttpServer, bind
+from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.settings import ServerSettings
+
+__all__ = ["main"]
+
+_CONCURRENCIES = (1, 2, 4, 8, 16)
+
+
+def main() -> None:
+    """Print seconds of both ways in turns, and the first sound by concurrency."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pipeline", default="text", help="text, or one that speaks")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    speaks = given.pipeline != "text"
+    config = PipelineConfig.load(given.pipeline) if speaks else _text_pipeline()
+    server = PipelineServer([config], ServerSettings(port=0))
+    http = HttpServer(server, bind(server.settings))
+    port = http.listener.getsockname()[1]
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    while server.status == "loading":
+        time.sleep(0.05)
+    omni = server.find(config.name).omni
+    ask = _Asker(port, config.name, speaks=speaks)
+    _compare(omni, ask, given.requests, given.rounds)
+    for concurrency in _CONCURRENCIES if speaks else ():
+        first = asyncio.run(ask.all(_numbers(concurrency, 99)))
+        print(f"first sound at {concurrency:2}: median {statistics.median(first):.3f} s")
+    http.stop()
+    thread.join()
+
+
+def _compare(omni: Omni, ask: _Asker, num_requests: int, rounds: int) -> None:
+    ways: dict[str, Callable[[Sequence[int]], object]] = {
+        "in process": lambda numbers: omni.generate([ask.request(each) for each in numbers]),
+        "over HTTP": lambda numbers: asyncio.run(ask.all(numbers)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-1, rounds):  # the first is for warming up
+        for name, run in ways.items():
+            with omni.paused() as pipeline:
+                for stage in pipeline.stages.values():
+                    stage.reset_prefix_cache()
+            began = time.perf_counter()
+            run(_numbers(num_requests, number))
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:10}: median {median:.3f} s of {rounds}")
+    print(f"the server costs {100 * (medians['over HTTP'] / medians['in process'] - 1):.1f} %")
+
+
+def _numbers(count: int, round_number: int) -> list[int]:
+    return [1000 * (round_number + 1) + each for each in range(count)]
+
+
+class _Asker:
+    """Asks by plain sockets: a client library would cost more than the server."""
+
+    def __init__(self, port: int, model: str, *, speaks: bool) -> None:
+        self._port = port
+        self._model = model
+        self._speaks = speaks
+
+    def request(self, number: int) -> OmniRequest:
+        """The same request for ``Omni``."""
+        if self._speaks:
+            return OmniRequest(ChatPrompt(tuple(self._messages(number))))
+        return OmniRequest(TextPrompt(self._text(number)))
+
+    async def all(self, numbers: Sequence[int]) -> list[float]:
+        """Ask all at once; seconds until the first sound, or the first token, of each."""
+        return list(await asyncio.gather(*(self._ask(number) for number in numbers)))
+
+    async def _ask(self, number: int) -> float:
+        path, body = "/v1/completions", {"prompt": self._text(number)}
+        if self._speaks:
+            path, body = "/v1/chat/completions", {"messages": self._messages(number)}
+            body |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+        content = json.dumps({"model": self._model, "stream": True, **body}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        began, first, mark = time.perf_counter(), 0.0, b'"data":"' if self._speaks else b"data: {"
+        writer.write(head.encode() + content)
+        answer = b""
+        while chunk := await reader.read(1 << 16):
+            answer += chunk
+            if not first and mark in answer:
+                first = time.perf_counter() - began
+        writer.close()
+        if b"[DONE]" not in answer:
+            raise RuntimeError(f"the answer is not whole: {answer[-500:]!r}")
+        return first
+
+    def _messages(self, number: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"Tell me number {number} of the tides."}]
+
+    def _text(self, number: int) -> str:
+        return " ".join(f"The clock {number + place} strikes." for place in range(24))
+
+
+def _text_pipeline() -> PipelineConfig:
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen2-medium",
+        "engine": {"num_blocks": 1024, "max_num_batched_tokens": 2048},
+        "sampling": {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True},
+        "outputs": [],
+        "final_output": "text",
+    }
+    return PipelineConfig.model_validate({"name": "text", "stages": {"writer": stage}})
+
+
+if __name__ == "__main__":
+    main()
