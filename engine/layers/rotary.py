@@ -83,7 +83,8 @@ def rope_frequencies(
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stated: int | None = getattr(config, "head_dim", None)
+    return stated or int(config.hidden_size // config.num_attention_heads)
 
 
 def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, float]) -> Tensor:
