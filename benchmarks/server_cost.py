@@ -103,10 +103,12 @@ class _Asker:
         return list(await asyncio.gather(*(self._ask(number) for number in numbers)))
 
     async def _ask(self, number: int) -> float:
-        path, body = "/v1/completions", {"prompt": self._text(number)}
+        path = "/v1/completions"
+        body: dict[str, Any] = {"prompt": self._text(number)}
         if self._speaks:
-            path, body = "/v1/chat/completions", {"messages": self._messages(number)}
-            body |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+            path = "/v1/chat/completions"
+            body = {"messages": self._messages(number), "modalities": ["text", "audio"]}
+            body["audio"] = {"format": "pcm16"}
         content = json.dumps({"model": self._model, "stream": True, **body}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
