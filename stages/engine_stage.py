@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineStage", "select_tensors"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger(f"omni.{__name__}")
 
 OutputT = TypeVar("OutputT", bound="RequestOutput | EncoderOutput | GeneratorOutput")
 

@@ -91,6 +91,7 @@ def test_the_command_works_as_printed(
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
+    assert "nothing was proven" not in result.output
     if "--output-dir" in command:
         (out,) = re.findall(r"--output-dir (\S+)", command)
         assert (folder / out / "audio/prompt-1/code2wav.wav").stat().st_size > 1000

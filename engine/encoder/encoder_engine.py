@@ -23,6 +23,7 @@ from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.arguments import check_argument, check_names, check_request_arguments
 from engine.interface.config import EngineConfig
+from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import EncoderOutput
 from engine.interface.prompts import Prompt
@@ -222,8 +223,7 @@ class EncoderEngine(Engine[EncoderOutput]):
             )
         self._enable_prefix_caching = value
 
-    def reset_prefix_cache(self) -> None:
-        """Forget everything that was cached."""
+    def _reset_prefix_cache(self) -> None:
         self._store.reset()
 
     def stats(self) -> EngineStats:
@@ -299,7 +299,7 @@ class EncoderEngine(Engine[EncoderOutput]):
     def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
         logger.error("request %s failed", item.request.request_id, exc_info=error)
         self._retire(item)
-        message = f"the encoder failed: {type(error).__name__}: {error}"
+        message = f"the encoder failed: {described(error)}"
         return item.request.output({}, started=started, error=message)
 
     def _retire(self, item: HeldInput) -> None:

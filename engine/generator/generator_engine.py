@@ -24,6 +24,7 @@ import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
 from engine.interface.arguments import check_argument, check_request_arguments
+from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.outputs import GeneratorOutput
@@ -204,7 +205,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         """The utterances that have not ended, be it that they wait for input."""
         return tuple(self._requests)
 
-    def reset_prefix_cache(self) -> None:
+    def _reset_prefix_cache(self) -> None:
         """Forget nothing: nothing is kept from one utterance for another."""
 
     def stats(self) -> EngineStats:
@@ -304,7 +305,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     def _fail(self, request: GeneratorRequest, error: Exception) -> GeneratorOutput:
         logger.error("request %s failed", request.request_id, exc_info=error)
         del self._requests[request.request_id]
-        return request.failure(f"the vocoder failed: {type(error).__name__}: {error}")
+        return request.failure(f"the vocoder failed: {described(error)}")
 
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
         num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before

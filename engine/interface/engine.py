@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
+from engine.interface.described_error import described
 from engine.interface.ownership import Ownership
 
 if TYPE_CHECKING:
@@ -194,7 +195,9 @@ class Engine(ABC, Generic[OutputT_co]):
             return result
         except BaseException as error:
             if has_begun:
-                self._broken_by = f"{type(error).__name__}: {error}"
+                # At once, whatever else may go wrong: until it has begun anew, it is broken.
+                self._broken_by = "an exception"
+                self._broken_by = described(error)
                 self._begin_anew()
                 self._broken_by = None
             if not was_inside:
@@ -223,9 +226,13 @@ class Engine(ABC, Generic[OutputT_co]):
         """Whether requests are live, those that wait for input or are paused included."""
         return bool(self.live_request_ids)
 
-    @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed for requests that are no longer live."""
+        """Forget what was computed for requests that are no longer live; as whole as ``step``."""
+        self._consistently(self._reset_prefix_cache)
+
+    @abstractmethod
+    def _reset_prefix_cache(self) -> None:
+        """See :meth:`reset_prefix_cache`; may be interrupted anywhere."""
 
     @abstractmethod
     def stats(self) -> EngineStats:

@@ -30,6 +30,6 @@ class MediaLimits(Settings):
 
     max_file_bytes: int = Field(default=256 * 2**20, ge=1)
     max_audio_s: float = Field(default=1200.0, gt=0.0, allow_inf_nan=False)
-    max_image_pixels: int = Field(default=64 * 2**20, ge=1, le=_PILLOW_PIXELS)
+    max_image_pixels: int = Field(default=32 * 2**20, ge=1, le=_PILLOW_PIXELS)
     max_video_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     max_video_pixels: int = Field(default=256 * 2**20, ge=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.execution.model_runner import SwapError
 from engine.interface.arguments import check_argument, check_names, check_request_arguments
 from engine.interface.config import EngineConfig
+from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt
@@ -165,7 +166,7 @@ class LLMEngine(Engine[RequestOutput]):
             scheduled, swap_failed=isinstance(error, SwapError)
         )
         self._runner.forget_all()
-        message = f"the step failed: {type(error).__name__}: {error}"
+        message = f"the step failed: {described(error)}"
         return self._output_processor.fail(culprits, message, self._call)
 
     def abort(self, request_id: str) -> None:
@@ -299,8 +300,7 @@ class LLMEngine(Engine[RequestOutput]):
             )
         self._kv.enable_prefix_caching = value
 
-    def reset_prefix_cache(self) -> None:
-        """Forget everything that was cached."""
+    def _reset_prefix_cache(self) -> None:
         self._kv.reset_prefix_cache()
         if self._encoder_cache_manager is not None:
             self._encoder_cache_manager.cache.reset()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
+from engine.interface.described_error import described
 from engine.interface.outputs import FinishReason, RequestOutput
 from engine.interface.stats import EngineStats
 from engine.requests.continuation import Sequel
@@ -116,7 +117,7 @@ class OutputProcessor:
                 self._accept(group, token, token.token_id)
             except Exception as error:  # a tokenizer's, say: it is this request's alone
                 logger.exception("request %s failed", group.request_id)
-                group.error = f"the token could not be taken: {type(error).__name__}: {error}"
+                group.error = f"the token could not be taken: {described(error)}"
         self.stats = self.stats.plus(generated_tokens=num_generated)
         for item in scheduled.scheduled:
             request = item.request

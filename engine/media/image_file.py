@@ -72,7 +72,12 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
             raise ValueError(
                 f"{source.name} cannot be read: it is none of PNG, JPEG, WebP, GIF, BMP and TIFF"
             ) from error
-        except (Exception, pillow.DecompressionBombWarning) as error:
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+            raise ValueError(
+                f"{source.name} has more pixels than engine.media_limits.max_image_pixels, "
+                f"{limits.max_image_pixels}; scale it down"
+            ) from error
+        except Exception as error:
             raise ValueError(f"{source.name} cannot be read: {error}") from error
 
 

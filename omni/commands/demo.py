@@ -53,7 +53,7 @@ _QUESTIONS = ("What was that?", "And what was it before?")
 NEXT = (
     'run two_step --prompt "Once upon a time" --prompt "Once upon a hill"',
     'run omni_speech --chat "What was that?" --output-dir spoken',
-    'verify two_step --prompt "Once upon a time, in a house by the sea"',
+    'verify two_step --prompt "Once upon a time, in a house by the sea, a clock told all the time"',
     "explain omni_speech --no-load",
 )
 """Commands for whoever has seen the demo."""
@@ -149,11 +149,13 @@ def _builds_told() -> Iterator[None]:
     handler, level = _Told(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # else the command line would say the same once more
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = True
 
 
 class _Told(logging.Handler):

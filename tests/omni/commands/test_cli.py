@@ -464,3 +464,4 @@ def test_what_the_demo_suggests_works_as_printed(
     monkeypatch.chdir(tmp_path)
     result = omni(*shlex.split(command))
     assert result.exit_code == 0, result.output
+    assert "nothing was proven" not in result.output
