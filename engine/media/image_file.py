@@ -74,8 +74,8 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
             ) from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
             raise ValueError(
-                f"{source.name} has more pixels than engine.media_limits.max_image_pixels, "
-                f"{limits.max_image_pixels}; scale it down"
+                f"{source.name} cannot be read: it has more pixels than "
+                f"engine.media_limits.max_image_pixels, {limits.max_image_pixels}; scale it down"
             ) from error
         except Exception as error:
             raise ValueError(f"{source.name} cannot be read: {error}") from error
