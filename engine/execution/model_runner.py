@@ -149,14 +149,15 @@ class ModelRunner:
         return FiniteStep.of(rows, self._contents, filled)
 
     def _swap_pages(self, output: SchedulerOutput) -> None:
-        """First out, then in: what comes in may go where something else came from."""
+        """In the order in which it was decided; see :class:`SchedulerOutput`."""
         if self._swap_memory is None:
             return
         try:
-            for copy in output.swapped_out:
-                self._memory.copy_pages(copy, self._swap_memory)
-            for copy in output.swapped_in:
-                self._swap_memory.copy_pages(copy, self._memory)
+            for move in output.page_moves:
+                places = self._memory, self._swap_memory
+                source, target = places if move.to_host else reversed(places)
+                for copy in move.copies:
+                    source.copy_pages(copy, target)
         except Exception as error:  # the host's or the device's memory, whatever it is
             raise SwapError(f"swapping failed: {type(error).__name__}: {error}") from error
 

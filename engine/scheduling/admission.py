@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.requests.request import Request
 from engine.scheduling.encoder_cache_manager import ItemShare
 from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.scheduler_output import StepPlan
+from engine.scheduling.scheduler_output import PageMove, StepPlan
 from prefix_cache import CachedPrefix, KVCacheManager
 
 __all__ = ["Admission"]
@@ -35,7 +35,8 @@ class Admission:
         """Take back the blocks of a running or paused request."""
         self.num_preemptions += 1
         step.preempted.append(victim)
-        step.swapped_out += self.queues.preempt(victim)
+        if copies := self.queues.preempt(victim):
+            step.page_moves.append(PageMove(copies, to_host=True))
 
     @property
     def may_have_seat(self) -> bool:
@@ -65,7 +66,7 @@ class Admission:
                 # It would go out again at once; its pages are better made anew later.
                 self.queues.begin_anew(request)
                 continue
-            step.swapped_in += copies
+            step.page_moves.append(PageMove(copies, to_host=False))
             if share.num_tokens:
                 step.add(request, share)
             else:  # it waits for an image, for which others have used up the budget

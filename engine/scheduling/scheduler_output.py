@@ -10,7 +10,20 @@ from engine.requests.request import Request
 from engine.scheduling.encoder_cache_manager import EncodingBudget, ItemShare
 from prefix_cache import CachedPrefix, PageCopy
 
-__all__ = ["ScheduledRequest", "SchedulerOutput", "StepPlan"]
+__all__ = ["PageMove", "ScheduledRequest", "SchedulerOutput", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """One request's pages, to be copied between the device and the host.
+
+    Attributes:
+        copies: of each group with pages.
+        to_host: whether they go out; else they come back.
+    """
+
+    copies: tuple[PageCopy, ...]
+    to_host: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +60,14 @@ class SchedulerOutput:
     Attributes:
         scheduled: which requests run how many tokens, in order of these numbers.
         preempted: requests that gave their blocks back to make room.
-        swapped_out: pages to copy to the host before anything is written.
-        swapped_in: pages to copy from the host after that.
+        page_moves: what is copied before anything is written, in this order: each may go to where
+            one before it came from, on the device as on the host.
         restored: requests whose pages come in, but that run in a later step.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted: tuple[Request, ...]
-    swapped_out: tuple[PageCopy, ...] = ()
-    swapped_in: tuple[PageCopy, ...] = ()
+    page_moves: tuple[PageMove, ...] = ()
     restored: tuple[Request, ...] = ()
 
     @property
@@ -85,8 +97,7 @@ class StepPlan:
     encoding_budget: EncodingBudget
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    swapped_out: tuple[PageCopy, ...] = ()
-    swapped_in: tuple[PageCopy, ...] = ()
+    page_moves: list[PageMove] = field(default_factory=list)
     restored: list[Request] = field(default_factory=list)
 
     def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
@@ -111,7 +122,6 @@ class StepPlan:
         return SchedulerOutput(
             tuple(sorted(self.scheduled, key=lambda item: item.num_tokens)),
             tuple(self.preempted),
-            self.swapped_out,
-            self.swapped_in,
+            tuple(self.page_moves),
             tuple(self.restored),
         )

@@ -5,8 +5,10 @@ Swapping moves whole tables, every group's, and the output rows beside them::
     device pages   | A A B B B . |  swap out A   | . . B B B . |  swap in A    | . A B B B A |
     host pages     | . . . .     |  ──────────►  | A A . .     |  ──────────►  | . . . .     |
 
-The device's pages are free as soon as the decision is made, so the bytes must be copied before
-anything else is written: first all that goes out, then all that comes in.
+Pages are free as soon as the decision is made, the device's by a swap out and the host's by a swap
+in, so the bytes must be copied before anything else is written, and in the order of the decisions:
+what goes out may take host pages from which a request before it has come back, and what comes in,
+device pages that one before it has left.
 """
 
 from __future__ import annotations

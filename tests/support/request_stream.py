@@ -1,8 +1,8 @@
 """Random request streams, and what each request has to say whatever else happens.
 
-A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, and aborts,
-on a pool so small that blocks are evicted and requests preempted. Whatever happens, a request
-that finishes has to say what it says alone in an engine without cache.
+A stream adds requests with shared prefixes (token ids and embeddings mixed), steps, aborts, pauses
+and resumes, on a pool so small that blocks are evicted and requests preempted. Whatever happens, a
+request that finishes has to say what it says alone in an engine without cache.
 """
 
 from __future__ import annotations
@@ -105,12 +105,13 @@ def asks_of(
 
 
 def streams_of(asks: st.SearchStrategy[Ask], *, max_size: int) -> st.SearchStrategy[Script]:
-    """Streams that add such requests, step, and abort."""
+    """Streams that add such requests, step, abort, pause and resume."""
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), asks),
             st.tuples(st.just("step"), st.integers(1, 3)),
             st.tuples(st.just("abort"), st.integers(0, 30)),
+            st.tuples(st.sampled_from(["pause", "pause", "resume"]), st.integers(0, 12)),
         ),
         min_size=4,
         max_size=max_size,
@@ -212,10 +213,16 @@ def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, Req
         elif event == "step":
             for _ in range(argument):
                 step()
+        elif event == "pause":
+            engine.pause(f"r{argument}")
+        elif event == "resume":
+            engine.resume(f"r{argument}")
         elif f"r{argument}" in live:
             engine.abort(f"r{argument}")
             live.pop(f"r{argument}")
             engine.check_integrity()
+    for request_id in live:
+        engine.resume(request_id)
     while live:
         assert engine.has_unfinished_requests
         step()
