@@ -6,14 +6,16 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
+from stages.placement import Placement
 from stages.stage import OneOrMore, Stage, StageInputs
 
 __all__ = [
@@ -56,6 +58,7 @@ class StageConfig(Settings):
         part: which model of a checkpoint that holds several, by its name there.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
         final_output: what the user gets of this stage; kinds redeclare which forms they have.
+        placement: where it runs.
         takes_chunks: whether such a stage may begin while its source goes on.
         gives_chunks: whether its outputs may be handed on while it goes on.
     """
@@ -68,6 +71,37 @@ class StageConfig(Settings):
     part: str | None = Field(default=None, min_length=1)
     inputs: StageInputs | None = None
     final_output: Annotated[tuple[str, ...], OneOrMore] = ()
+    placement: Placement = Field(default=Placement(), description="where the stage runs")
+
+    @model_validator(mode="after")
+    def _devices_are_the_engines(self) -> Self:
+        for device in self.placement.all_devices:
+            self._check_device(device)
+        return self
+
+    def on_device(self, device: str | None) -> Self:
+        """The same settings with another device for the engine.
+
+        Args:
+            device: None changes nothing.
+
+        Raises:
+            ValueError: a stage of this kind has no device.
+        """
+        self._check_device(device)
+        if device is None:
+            return self
+        engine: Settings = self.engine  # type: ignore[attr-defined]
+        return self.model_copy(update={"engine": engine.model_copy(update={"device": device})})
+
+    def _check_device(self, device: str | None) -> None:
+        if device is None:
+            return
+        if getattr(getattr(self, "engine", None), "device", None) is None:
+            key = "device" if self.placement.devices is None else "devices"
+            raise PlacedError(
+                ("placement", key), f"a stage of kind {self.kind!r} has no device; leave it out"
+            )
 
     @abstractmethod
     def build_stage(self, name: str) -> Stage:

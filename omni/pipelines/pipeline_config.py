@@ -25,6 +25,7 @@ from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.local_config import local_config
+from omni.pipelines.runtime_config import RuntimeConfig
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.stage_config import parse_stage_config
@@ -64,12 +65,14 @@ class PipelineConfig(Settings):
         name: of the pipeline.
         description: what it is for, in a sentence.
         speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
+        runtime: where the stages run.
         stages: any acyclic graph.
     """
 
     name: Name
     description: str | None = None
     speaker: str | None = Field(default=None, min_length=1)
+    runtime: RuntimeConfig = RuntimeConfig()
     stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (
         Field(min_length=1)
     )
@@ -92,6 +95,10 @@ class PipelineConfig(Settings):
         except GraphError as error:
             raise PlacedError(error.place, error.at_place) from error
         for name, stage in self.stages.items():
+            misplaced = stage.placement.misplaced(self.runtime.kind)
+            if misplaced is not None:
+                key, problem = misplaced
+                raise PlacedError(("stages", name, "placement", key), problem)
             config = None if stage.model is None else local_config(stage.model)
             misfit = None if config is None else stage.misfit(config)
             if misfit is not None:
@@ -114,16 +121,41 @@ class PipelineConfig(Settings):
         """Name the stages so that each comes after all that feed it; else in the file's order."""
         return topological_order(sources_of(self.stages))
 
-    def resolved(self, name: str) -> StageConfig:
+    def with_runtime(self, runtime: str | RuntimeConfig | None) -> PipelineConfig:
+        """The same pipeline, to run elsewhere.
+
+        Args:
+            runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`.
+
+        Raises:
+            ValueError: there is no such runtime, or it does not have what the stages ask for.
+        """
+        changed = self.model_copy(update={"runtime": RuntimeConfig.parse(runtime, self.runtime)})
+        for name, stage in self.stages.items():
+            misplaced = stage.placement.misplaced(changed.runtime.kind)
+            if misplaced is not None:
+                raise ValueError(f"stage {name!r}: placement.{misplaced[0]}: {misplaced[1]}")
+        return changed
+
+    def resolved(self, name: str, replica: int = 0) -> StageConfig:
         """The settings of a stage with every model where it is, building ``seeded:`` ones.
+
+        Args:
+            name: of the stage.
+            replica: for which of its workers, whose device it gets.
 
         Raises:
             ValueError: a model cannot be built, or is none for a stage of this kind.
         """
         stage = self.stages[name]
         data = stage.model_dump(by_alias=True)
+        device = stage.placement.all_devices[replica]
+        if self.runtime.kind == "ray":
+            device = stage.placement.device  # a worker sees the GPUs that are its own
         try:
-            return parse_stage_config(data, context={"locate_model": resolve_model})
+            return parse_stage_config(data, context={"locate_model": resolve_model}).on_device(
+                device
+            )
         except ValidationError as error:
             mistakes = explain_validation_error(error, type(stage), data)
             message = f"stage {name!r}: {mistakes}"

@@ -20,7 +20,8 @@ class RunRecord(BaseModel):
 
     Attributes:
         format: of this file.
-        pipeline: every setting, with its default, and with flags laid over it.
+        pipeline: every setting, with its default, and with flags laid over it; but not where the
+            stages run, as long as nothing that comes out depends on it.
         requests: SHA-256, in hexadecimal, of the file of requests, or of the flags in its place.
         num_requests: how many they are.
     """
@@ -36,7 +37,13 @@ class RunRecord(BaseModel):
     def of(cls, pipeline: BaseModel, requests: str, num_requests: int) -> RunRecord:
         """Record a pipeline's configuration; folders of models as they are found from here."""
         settings = pipeline.model_dump(mode="json", by_alias=True)
+        settings.pop("runtime", None)
         for stage in settings["stages"].values():
+            # Other devices round differently; how many workers there are changes nothing.
+            placement = stage.pop("placement", None) or {}
+            device = placement.get("devices") or placement.get("device")
+            if device is not None:
+                stage["placement"] = {"device": device}
             if stage.get("model") and Path(stage["model"]).is_dir():
                 stage["model"] = str(Path(stage["model"]).resolve())
         return cls(pipeline=settings, requests=requests, num_requests=num_requests)

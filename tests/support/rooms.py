@@ -30,7 +30,7 @@ engine.models.model_loader
 engine.execution
 engine.encoder, engine.generator, engine.llm
 engine
-stages.stage
+stages.stage, stages.placement
 stages.transforms
 stages
 stage_configs, omni.documents

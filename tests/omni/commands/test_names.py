@@ -94,6 +94,9 @@ MISTAKES = {
     "too small a number": "stages: {a: {kind: encoder, model: m, engine: {block_size: 0}}}",
     "an unknown key of the engine": "stages: {a: {kind: encoder, model: m, engine: {blok: 4}}}",
     "an unknown output": "stages: {a: {kind: encoder, model: m, final_output: text}}",
+    "an unknown runtime": "runtime: {kind: threads}",
+    "a runtime that is no mapping": "runtime: processes",
+    "no replica": "stages: {a: {kind: encoder, model: m, placement: {replicas: 0}}}",
     "inputs without a transform": "stages: {a: {kind: encoder, model: m, inputs: {from: b}}}",
 }
 RIGHT = {
@@ -101,6 +104,7 @@ RIGHT = {
     "a list": "final_output: [tensors]",
     "nothing for a list": "final_output:",
     "one source": "inputs: {from: b, transform: text_as_prompt}",
+    "a placement": "placement: {devices: [cpu, 'cuda:1'], replicas: 2, threads: 1}",
     "several sources": "inputs: {from: [b, c], transform: 'mine:mine'}",
 }
 

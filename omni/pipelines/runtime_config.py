@@ -1,0 +1,154 @@
+"""Where the stages of a pipeline run, and how much of the machine each of their workers gets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol, Self, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.interface.placed_error import PlacedError
+from engine.interface.settings import Settings
+from engine.interface.suggestion import suggest
+from stages.placement import Placement, RuntimeKind
+
+__all__ = ["RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
+
+_ADDRESS = re.compile(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+
+
+def _known_kind(value: Any) -> Any:
+    kinds = get_args(RuntimeKind)
+    if isinstance(value, str) and value not in kinds:
+        raise ValueError(f"unknown runtime {value[:80]!r}{suggest(value, kinds)}")
+    return value
+
+
+class RuntimeConfig(Settings):
+    """Where the stages of a pipeline run. What comes out is the same everywhere.
+
+    Attributes:
+        kind: ``inline`` runs all stages by turns in one thread of this process, ``processes`` each
+            in processes of its own on this machine, ``ray`` in the actors of a Ray cluster.
+        address: of the Ray cluster to join: ``host:port``, ``ray://host:port``, or ``auto`` for one
+            that runs here; None joins one that runs here, or starts one.
+        max_retries: how often a request is run again that was in a worker when this died.
+        stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
+    """
+
+    kind: Annotated[RuntimeKind, BeforeValidator(_known_kind)] = "inline"
+    address: str | None = None
+    max_retries: int = Field(default=1, ge=0)
+    stall_timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_mapping(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            raise ValueError(f"is a mapping: write runtime: {{kind: {data[:80]}}}")
+        return data
+
+    @model_validator(mode="after")
+    def _address_is_of_a_cluster(self) -> Self:
+        if self.address is None:
+            return self
+        if self.kind != "ray":
+            raise PlacedError(
+                ("address",),
+                f"{self.address!r} is that of a Ray cluster; it needs kind: ray (or --runtime "
+                f"ray), not {self.kind!r}, or leave it out",
+            )
+        try:
+            check_address(self.address)
+        except ValueError as error:
+            raise PlacedError(("address",), str(error)) from error
+        return self
+
+    @classmethod
+    def parse(
+        cls, given: str | RuntimeConfig | None, own: RuntimeConfig | None = None
+    ) -> RuntimeConfig:
+        """Understand what ``Omni(..., runtime=...)`` takes.
+
+        Args:
+            given: the kind of runtime; a whole configuration; or None, for the pipeline's own.
+            own: what the pipeline's file says. A kind that is given replaces only its kind.
+
+        Raises:
+            ValueError: there is no such kind, it does not go with what the file says, or ``given``
+                is something else.
+        """
+        own = cls() if own is None else own
+        value: object = given
+        if value is None:
+            return own
+        if isinstance(value, RuntimeConfig):
+            return value
+        if isinstance(value, str):
+            return cls(**(own.model_dump() | {"kind": value}))
+        kinds = ", ".join(map(repr, get_args(RuntimeKind)))
+        raise ValueError(
+            f"runtime must be one of {kinds}, a RuntimeConfig or None, got {given!r} "
+            f"({type(given).__name__})"
+        )
+
+
+def check_address(address: str) -> None:
+    """Check the form of a Ray cluster's address.
+
+    Raises:
+        ValueError: it is none.
+    """
+    port = address.rpartition(":")[2]
+    if not _ADDRESS.fullmatch(address) or (address != "auto" and not 0 < int(port) < 2**16):
+        raise ValueError(
+            f"must be host:port, ray://host:port or auto, got {address[:80]!r}; such as "
+            "127.0.0.1:6379"
+        )
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) or 1
+    return os.cpu_count() or 1
+
+
+class _Placed(Protocol):
+    @property
+    def placement(self) -> Placement: ...
+
+
+class _HasStages(Protocol):
+    @property
+    def stages(self) -> Mapping[str, _Placed]: ...
+
+
+def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
+    """Share a machine's cores out among the workers of a pipeline.
+
+    Stages that say how many threads they want have them. What they leave is divided evenly among
+    the other workers, each of which gets one at least; what does not divide goes to the stages that
+    come first, as far as it gives every replica one more.
+
+    Args:
+        config: a pipeline or its configuration.
+        cores: that there are, of one machine.
+
+    Returns:
+        For every stage the threads of each of its workers.
+    """
+    placements = {name: stage.placement for name, stage in config.stages.items()}
+    threads = {name: each.threads for name, each in placements.items() if each.threads is not None}
+    taken = sum(count * placements[name].replicas for name, count in threads.items())
+    open_stages = [name for name in placements if name not in threads]
+    num_workers = sum(placements[name].replicas for name in open_stages)
+    share, left = divmod(max(cores - taken, 0), max(num_workers, 1))
+    for name in open_stages:
+        replicas = placements[name].replicas
+        has_more = share > 0 and replicas <= left
+        threads[name] = max(share, 1) + has_more
+        left -= replicas if has_more else 0
+    return {name: threads[name] for name in placements}

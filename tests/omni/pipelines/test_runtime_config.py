@@ -1,0 +1,274 @@
+"""Where stages run: what a file may say of it, what it means, and what each mistake is answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from omni.documents.document_error import ConfigError
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
+from omni.requests.run_record import RunRecord
+from stages import Stage, StageConfig, register_stage_kind, stage_config
+from stages.placement import Placement
+from tests.support.fake_stage import FakeStage
+
+STAGES = ("thinker", "talker", "code2wav")
+IN_PROCESSES = {"runtime.kind": "processes"}
+ON_RAY = {"runtime.kind": "ray"}
+
+
+def speech(**overrides: Any) -> PipelineConfig:
+    """The three stages of ``omni_speech``; ``thinker_threads`` is a key of a placement."""
+    places = {}
+    for key, value in overrides.items():
+        stage, _, rest = key.partition("_")
+        places[f"stages.{stage}.placement.{rest}" if stage in STAGES else key] = value
+    return PipelineConfig.load("omni_speech", places)
+
+
+def error_of(overrides: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig.load("omni_speech", overrides, flag="--set")
+    return str(caught.value)
+
+
+def test_without_a_word_all_stages_run_in_this_process() -> None:
+    config = PipelineConfig.load("omni_speech")
+    assert config.runtime == RuntimeConfig()
+    assert config.runtime.kind == "inline"
+    assert all(stage.placement == Placement() for stage in config.stages.values())
+
+
+def test_what_a_file_says_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\n"
+        "runtime: {kind: ray, address: 'head:6379', max_retries: 2, stall_timeout_s: 30}\n"
+        "stages:\n"
+        "  writer:\n"
+        "    kind: autoregressive\n"
+        "    model: seeded:qwen2\n"
+        "    placement: {replicas: 2, threads: 3, device: cuda, num_cpus: 1.5, num_gpus: 0.5,\n"
+        "                resources: {highmem: 1}, node: 10.0.0.7}\n"
+        "    final_output: text\n"
+    )
+    config = PipelineConfig.load(file)
+    assert config.runtime == RuntimeConfig(
+        kind="ray", address="head:6379", max_retries=2, stall_timeout_s=30.0
+    )
+    assert config.stages["writer"].placement == Placement(
+        replicas=2,
+        threads=3,
+        device="cuda",
+        num_cpus=1.5,
+        num_gpus=0.5,
+        resources={"highmem": 1.0},
+        node="10.0.0.7",
+    )
+
+
+def test_a_flag_and_a_place_mean_the_same() -> None:
+    own = PipelineConfig.load("omni_speech")
+    assert own.with_runtime("processes") == PipelineConfig.load("omni_speech", IN_PROCESSES)
+    assert own.with_runtime(None) == own
+    assert own.with_runtime(RuntimeConfig(kind="ray", max_retries=0)).runtime.max_retries == 0
+
+
+def test_a_kind_replaces_no_more_than_the_kind() -> None:
+    own = RuntimeConfig(kind="inline", max_retries=3)
+    assert RuntimeConfig.parse("processes", own) == RuntimeConfig(kind="processes", max_retries=3)
+    assert RuntimeConfig.parse(None) == RuntimeConfig()
+    with pytest.raises(ValueError, match="kind: unknown runtime 'proceses'; did you mean 'proc"):
+        RuntimeConfig.parse("proceses")
+    with pytest.raises(ValueError, match="runtime must be one of 'inline', 'processes', 'ray', a"):
+        RuntimeConfig.parse(3)  # type: ignore[arg-type]
+
+
+MISTAKES = {
+    "an unknown runtime": (
+        {"runtime.kind": "threads"},
+        "runtime.kind: unknown runtime 'threads'; known are 'inline', 'processes', 'ray'",
+    ),
+    "a word for a mapping": (
+        {"runtime": "processes"},
+        "runtime: is a mapping: write runtime: {kind: processes}",
+    ),
+    "an address without a cluster": (
+        IN_PROCESSES | {"runtime.address": "head:6379"},
+        "runtime.address: 'head:6379' is that of a Ray cluster; it needs kind: ray",
+    ),
+    "an address without a port": (
+        ON_RAY | {"runtime.address": "head"},
+        "runtime.address: must be host:port, ray://host:port or auto, got 'head'",
+    ),
+    "a port that cannot be": (
+        ON_RAY | {"runtime.address": "head:99999"},
+        "runtime.address: must be host:port, ray://host:port or auto, got 'head:99999'",
+    ),
+    "replicas in one process": (
+        {"stages.talker.placement.replicas": 2},
+        "stages.talker.placement.replicas: 2 is for workers, and with runtime.kind: inline all "
+        "stages share one worker; it needs runtime: {kind: processes}",
+    ),
+    "threads in one process": (
+        {"stages.talker.placement.threads": 2},
+        "stages.talker.placement.threads: 2 is for workers",
+    ),
+    "a cluster's resources in one process": (
+        {"stages.talker.placement.resources": {"disk": 1}},
+        "stages.talker.placement.resources: {'disk': 1.0} is for a Ray cluster; it needs runtime: "
+        "{kind: ray}",
+    ),
+    "a cluster's resources in processes": (
+        IN_PROCESSES | {"stages.talker.placement.num_gpus": 1},
+        "stages.talker.placement.num_gpus: 1.0 is for a Ray cluster",
+    ),
+    "a cluster's node in processes": (
+        IN_PROCESSES | {"stages.talker.placement.node": "head"},
+        "stages.talker.placement.node: 'head' is for a Ray cluster",
+    ),
+    "a device and devices": (
+        IN_PROCESSES | {"stages.talker.placement": {"device": "cpu", "devices": ["cpu"]}},
+        "stages.talker.placement.devices: there is a device, too; give the one or the others",
+    ),
+    "not a device for each replica": (
+        IN_PROCESSES | {"stages.talker.placement": {"replicas": 3, "devices": ["cpu", "cpu"]}},
+        "stages.talker.placement.devices: must be one for each of 3 replicas, got 2",
+    ),
+    "no devices": (
+        IN_PROCESSES | {"stages.talker.placement.devices": []},
+        "stages.talker.placement.devices: must not be empty",
+    ),
+    "one device for a list": (
+        IN_PROCESSES | {"stages.talker.placement.devices": "cpu"},
+        "stages.talker.placement.devices: should be a list, got 'cpu'",
+    ),
+    "what is no device": (
+        {"stages.talker.placement.device": "GPU 1"},
+        "stages.talker.placement.device: must be a device such as cpu, cuda or cuda:1",
+    ),
+    "a device by a number that it does not have on a cluster": (
+        ON_RAY | {"stages.talker.placement.device": "cuda:1"},
+        "stages.talker.placement.device: 'cuda:1': on a Ray cluster a worker sees only the GPUs "
+        "that are reserved for it: give device: cuda, and num_gpus",
+    ),
+    "GPUs as a resource": (
+        ON_RAY | {"stages.talker.placement.resources": {"GPU": 1}},
+        "stages.talker.placement.resources.GPU: is asked for by num_gpus",
+    ),
+    "one GPU and a half": (
+        ON_RAY | {"stages.talker.placement.num_gpus": 1.5},
+        "stages.talker.placement.num_gpus: above 1 it must be a whole number, got 1.5",
+    ),
+    "no replica": (
+        {"stages.talker.placement.replicas": 0},
+        "stages.talker.placement.replicas: should be greater than or equal to 1, got 0",
+    ),
+    "a million replicas": (
+        {"stages.talker.placement.replicas": 1_000_000},
+        "stages.talker.placement.replicas: should be less than or equal to 256",
+    ),
+    "a number in quotes": (
+        {"stages.talker.placement.replicas": "2"},
+        "stages.talker.placement.replicas: should be a valid integer, got '2'",
+    ),
+    "a key misspelt": (
+        {"stages.talker.placement.replica": 2},
+        "stages.talker.placement.replica: unknown key; did you mean 'replicas'?",
+    ),
+    "no time to live": (
+        {"runtime.stall_timeout_s": 0},
+        "runtime.stall_timeout_s: should be greater than 0, got 0",
+    ),
+    "fewer than no retries": (
+        {"runtime.max_retries": -1},
+        "runtime.max_retries: should be greater than or equal to 0, got -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_with_its_place(what: str) -> None:
+    overrides, told = MISTAKES[what]
+    message = error_of(overrides)
+    assert told in message
+    assert "\n" not in message
+
+
+def test_elsewhere_a_pipeline_is_checked_again() -> None:
+    config = speech(**IN_PROCESSES, talker_replicas=2)
+    with pytest.raises(ValueError, match=r"stage 'talker': placement\.replicas: 2 is for workers"):
+        config.with_runtime("inline")
+    assert config.with_runtime("ray").runtime.kind == "ray"
+
+
+def test_a_kind_without_a_device_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_config, "_KINDS", dict(stage_config._KINDS))
+
+    @register_stage_kind
+    class HumStageConfig(StageConfig):
+        kind: Literal["hum"]
+        takes_chunks: ClassVar[bool] = False
+
+        def build_stage(self, name: str) -> Stage:
+            return FakeStage(name)
+
+    with pytest.raises(ValueError, match="a stage of kind 'hum' has no device; leave it out"):
+        HumStageConfig(kind="hum", placement=Placement(device="cpu"))
+    assert HumStageConfig(kind="hum").on_device(None) == HumStageConfig(kind="hum")
+
+
+def test_devices_are_as_many_as_replicas() -> None:
+    assert Placement(devices=("cpu", "cuda:1")).replicas == 2
+    assert Placement(devices=("cpu",)).all_devices == ("cpu",)
+    assert Placement(replicas=2, device="cuda").all_devices == ("cuda:0", "cuda:1")
+    assert Placement(replicas=2, device="cuda:1").all_devices == ("cuda:1", "cuda:1")
+    assert Placement(replicas=2).all_devices == (None, None)
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_each_replica_is_built_for_its_device() -> None:
+    config = speech(**IN_PROCESSES, talker_devices=["cuda:1", "cuda:0"])
+    devices = [config.resolved("talker", replica).engine.device for replica in range(2)]  # type: ignore[attr-defined]
+    assert devices == ["cuda:1", "cuda:0"]
+    on_ray = speech(**ON_RAY, talker_replicas=2, talker_device="cuda")
+    assert on_ray.resolved("talker", 1).engine.device == "cuda", "a worker's own GPU"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("placements", "cores", "threads"),
+    [
+        ({}, 2, (1, 1, 1)),
+        ({}, 3, (1, 1, 1)),
+        ({}, 8, (3, 3, 2)),
+        ({"talker_threads": 5}, 8, (2, 5, 1)),
+        ({"talker_threads": 9}, 8, (1, 9, 1)),
+        ({"talker_replicas": 2, "talker_threads": 2}, 8, (2, 2, 2)),
+        ({"thinker_replicas": 2}, 5, (1, 2, 1)),
+        ({"thinker_replicas": 2}, 6, (2, 1, 1)),
+        ({"thinker_threads": 1, "talker_threads": 2, "code2wav_threads": 3}, 4, (1, 2, 3)),
+    ],
+)
+def test_cores_are_shared_out_among_all_workers(
+    placements: dict[str, int], cores: int, threads: tuple[int, ...]
+) -> None:
+    config = speech(**IN_PROCESSES, **placements)
+    assert tuple(resolve_threads(config, cores).values()) == threads
+
+
+def test_a_run_may_go_on_elsewhere() -> None:
+    """Where stages run changes nothing that comes out; the kind of device does, in the last bit."""
+
+    def record(config: PipelineConfig) -> RunRecord:
+        return RunRecord.of(config, "digest", 1)
+
+    inline = record(PipelineConfig.load("omni_speech"))
+    elsewhere = record(speech(**IN_PROCESSES, talker_replicas=2, thinker_threads=1))
+    assert inline.differences(elsewhere) == ""
+    on_cuda = record(speech(**IN_PROCESSES, talker_device="cuda"))
+    assert "stages.talker.placement" in inline.differences(on_cuda)
+    assert json.loads(on_cuda.model_dump_json())["pipeline"]["stages"]["talker"]["placement"]
