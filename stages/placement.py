@@ -111,6 +111,16 @@ class Placement(Settings):
             return tuple(f"cuda:{index}" for index in range(self.replicas))
         return (self.device,) * self.replicas
 
+    @property
+    def reserved_cpus(self) -> float:
+        """CPUs that Ray reserves for each worker."""
+        return float(self.threads or 1) if self.num_cpus is None else self.num_cpus
+
+    @property
+    def reserved_gpus(self) -> float:
+        """GPUs that Ray reserves for each worker."""
+        return float(self.device == "cuda") if self.num_gpus is None else self.num_gpus
+
     def misplaced(self, kind: RuntimeKind) -> tuple[str, str] | None:
         """What this asks for that a runtime does not have.
 

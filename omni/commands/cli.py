@@ -92,9 +92,14 @@ def validate(options: ValidateOptions) -> bool:
 def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, and what memory it reserves."""
     from omni.commands.explanation import describe_config, describe_memory, draw_graph
+    from omni.commands.placement_drawing import draw_placement
+    from omni.pipelines.runtime_config import available_cores
 
     pipeline = _load(options)
-    typer.echo(f"{draw_graph(pipeline)}\n\n{describe_config(pipeline)}")
+    typer.echo(
+        f"{draw_graph(pipeline)}\n\n{draw_placement(pipeline, available_cores())}\n\n"
+        f"{describe_config(pipeline)}"
+    )
     if options.load:  # which takes a while, and fails without the models
         typer.echo(f"\n{describe_memory(pipeline)}")
     return True
@@ -126,7 +131,12 @@ def serve(options: ServeOptions) -> bool:
     from omni.commands.serve_command import serve_pipelines
 
     # All of them are checked before anything starts.
-    serve_pipelines([_load(ValidateOptions(config=each)) for each in options.configs], options)
+    runtime, address = options.runtime, options.address
+    pipelines = [
+        _load(ValidateOptions(config=each, runtime=runtime, address=address))
+        for each in options.configs
+    ]
+    serve_pipelines(pipelines, options)
     return True
 
 
@@ -174,7 +184,14 @@ def _load(
     from omni.pipelines.pipeline_config import PipelineConfig
 
     overrides = parse_overrides(options.overrides or [])
-    pipeline = PipelineConfig.load(options.config, overrides, flag="--set")
+    labels = {"runtime.kind": "--runtime", "runtime.address": "--address"}
+    where = options.runtime_overrides
+    pipeline = PipelineConfig.load(
+        options.config,
+        overrides | where,
+        flag="--set",
+        labels={place: labels[place] for place in where},
+    )
     if not isinstance(options, RunOptions | VerifyOptions):
         return pipeline
     from omni.commands.flag_settings import with_sampling, with_speaker

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import typer
 
 from omni.commands.command import CommandOptions
 from omni.commands.prompt_flags import PromptFlags
+from stages.placement import RuntimeKind
 
 __all__ = [
     "ExplainOptions",
     "ListOptions",
     "RunOptions",
+    "RuntimeFlags",
     "SamplingFlags",
     "ValidateOptions",
     "VerifyOptions",
@@ -26,6 +28,10 @@ def _complete_config(incomplete: str) -> list[str]:
     from omni.pipelines.config_file import shipped_configs
 
     return [name for name in shipped_configs() if name.startswith(incomplete)]
+
+
+def _complete_runtime(incomplete: str) -> list[str]:
+    return [kind for kind in get_args(RuntimeKind) if kind.startswith(incomplete)]
 
 
 Config: TypeAlias = Annotated[
@@ -81,7 +87,35 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class RunOptions(PromptFlags, SamplingFlags, CommandOptions):
+class RuntimeFlags:
+    """Flags that say where the stages run, in the place of what the pipeline's file says."""
+
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            autocompletion=_complete_runtime,
+            help="Where the stages run: inline, in this process; processes, each in processes of "
+            "its own; ray, in a Ray cluster.",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Of the Ray cluster to join; without it one that runs here, or a new one.",
+        ),
+    ] = None
+
+    @property
+    def runtime_overrides(self) -> dict[str, str]:
+        """What the flags change, by its place."""
+        given = {"runtime.kind": self.runtime, "runtime.address": self.address}
+        return {place: value for place, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     """Of ``omni run``."""
 
     config: Config
@@ -109,7 +143,7 @@ class RunOptions(PromptFlags, SamplingFlags, CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ValidateOptions(CommandOptions):
+class ValidateOptions(RuntimeFlags, CommandOptions):
     """Of ``omni validate``."""
 
     config: Config
@@ -118,7 +152,7 @@ class ValidateOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ExplainOptions(CommandOptions):
+class ExplainOptions(RuntimeFlags, CommandOptions):
     """Of ``omni explain``."""
 
     config: Config
@@ -134,7 +168,7 @@ class ExplainOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class VerifyOptions(PromptFlags, SamplingFlags, CommandOptions):
+class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     """Of ``omni verify``."""
 
     config: Config

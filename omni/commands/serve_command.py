@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni.commands.command import CommandOptions
+from omni.commands.options import RuntimeFlags
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -22,7 +23,7 @@ _KEY_VARIABLE = "OMNI_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ServeOptions(CommandOptions):
+class ServeOptions(RuntimeFlags, CommandOptions):
     """Options of ``omni serve``; what each is for stands in its help."""
 
     configs: Annotated[

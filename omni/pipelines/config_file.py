@@ -34,6 +34,7 @@ def load_config(
     overrides: Mapping[str, Any],
     *,
     flag: str = "overrides:",
+    labels: Mapping[str, str] | None = None,
 ) -> _Config:
     """Read a YAML file into a model.
 
@@ -45,6 +46,7 @@ def load_config(
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             the file's.
         flag: what an error in ``overrides`` names before the place.
+        labels: by place in ``overrides``, what an error names instead of both.
 
     Raises:
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
@@ -63,10 +65,11 @@ def load_config(
     data = json.loads(json.dumps(document.data, default=str))
     lines: dict[Place, int | str] = dict(document.lines)
     for place, value in overrides.items():
-        _override(data, place, value, f"{flag} {place}")
+        label = (labels or {}).get(place, f"{flag} {place}")
+        _override(data, place, value, label)
         keys = tuple(place.split("."))
         lines = {key: line for key, line in lines.items() if key[: len(keys)] != keys}
-        lines[keys] = f"{flag} {place}"
+        lines[keys] = label
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(

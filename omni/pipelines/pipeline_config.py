@@ -84,9 +84,10 @@ class PipelineConfig(Settings):
         overrides: Mapping[str, Any] | None = None,
         *,
         flag: str = "overrides:",
+        labels: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
         """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        return load_config(cls, config, overrides or {}, flag=flag)
+        return load_config(cls, config, overrides or {}, flag=flag, labels=labels)
 
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:

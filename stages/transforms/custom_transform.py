@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["load_custom", "locate_custom"]
+__all__ = ["FOLDER_PACKAGE", "load_custom", "locate_custom"]
+
+FOLDER_PACKAGE = "omni_transforms_"
+"""How the names begin of packages that stand for folders of pipelines' files."""
 
 _FORM = "the form 'package.module:function', or 'file.py:function'"
 _MOST_BYTES = 2**20
@@ -198,7 +201,7 @@ def _load_file(file: Path) -> ModuleType:
 
 def _package_of(folder: Path) -> str:
     """The name of a package that stands for a folder: its modules see each other by ``from .``."""
-    name = f"omni_transforms_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    name = f"{FOLDER_PACKAGE}{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         package = ModuleType(name, f"What lies in {folder}.")
         package.__path__ = [str(folder)]

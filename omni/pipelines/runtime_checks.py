@@ -1,0 +1,107 @@
+"""Whether a pipeline can run where it is to run: found out before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Mapping
+
+from omni.pipelines.pipeline_config import PipelineConfig
+from stages.placement import Placement
+from stages.portable import check_portable
+
+__all__ = ["check_cluster", "check_devices", "check_runtime", "cuda_devices"]
+
+_ANSWER_S = 5.0
+"""How long a Ray cluster may take to answer."""
+
+
+def check_runtime(config: PipelineConfig) -> None:
+    """Check what can be known of a pipeline's runtime without starting any of it.
+
+    Args:
+        config: whose kinds of stages and transforms have to be found by workers, whose devices
+            have to be there, and whose Ray cluster has to answer.
+
+    Raises:
+        ValueError: something will not do; says what, where, and what to do.
+    """
+    if config.runtime.kind != "inline":
+        check_portable(config.stages)
+    if config.runtime.kind == "ray":
+        check_cluster(config.runtime.address)
+    else:
+        check_devices({name: stage.placement for name, stage in config.stages.items()})
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices torch sees."""
+    import torch  # only here: a pipeline that names none need not wait for it
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_devices(placements: Mapping[str, Placement]) -> None:
+    """Check that the CUDA devices are there which placements name.
+
+    Raises:
+        ValueError: they are not, or are fewer than replicas are to have one each.
+    """
+    wanted = {
+        name: [device for device in placement.all_devices if device and device.startswith("cuda")]
+        for name, placement in placements.items()
+    }
+    if not any(wanted.values()):
+        return
+    count = cuda_devices()
+    there = {0: "no CUDA device", 1: "one CUDA device, cuda:0"}.get(
+        count, f"{count} CUDA devices, cuda:0 to cuda:{count - 1}"
+    )
+    for name, devices in wanted.items():
+        missing = next((device for device in devices if _number(device) >= count), None)
+        if missing is None:
+            continue
+        placement = placements[name]
+        if placement.devices is None and placement.device == "cuda" and placement.replicas > 1:
+            raise ValueError(
+                f"stage {name!r}: placement: {placement.replicas} replicas on device 'cuda' take a "
+                f"device each, but torch sees {there}; take fewer replicas, or name the devices "
+                "that several share: devices: [cuda:0, cuda:0]"
+            )
+        key = "device" if placement.devices is None else "devices"
+        raise ValueError(
+            f"stage {name!r}: placement.{key}: {missing!r} was asked for, but torch sees {there}"
+            + ("; take 'cpu', or leave it out" if count == 0 else "")
+        )
+
+
+def check_cluster(address: str | None, patience_s: float = _ANSWER_S) -> None:
+    """Check that Ray is installed, and that something answers where its cluster should be.
+
+    Args:
+        address: ``host:port``, ``ray://host:port``, ``auto``, or None.
+        patience_s: seconds to wait for an answer.
+
+    Raises:
+        ValueError: Ray is not installed, or nothing answers there.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "runtime.kind: 'ray' needs a package that is not installed: "
+            "pip install 'omni-pipeline[ray]'"
+        )
+    if address is None or address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
+    except OSError as error:
+        reason = f"nothing in {patience_s:g} s" if isinstance(error, TimeoutError) else error
+        raise ValueError(
+            f"runtime.address: no Ray cluster answers at {address!r}: {reason}; leave the address "
+            "out to start one on this machine"
+        ) from error
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2] or 0)

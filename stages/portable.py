@@ -1,0 +1,176 @@
+"""What can be found by its name in another process: a user's transforms, and kinds of stages.
+
+A worker elsewhere imports what it runs; no code is ever sent to it. What has no name that an import
+finds (a lambda, a function inside of another one, whatever a main script defines) stays here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from stages.stage import Stage, Transform
+from stages.stage_config import StageConfig
+from stages.transforms.custom_transform import FOLDER_PACKAGE
+from stages.transforms.registry import is_custom, resolve_transform
+
+__all__ = ["check_portable", "import_name", "load_by_name", "portable_transform"]
+
+_OURS = "stages.transforms."
+
+
+def check_portable(stages: Mapping[str, Stage | StageConfig]) -> None:
+    """Check that a worker in another process can find the code of stages.
+
+    Nothing is started, and no model is loaded; modules that name a transform are imported.
+
+    Args:
+        stages: by name, built ones or their configurations.
+
+    Raises:
+        ValueError: the class of a stage, or the transform in front of it, cannot be imported by a
+            name; says which, why, and what to do.
+    """
+    for name, stage in stages.items():
+        try:
+            _check_stage(stage)
+        except ValueError as error:
+            raise ValueError(f"stage {name!r}: {error}") from error
+
+
+def _check_stage(stage: Stage | StageConfig) -> None:
+    kind = type(stage)
+    try:
+        import_name(kind)
+    except ValueError as error:
+        what = f"kind {stage.kind!r}" if isinstance(stage, StageConfig) else "its class"
+        raise ValueError(f"{what}: {error}") from error
+    if stage.inputs is not None:
+        portable_transform(stage.inputs.transform)
+
+
+def portable_transform(spec: str | Transform) -> str:
+    """The name by which a worker elsewhere finds a transform; see :func:`load_by_name`.
+
+    Args:
+        spec: as ``StageInputs`` has it.
+
+    Raises:
+        ValueError: there is no such name; says why.
+    """
+    if isinstance(spec, str):
+        if is_custom(spec):
+            if spec.startswith("__main__:"):
+                raise ValueError(f"transform {spec!r}: {_of_main(spec.partition(':')[2])}")
+            return spec
+        function = resolve_transform(spec)
+        if function.__module__.startswith(_OURS):
+            return spec
+    else:
+        function = spec
+    try:
+        return import_name(function)
+    except ValueError as error:
+        raise ValueError(f"transform {_shown(function)!r}: {error}") from error
+
+
+def import_name(thing: Any) -> str:
+    """The name by which any process with this one's import path finds a function or a class.
+
+    Args:
+        thing: to be found.
+
+    Returns:
+        ``"package.module:Class"``, or ``"/folder/file.py:function"`` of a file beside a pipeline's.
+
+    Raises:
+        ValueError: there is none; says why, and what to do.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ValueError(
+            f"a {type(thing).__name__} has no name that a worker could import; write a function of "
+            "a module"
+        )
+    if "<lambda>" in name:
+        raise ValueError(
+            "a lambda has no name that a worker could import; write a function of a module"
+        )
+    if "<locals>" in name:
+        outer = name.split(".<locals>", 1)[0]
+        raise ValueError(
+            f"it is defined inside of {outer!r}, where no worker can import it; move it to the top "
+            "level of a module"
+        )
+    if module == "__main__":
+        raise ValueError(_of_main(name))
+    if module.startswith(FOLDER_PACKAGE):
+        return f"{sys.modules[module].__file__}:{name}"
+    if _found(module) is None:
+        raise ValueError(
+            f"its module {module!r} is not on the import path, where a worker would look for it; "
+            "install it, or name its folder in PYTHONPATH"
+        )
+    if _attribute(sys.modules.get(module), name) is not thing:
+        raise ValueError(
+            f"'{module}:{name}' is not it, but something else of that name, or nothing; give it a "
+            "name of its own at the top level of its module"
+        )
+    return f"{module}:{name}"
+
+
+def load_by_name(name: str) -> Any:
+    """Find what :func:`import_name` or :func:`portable_transform` named.
+
+    Raises:
+        ValueError: it cannot be imported here; says why.
+    """
+    module, colon, path = name.rpartition(":")
+    if not colon or module.endswith(".py"):
+        return resolve_transform(name)
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever a user's module raises is this name's error
+        raise ValueError(
+            f"{name!r} cannot be imported in a worker: {type(error).__name__}: {error}"
+        ) from error
+    found = _attribute(imported, path)
+    if found is None:
+        raise ValueError(f"{name!r} cannot be imported in a worker: {module!r} has no {path!r}")
+    return found
+
+
+def _attribute(thing: Any, path: str) -> Any:
+    for part in path.split("."):
+        thing = getattr(thing, part, None)
+    return thing
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """A module as another process would find it: not among those that are imported here."""
+    found, path = None, None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        specs = (
+            finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")
+        )
+        found = next((spec for spec in specs if spec is not None), None)
+        if found is None:
+            return None
+        path = found.submodule_search_locations
+    return found
+
+
+def _of_main(name: str) -> str:
+    return (
+        f"{name!r} is defined in the main script, which a worker does not run; move it into a "
+        "module of its own, and import it from there"
+    )
+
+
+def _shown(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,126 @@
+"""What a runtime needs is looked for before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from omni.pipelines import runtime_checks
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_checks import check_cluster, check_devices, check_runtime
+from stages.placement import Placement
+
+ON_RAY = {"runtime.kind": "ray"}
+
+
+def unused_port() -> int:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray were installed."""
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if name == "ray" else spec(name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "count", "told"),
+    [
+        (
+            {"device": "cuda:3"},
+            2,
+            "'cuda:3' was asked for, but torch sees 2 CUDA devices, cuda:0 t",
+        ),
+        ({"device": "cuda:1"}, 1, "'cuda:1' was asked for, but torch sees one CUDA device, cuda:0"),
+        ({"device": "cuda"}, 0, "placement.device: 'cuda' was asked for, but torch sees no CUDA"),
+        ({"devices": ("cpu", "cuda:2")}, 2, "placement.devices: 'cuda:2' was asked for"),
+        (
+            {"device": "cuda", "replicas": 3},
+            2,
+            "3 replicas on device 'cuda' take a device each, but torch sees 2 CUDA devices",
+        ),
+    ],
+)
+def test_more_devices_than_there_are(
+    placement: dict[str, Any], count: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: count)
+    with pytest.raises(ValueError, match="stage 'talker': placement") as caught:
+        check_devices({"thinker": Placement(), "talker": Placement(**placement)})
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {},
+        {"device": "cpu", "replicas": 9},
+        {"device": "cuda", "replicas": 2},
+        {"device": "cuda:1", "replicas": 4},
+        {"devices": ("cuda:0", "cuda:0", "cuda:1")},
+    ],
+)
+def test_devices_that_are_there(placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: 2)
+    check_devices({"talker": Placement(**placement)})
+
+
+def test_nobody_waits_for_torch_where_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_checks, "cuda_devices", lambda: pytest.fail("it was asked"))
+    check_runtime(PipelineConfig.load("omni_speech", {"runtime.kind": "processes"}))
+
+
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'omni-pipeline\[ray\]'"):
+        check_runtime(PipelineConfig.load("omni_speech", ON_RAY))
+
+
+@pytest.mark.usefixtures("with_ray")
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_does_not_answer(scheme: str) -> None:
+    address = f"{scheme}127.0.0.1:{unused_port()}"
+    config = PipelineConfig.load("omni_speech", ON_RAY | {"runtime.address": address})
+    with pytest.raises(ValueError, match="runtime.address: no Ray cluster answers at '") as caught:
+        check_runtime(config)
+    assert address in str(caught.value)
+    assert "leave the address out to start one on this machine" in str(caught.value)
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_a_cluster_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(address: object, timeout: float) -> socket.socket:
+        assert timeout == 0.25
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    with pytest.raises(
+        ValueError, match=r"no Ray cluster answers at '10\.0\.0\.1:1': nothing in 0"
+    ):
+        check_cluster("10.0.0.1:1", patience_s=0.25)
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_a_cluster_that_answers() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        check_cluster(f"127.0.0.1:{server.getsockname()[1]}")
+    check_cluster(None)
+    check_cluster("auto")
+
+
+def test_a_kind_that_no_worker_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PipelineConfig.load("omni_speech", {"runtime.kind": "processes"})
+    kind = type(config.stages["talker"])
+    monkeypatch.setattr(kind, "__module__", "__main__")
+    with pytest.raises(ValueError, match="kind 'autoregressive': 'Autoreg.*in the main script"):
+        check_runtime(config)
+    check_runtime(config.with_runtime("inline"))
