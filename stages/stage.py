@@ -118,6 +118,15 @@ class StageOutput:
     audio_delta: Waveform | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more comes of the request; None while it goes on, and when it is done."""
+        if not self.finished:
+            return None
+        if self.error is None and self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return f"it ended the request early ({self.finish_reason})"
+        return self.error
+
 
 StageStats: TypeAlias = EngineStats
 """A stage counts what its engine counts."""

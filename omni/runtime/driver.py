@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TypeAlias
 
 from omni.requests.request import OmniOutput, OmniRequest
@@ -59,7 +60,8 @@ class Driver:
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
-        self._group: object | None = None
+        self._group: int | None = None
+        self._groups = count()
         orchestrator.prepare_aside(self._wake)
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
@@ -92,7 +94,9 @@ class Driver:
         One that takes much longer to prepare than the others begins later.
         """
         with self._changed:
-            outer, self._group = self._group, self._group or object()
+            outer = self._group
+            if outer is None:
+                self._group = next(self._groups)
             try:
                 yield
             finally:
@@ -226,7 +230,7 @@ class Driver:
                 self._commands.popleft()
                 self._changed.notify_all()
 
-    def _add(self, ticket: Ticket, group: object | None) -> None:
+    def _add(self, ticket: Ticket, group: int | None) -> None:
         request = replace(ticket.request, request_id=ticket.request_id)
         try:
             self._orchestrator.add_request(request, group)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from engine import FinishReason, SamplingParams
 from engine.interface.deferred import with_fields
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.chunk_stream import ChunkStream
+from omni.runtime.stream import Stream
 from stages import Stage, StageOutput
+from stages.worker.messages import Enter
 
 if TYPE_CHECKING:
     from engine import Waveform
@@ -28,11 +29,10 @@ class LiveRequest:
         sampling: ``stage -> parameters`` where the request brings its own.
         speaker: whose voice is wanted.
         waiting: stages that it has yet to enter.
-        streams: its chunks on every streamed edge, by the stage that takes them.
+        streams: the streamed edges, by the stage that takes the chunks.
         final_stages: those whose outputs the user gets.
-        preparing: stages that it is being made ready for.
-        has_begun: whether it was let into any stage after it had been made ready.
-        paused: stages in which it rests, since a stage behind does not keep up.
+        inside: stages that have it, or that make it ready, with the ticket of its stay.
+        has_moved: whether any stage has told anything of it.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
         visible: what the user has been or is about to be told, by final stage.
     """
@@ -42,26 +42,33 @@ class LiveRequest:
     sampling: Mapping[str, SamplingParams]
     speaker: str | None
     waiting: set[str]
-    streams: Mapping[str, ChunkStream]
+    streams: Mapping[str, Stream]
     final_stages: tuple[str, ...]
-    preparing: set[str] = field(default_factory=set)
-    has_begun: bool = False
-    paused: set[str] = field(default_factory=set)
+    inside: dict[str, int] = field(default_factory=dict)
+    has_moved: bool = False
     finished: dict[str, StageOutput] = field(default_factory=dict)
     visible: dict[str, StageOutput] = field(default_factory=dict)
 
-    def streams_from(self, source: str) -> list[ChunkStream]:
-        """The streamed edges that leave a stage."""
-        return [stream for stream in self.streams.values() if stream.source.name == source]
+    def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...]) -> Enter:
+        """Begin a stay in a stage that it waited for, with what that makes its prompt of."""
+        self.waiting.discard(name)
+        self.inside[name] = ticket
+        return Enter(
+            ticket,
+            self.request_id,
+            self.request.prompt,
+            sources,
+            sampling=self.sampling.get(name),
+            priority=self.request.priority,
+            cache_salt=self.request.cache_salt,
+            speaker=self.speaker,
+        )
 
     def is_held_up(self, source: str) -> bool:
-        """Whether a stage's next chunks should wait."""
-        return any(stream.is_full for stream in self.streams_from(source))
-
-    def was_told_of(self, stage: Stage) -> bool:
-        """Whether anything that a stage made has reached the user, or a stage behind."""
-        handed_on = any(each.next_token or each.next_row for each in self.streams_from(stage.name))
-        return handed_on or stage.name in self.visible
+        """Whether it rests in a stage, since a stage behind does not keep up."""
+        return source in self.inside and any(
+            stream.is_full for stream in self.streams.values() if stream.source == source
+        )
 
     def show(self, stage: Stage, output: StageOutput) -> None:
         """Put what the user asked to get of a stage into the next output.

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 
 from engine import FinishReason
-from engine.interface.engine import Admit, Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.guarded_stages import GuardedStages, blamed_on
 from omni.runtime.live_request import LiveRequest
-from omni.runtime.preparations import Preparation, Preparations, is_light
-from omni.runtime.streamed_edges import StreamedEdges
-from stages import Stage, StageOutput
+from omni.runtime.stage_links import StageLinks, streamed_edges
+from omni.runtime.stream import Stream
+from stages import StageOutput
+from stages.worker.messages import (
+    Abort,
+    Chunk,
+    CloseStream,
+    Credit,
+    Event,
+    Extend,
+    Failed,
+    Lift,
+    Moved,
+    Took,
+)
 
 __all__ = ["Orchestrator", "refusal"]
+
+# How long a turn waits at most for stages that are driven elsewhere.
+_PATIENCE_S = 0.1
 
 
 class Orchestrator:
     """Runs requests over a pipeline.
 
-    A turn (:meth:`step`) lets every stage that has requests do one unit of work, the last stages
-    first, so that what is nearly done leaves before more comes in. A request enters a stage as
-    soon as all the stages that feed it are done with it. With stages ``a -> b`` and requests 1, 2::
+    It sends every stage's worker commands, and takes in what that tells; where the workers run is
+    theirs to know. A turn (:meth:`step`) lets the stages that this thread drives do one unit of
+    work, the last stages first, so that what is nearly done leaves before more comes in. A request
+    enters a stage as soon as all the stages that feed it are done with it. With stages ``a -> b``
+    and requests 1, 2::
 
         turn     1    2    3    4    5
         a       1 2  1 2   2
         b                 1    1 2  2      request 1 left a in turn 2, request 2 in turn 3
 
-    On an edge with a ``chunk_size`` it enters with the first chunk and gets the others when it
-    has used up what it had; see :class:`~omni.runtime.streamed_edges.StreamedEdges`.
+    On an edge with a ``chunk_size`` it enters with the first chunk, and its source lets it rest
+    while ``max_pending_chunks`` of its chunks were not taken. Stages have few seats, so resting
+    requests can stand in the way of those that could go on: when a turn finds no stage with
+    anything to do, the oldest one goes on, for one chunk above the bound.
 
     Whatever goes wrong with one request ends that request alone, and frees what it held in all
     stages. Not safe to call from several threads at once.
@@ -44,23 +63,32 @@ class Orchestrator:
     def __init__(
         self, pipeline: Pipeline, *, on_stage_output: Callable[[StageOutput], None] | None = None
     ) -> None:
+        pipeline.ownership.check()
         self._pipeline = pipeline
         self._on_stage_output = on_stage_output
         self._live: dict[str, LiveRequest] = {}
-        self._guarded = GuardedStages(pipeline)
-        self._edges = StreamedEdges(self._guarded)
-        self._preparations: Preparations[LiveRequest] | None = None
+        self._links = StageLinks(pipeline)
+        self._edges = [
+            (source, edge) for source, edges in streamed_edges(pipeline).items() for edge in edges
+        ]
+        # Whose stay in which stage an event is about; of stays that are over, nothing is heard.
+        self._stays: dict[int, tuple[LiveRequest, str]] = {}
+        self._tickets = count()
+        self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
+        self._has_news = threading.Event()
+        self._links.tell_news(self._has_news.set)
 
-    def prepare_aside(self, on_done: Callable[[], None]) -> None:
+    def prepare_aside(self, on_news: Callable[[], None]) -> None:
         """Have requests prepared in other threads from now on, so that no turn waits for it.
 
         A request that cannot run is then refused by an output of :meth:`step`, and not by
         :meth:`add_request`, which tells only what it sees at once. To be closed.
 
         Args:
-            on_done: called in another thread when there may be work for :meth:`step`.
+            on_news: called in any thread when there may be work for :meth:`step`.
         """
-        self._preparations = Preparations(on_done)
+        self._links.tell_news(on_news)
+        self._links.prepare_aside()
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -69,27 +97,24 @@ class Orchestrator:
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has work: not while all requests are only being prepared."""
-        if not self._preparations:
-            return bool(self._live)
-        return self._preparations.has_ready or any(self._guarded.inside.values())
+        """Whether :meth:`step` has work: not while nothing comes from any stage."""
+        return self._links.has_work or any(self._unread.values())
 
     @property
     def time_to_work(self) -> float | None:
         """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
-        return None if self._preparations is None else self._preparations.time_to_ready
+        return self._links.time_to_work
 
     def close(self) -> None:
         """Wait for the threads that prepare requests, if there are any."""
-        if self._preparations is not None:
-            self._preparations.close()
+        self._links.close()
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
         """The requests on their way, oldest first."""
         return tuple(self._live)
 
-    def add_request(self, request: OmniRequest, group: object | None = None) -> None:
+    def add_request(self, request: OmniRequest, group: int | None = None) -> None:
         """Let a request enter the stages that take the user's prompt.
 
         Args:
@@ -100,7 +125,7 @@ class Orchestrator:
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
                 or samples nothing, or a speaker that no stage has, or one of the root stages
-                cannot run it. Nothing has changed.
+                refuses it at once. Nothing has changed.
         """
         if not request.request_id:
             raise ValueError("a request needs a request_id that is not empty")
@@ -115,24 +140,29 @@ class Orchestrator:
             sampling=self._pipeline.merge_sampling(request.sampling),
             speaker=request.speaker if request.speaker is not None else self._pipeline.speaker,
             waiting=set(self._pipeline.order),
-            streams=self._edges.streams(),
+            streams={edge.consumer: Stream(source, edge) for source, edge in self._edges},
             final_stages=self._pipeline.final_stages,
         )
-        try:
-            self._enter_ready_stages(live, group or live)
-        except ValueError:
-            self._abort(live)
-            raise
         self._live[live.request_id] = live
+        for name, stage in self._pipeline.stages.items():
+            if stage.inputs is None:
+                self._enter(live, name, group=next(self._tickets) if group is None else group)
+                self._raise_if_refused(live, name)
 
     def step(self) -> list[OmniOutput]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
-        self._edges.has_moved = False
-        moved: dict[str, OmniOutput | None] = {**self._admit_prepared()}
+        if not self.has_work:
+            self._has_news.wait(_PATIENCE_S)
+        self._has_news.clear()
+        moved: dict[str, OmniOutput | None] = {}
+        has_moved = False
         for name in reversed(self._pipeline.order):
-            if self._guarded.inside[name]:
-                moved |= self._step_stage(self._pipeline.stages[name])
-        self._edges.give_way(self._live.values())
+            self._links[name].work()
+            for event in self._news(name):
+                has_moved = True
+                self._take(event, moved)
+        if not has_moved:
+            self._give_way()
         return [
             output if output is not None else self._live[request_id].snapshot()
             for request_id, output in moved.items()
@@ -148,137 +178,160 @@ class Orchestrator:
         live = self._live.get(request_id)
         return None if live is None else self._end(live, reason, FinishReason.ABORT)
 
-    def _step_stage(self, stage: Stage) -> dict[str, OmniOutput | None]:
-        """One unit of work of one stage: who moved, with the last output of those that ended.
+    def _news(self, name: str) -> list[Event]:
+        unread, self._unread[name] = self._unread[name], []
+        return unread + self._links[name].news()
 
-        A request that would wait for ever, since the stage failed or forgot it, ends here.
+    def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
+        """Tell at once what a root stage in this thread refuses at once.
+
+        Raises:
+            ValueError: it did; the request is gone.
         """
-        inside = self._guarded.inside[stage.name]
-        moved: dict[str, OmniOutput | None] = {}
-        outputs, lost = self._guarded.step(stage)
-        for output in outputs:
-            live = inside.get(output.request_id)
-            if live is None:
-                continue
-            ended = self._advance(live, stage, output)
-            if ended is not None or stage.final_output:
-                moved[live.request_id] = ended
-        if not lost and inside and not stage.has_unfinished_requests:
-            message = "it lost the request: it has no work left, but never put it out"
-            lost = dict.fromkeys(inside, message)
-        for request_id, failure in lost.items():
-            moved[request_id] = self._end(inside[request_id], f"stage {stage.name!r}: {failure}")
-        if lost and not inside:
-            self._guarded.recover(stage)
-        self._edges.has_moved |= bool(outputs) or bool(lost)
-        for request_id, error in self._edges.feed(stage).items():
-            moved[request_id] = self._end(self._live[request_id], error)
-        return moved
+        news = self._news(name)
+        ticket = live.inside[name]
+        for event in news:
+            if isinstance(event, Failed) and event.ticket == ticket:
+                self._unread[name] = [other for other in news if other is not event]
+                self._abort(live)
+                raise ValueError(event.error) from (
+                    None if event.refused else RuntimeError(event.error)
+                )
+        self._unread[name] = news
 
-    def _advance(self, live: LiveRequest, stage: Stage, output: StageOutput) -> OmniOutput | None:
-        """Take note of what a stage put out; None if the request goes on."""
+    def _take(self, event: Event, moved: dict[str, OmniOutput | None]) -> None:
+        """Take in what a worker told.
+
+        Args:
+            event: of any stage.
+            moved: gets the requests that the user hears of, with the last output of those that
+                ended.
+        """
+        if event.ticket not in self._stays:
+            return
+        live, name = self._stays[event.ticket]
+        match event:
+            case Moved():
+                ended = self._advance(live, name, event)
+                if ended is not None or self._pipeline.stages[name].final_output:
+                    moved[live.request_id] = ended
+            case Took():
+                stream = live.streams[name]
+                stream.outstanding -= 1
+                if stream.source in live.inside:
+                    self._links[stream.source].send(Credit(live.request_id, name))
+            case Failed():
+                ended = self._end(live, event.error)
+                if not (event.has_begun or live.has_moved):
+                    # As if it had never been added.
+                    ended = OmniOutput(
+                        live.request_id, {}, True, error=event.error, refused=event.refused
+                    )
+                moved[live.request_id] = ended
+
+    def _advance(self, live: LiveRequest, name: str, event: Moved) -> OmniOutput | None:
+        """Show what a stage put out to the user, and hand it on; None if the request goes on."""
+        stage, output = self._pipeline.stages[name], event.output
+        live.has_moved = True
         if output.finished:
-            self._guarded.leave(live, stage, has_failed=_failure(output) is not None)
+            self._leave(live, name)
             if self._on_stage_output is not None:
                 self._on_stage_output(output)
         try:
-            self._pass_on(live, stage, output)
+            if stage.final_output:
+                live.show(stage, output)
+            if output.failure is not None:
+                raise ValueError(output.failure)
         except ValueError as error:
-            return self._end(live, str(error))
-        if live.waiting or live.preparing or self._guarded.has(live):
+            return self._end(live, f"stage {name!r}: {error}")
+        for chunk in event.chunks:
+            self._hand_on(live, chunk)
+        if output.finished:
+            live.finished[name] = output
+            self._enter_ready_stages(live)
+        if live.waiting or live.inside:
             return None
         del self._live[live.request_id]
         return live.snapshot(finished=True)
 
-    def _pass_on(self, live: LiveRequest, stage: Stage, output: StageOutput) -> None:
-        """Show what a stage put out to the user, and hand it to the stages behind.
+    def _hand_on(self, live: LiveRequest, chunk: Chunk) -> None:
+        """Send a chunk to the stage that it is for."""
+        stream = live.streams[chunk.consumer]
+        if not stream.is_open:
+            return
+        stream.outstanding += 1
+        if stream.has_begun:
+            extend = Extend(live.request_id, chunk.output, chunk.first_row)
+            self._links[chunk.consumer].send(extend)
+        else:
+            stream.has_begun = True
+            self._enter(live, chunk.consumer, (chunk.output,), first_row=chunk.first_row)
 
-        Raises:
-            ValueError: the stage failed the request, or one behind refused it.
-        """
-        with blamed_on(stage, live):
-            if stage.final_output:
-                live.show(stage, output)
-            if (failure := _failure(output)) is not None:
-                raise ValueError(failure)
-        if output.finished:
-            self._edges.leave(live, stage)
-        self._edges.hand_on(live, stage, output)
-        if output.finished:
-            live.finished[stage.name] = output
-            self._enter_ready_stages(live)
-
-    def _admit_prepared(self) -> dict[str, OmniOutput]:
-        """Let in what has been prepared; the last outputs of those that were refused."""
-        refused: dict[str, OmniOutput] = {}
-        for done in [] if self._preparations is None else self._preparations.take():
-            live, had_begun = done.owner, done.owner.has_begun
-            try:
-                if done.error is not None:
-                    raise done.error
-                for stage_name, admit in done.made:
-                    live.preparing.discard(stage_name)
-                    admit()
-                    live.has_begun = True
-            except ValueError as error:
-                refused[live.request_id] = self._end(live, str(error))
-                if not had_begun:
-                    # As if it had never been added.
-                    refused[live.request_id] = refusal(live.request_id, error)
-        return refused
-
-    def _enter_ready_stages(self, live: LiveRequest, group: object | None = None) -> None:
-        """Let a request into every stage whose sources are all done with it.
-
-        Args:
-            live: the request.
-            group: None for stages behind others: what takes no time worth speaking of enters them
-                at once.
-
-        Raises:
-            ValueError: a transform or a stage refused it; it may be in some stages by then.
-        """
+    def _enter_ready_stages(self, live: LiveRequest) -> None:
+        """Let a request into every stage whose sources are all done with it."""
         whole = {
             name: () if inputs is None else inputs.sources
             for name in self._pipeline.order
             if name in live.waiting and name not in live.streams
             for inputs in [self._pipeline.stages[name].inputs]
         }
-        begun: dict[str, Prepare] = {}
-        all_light = True
         for name, sources in whole.items():
             if all(source in live.finished for source in sources):
-                stage = self._pipeline.stages[name]
-                outputs = [live.finished[source] for source in sources]
-                prompt = self._guarded.prompt(live, stage, outputs)
-                light = is_light(prompt)
-                if self._preparations is None or (group is None and light):
-                    self._guarded.enter(live, stage, prompt)
-                else:
-                    begun[name] = self._guarded.begin(live, stage, prompt)
-                    all_light &= light
-        if begun and self._preparations is not None:
-            live.preparing |= begun.keys()
-            work = partial(_prepare_all, begun)
-            self._preparations.submit(Preparation(live, work, group), light=all_light)
+                self._enter(live, name, tuple(live.finished[source] for source in sources))
         # Tensors of a long request are large: nothing is kept longer than a stage waits for it.
         needed = {source for name in whole if name in live.waiting for source in whole[name]}
         live.finished = {name: out for name, out in live.finished.items() if name in needed}
+
+    def _enter(
+        self,
+        live: LiveRequest,
+        name: str,
+        sources: tuple[StageOutput, ...] = (),
+        *,
+        first_row: int = 0,
+        group: int | None = None,
+    ) -> None:
+        """Send a request into a stage that it waited for."""
+        enter = live.enter(next(self._tickets), name, sources)
+        self._stays[enter.ticket] = (live, name)
+        self._links[name].send(replace(enter, first_row=first_row, group=group))
+
+    def _leave(self, live: LiveRequest, name: str) -> None:
+        """A stage is done with a request, and takes no more chunks of it."""
+        del self._stays[live.inside.pop(name)]
+        stream = live.streams.get(name)
+        if stream is not None:
+            stream.is_open = False
+            if stream.source in live.inside:
+                self._links[stream.source].send(CloseStream(live.request_id, name))
+
+    def _give_way(self) -> None:
+        """Let the oldest request that rests go on, if the pipeline would stand still otherwise."""
+        resting = (
+            (live, name)
+            for live in self._live.values()
+            for name in reversed(self._pipeline.order)
+            if live.is_held_up(name)
+        )
+        first = next(resting, None)
+        if first is not None and self._links.check_idle():
+            live, name = first
+            self._links[name].send(Lift(live.request_id))
 
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
     ) -> OmniOutput:
         """Cut a request short; free what it holds everywhere."""
         self._abort(live)
-        self._live.pop(live.request_id, None)
         live.cut_short(reason)
         return live.snapshot(finished=True, error=error)
 
     def _abort(self, live: LiveRequest) -> None:
-        self._guarded.abort(live)
-        if self._preparations is not None:
-            self._preparations.drop(live)
-            live.preparing.clear()
+        for name, ticket in live.inside.items():
+            del self._stays[ticket]
+            self._links[name].send(Abort(live.request_id))
+        live.inside.clear()
+        self._live.pop(live.request_id, None)
 
 
 def refusal(request_id: str, error: Exception) -> OmniOutput:
@@ -292,17 +345,3 @@ def refusal(request_id: str, error: Exception) -> OmniOutput:
         # Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well.
         refused=is_told and isinstance(error.__cause__, ValueError | None),
     )
-
-
-def _prepare_all(begun: Mapping[str, Prepare]) -> list[tuple[str, Admit]]:
-    return [(name, prepare()) for name, prepare in begun.items()]
-
-
-def _failure(output: StageOutput) -> str | None:
-    if not output.finished:
-        return None
-    if output.error is not None:
-        return output.error
-    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-        return f"it ended the request early ({output.finish_reason})"
-    return None

@@ -33,6 +33,8 @@ engine
 stages.stage, stages.placement
 stages.transforms
 stages
+stages.worker
+stages.remote
 stage_configs, omni.documents
 omni.seeded
 omni.pipelines, omni.requests

@@ -15,8 +15,8 @@ from engine.interface.engine import Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.omni import Omni
-from omni.runtime.preparations import Preparation, Preparations, is_light
 from stages import AutoregressiveStage, StageRequest
+from stages.worker.preparations import Preparation, Preparations, is_light
 from tests.support.fake_stage import FakeStage
 
 PATIENCE_S = 60.0

@@ -14,10 +14,10 @@ import torch
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from omni import AutoregressiveStage, EncoderStage, Omni, OmniOutput, OmniRequest, Pipeline
-from omni.runtime.broken_stages import MOST_REBUILDS
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageInputs, StageOutput
 from stages.engine_stage import EngineStage
+from stages.worker.broken_stage import MOST_REBUILDS
 from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault
@@ -26,6 +26,7 @@ from tests.support.speech_pipeline import speech_stages, start, told, until, who
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 IDS = [tuple(range(start, start + 21)) for start in (20, 20, 50, 90)]
 REQUESTS = [OmniRequest(TokensPrompt(ids), f"r{number}") for number, ids in enumerate(IDS)]
+ENGINE = ("engine", "prefix_cache")
 AGAIN = "it broke while it had this request, and was built anew: ask again"
 
 
@@ -273,7 +274,7 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
         assert isinstance(stage, EngineStage)
         forbid_mending(stage.engine, monkeypatch)
         engines.append(stage.engine)
-    with LineFault(53 + 7 * turn, error) as fault:
+    with LineFault(53 + 7 * turn, error, folders=ENGINE) as fault:
         take(orchestrator.step())
     assert fault.place is not None
     monkeypatch.undo()
@@ -309,7 +310,7 @@ def test_a_step_that_is_interrupted_once_fails_nobody(
 
     for _ in range(turn):
         take(orchestrator.step())
-    with LineFault(53 + 7 * turn, error) as fault:
+    with LineFault(53 + 7 * turn, error, folders=ENGINE) as fault:
         take(orchestrator.step())
     assert fault.place is not None
     take(list(drain(orchestrator).values()))

@@ -1,38 +1,24 @@
-"""What flows over a streamed edge: one request's chunks, cut from what its source has made."""
+"""Cuts one request's output into the chunks that flow over a streamed edge."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine import Prompt
 from engine.interface.deferred import items_from, num_items, with_fields
-from stages import Stage, StageOutput
+from stages.stage import Stage, StageOutput
+from stages.worker.messages import Chunk, StreamedEdge, StreamPlace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Chunk", "ChunkStream"]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a source's output.
-
-    Attributes:
-        output: the source's, with the ``token_ids`` and the rows of ``tensors`` that are new.
-        first_row: place of the first of these rows in the source's sequence.
-    """
-
-    output: StageOutput
-    first_row: int
+__all__ = ["ChunkCutter"]
 
 
 @dataclass(slots=True)
-class ChunkStream:
-    """One request on one streamed edge.
+class ChunkCutter:
+    """One request on one streamed edge, in the source's worker.
 
     A chunk is due when the source has generated ``chunk_size`` tokens since the one before, or is
     done. It holds all that is new. The newest token's forward pass is still to come, so that rows
@@ -52,33 +38,36 @@ class ChunkStream:
 
     Attributes:
         source: the stage that the chunks come from.
-        consumer: the stage that takes them.
-        chunk_size: tokens after which the next chunk is due.
-        max_pending: chunks that may wait; see :attr:`is_full`.
+        edge: where they go.
         next_token: how many generated tokens have been handed on.
         next_row: how many rows have.
-        pending: prompts made of the chunks that the consumer has yet to take.
+        outstanding: chunks that the consumer has not taken yet.
         is_open: whether the consumer takes any more.
     """
 
     source: Stage
-    consumer: Stage
-    chunk_size: int
-    max_pending: int
+    edge: StreamedEdge
     next_token: int = 0
     next_row: int = 0
-    pending: deque[Prompt] = field(default_factory=deque)
+    outstanding: int = 0
     is_open: bool = True
+
+    @classmethod
+    def at(cls, source: Stage, edge: StreamedEdge, place: StreamPlace) -> ChunkCutter:
+        """One that goes on where another one stood."""
+        return cls(
+            *(source, edge, place.next_token, place.next_row, place.outstanding, place.is_open)
+        )
 
     @property
     def is_full(self) -> bool:
         """Whether no more chunks should come for now."""
-        return len(self.pending) >= self.max_pending
+        return self.is_open and self.outstanding >= self.edge.max_pending
 
-    def close(self) -> None:
-        """Drop what is pending and take no more: the consumer is done."""
-        self.is_open = False
-        self.pending.clear()
+    @property
+    def has_cut(self) -> bool:
+        """Whether anything was handed on."""
+        return bool(self.next_token or self.next_row)
 
     def cut(self, output: StageOutput) -> Chunk | None:
         """Take the next chunk off what the source has made so far; None if none is due.
@@ -89,13 +78,13 @@ class ChunkStream:
         Raises:
             Exception: whatever the source raises when it is asked for its rows.
         """
-        if not self.is_open:
+        if not self.is_open or output.failure is not None:
             return None
         if output.finished:
             tensors = {name: rows[self.next_row :] for name, rows in output.tensors.items()}
             return self._take(output, tensors)
         num_tokens = num_items(output, "token_ids")
-        if num_tokens - self.next_token < self.chunk_size:
+        if num_tokens - self.next_token < self.edge.chunk_size:
             return None
         num_rows = output.num_prompt_tokens + num_tokens - 1 - self.next_row
         rows = self._partial_tensors(output.request_id, num_rows)
@@ -115,4 +104,6 @@ class ChunkStream:
         token_ids = items_from(output, "token_ids", self.next_token)
         self.next_token += len(token_ids)
         self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
-        return Chunk(with_fields(output, token_ids=token_ids, tensors=tensors), first_row)
+        self.outstanding += 1
+        piece = with_fields(output, token_ids=token_ids, tensors=tensors)
+        return Chunk(self.edge.consumer, piece, first_row)

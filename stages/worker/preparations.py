@@ -1,4 +1,4 @@
-"""Makes requests ready for stages in threads beside the one that steps."""
+"""Makes requests ready for a stage in threads beside the one that steps."""
 
 from __future__ import annotations
 

@@ -1,0 +1,83 @@
+"""The ways to a pipeline's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from omni.pipelines.pipeline import Pipeline
+from stages import Stage
+from stages.worker.messages import StreamedEdge
+from stages.worker.stage_link import LinkedStage, StageLink
+from stages.worker.stage_worker import StageWorker
+
+__all__ = ["StageLinks", "streamed_edges"]
+
+
+class StageLinks(Mapping[str, StageLink]):
+    """A way to every stage of a pipeline: a worker in this thread, or the stage's own elsewhere.
+
+    Args:
+        pipeline: the stages; they must be idle.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        edges = streamed_edges(pipeline)
+        self._links = {
+            name: _link(pipeline, stage, edges[name]) for name, stage in pipeline.stages.items()
+        }
+
+    def __getitem__(self, name: str) -> StageLink:
+        return self._links[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._links)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any stage would do or tell anything."""
+        return any(link.has_work for link in self._links.values())
+
+    @property
+    def time_to_work(self) -> float | None:
+        """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
+        times = (link.time_to_work for link in self._links.values())
+        return min((time for time in times if time is not None), default=None)
+
+    def check_idle(self) -> bool:
+        """Whether nothing has moved in any stage since this was asked before."""
+        return all([link.check_idle() for link in self._links.values()])
+
+    def tell_news(self, on_news: Callable[[], None]) -> None:
+        """Have a function called, in any thread, when :attr:`has_work` may have become true."""
+        for link in self._links.values():
+            link.tell_news(on_news)
+
+    def prepare_aside(self) -> None:
+        """Have requests made ready in other threads from now on."""
+        for link in self._links.values():
+            link.prepare_aside()
+
+    def close(self) -> None:
+        """Wait for the threads that prepare requests, if there are any."""
+        for link in self._links.values():
+            link.close()
+
+
+def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
+    """By source, the edges with a ``chunk_size``."""
+    edges: dict[str, list[StreamedEdge]] = {name: [] for name in pipeline.order}
+    for name, stage in pipeline.stages.items():
+        inputs = stage.inputs
+        if inputs is not None and inputs.chunk_size is not None:
+            edge = StreamedEdge(name, inputs.chunk_size, inputs.max_pending_chunks)
+            edges[inputs.sources[0]].append(edge)
+    return {name: tuple(of_source) for name, of_source in edges.items()}
+
+
+def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
+    if isinstance(stage, LinkedStage):
+        return stage.link
+    return StageWorker(stage, pipeline.transforms.get(stage.name), edges)

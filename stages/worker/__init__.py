@@ -1,0 +1,6 @@
+"""One stage's worker: driven by commands, telling events; knows no other stage and no pipeline.
+
+Imports engine and stages.
+"""
+
+__all__: tuple[str, ...] = ()

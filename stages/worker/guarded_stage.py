@@ -1,0 +1,189 @@
+"""A stage, kept from spoiling more than the requests that it has when it fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from engine.interface.engine import Admit, Prepare
+from stages.stage import Stage, StageOutput
+from stages.worker.broken_stage import BrokenStage
+from stages.worker.stay import Stay
+
+__all__ = ["GuardedStage"]
+
+_logger = logging.getLogger(f"omni.{__name__}")
+
+
+class GuardedStage:
+    """Who is in a stage, and what becomes of them if it breaks.
+
+    Whatever the stage or its transform raises becomes one error with the stage's name. A stage that
+    cannot be cleaned up after a failure is built anew. Of the requests that it had, those of which
+    nothing was told yet begin anew in it, once; the others fail.
+
+    Args:
+        stage: idle.
+
+    Attributes:
+        stage: as given.
+        inside: the requests that it has, by their ids.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.inside: dict[str, Stay] = {}
+        self._broken = BrokenStage(stage)
+        # What is to be told to requests that it lost when it was built anew.
+        self._lost: dict[str, str] = {}
+
+    def begin(self, stay: Stay) -> Prepare:
+        """Begin to hand the stage a request, whose prompt is made.
+
+        Returns:
+            What prepares it, in any thread, and gives what lets it in, in this one. All three
+            raise ``ValueError`` if the stage refuses it, or can be used no more.
+        """
+        self._check_usable()
+        assert stay.request is not None, "its prompt has been made"
+        with self.blamed(stay.request_id):
+            prepare = self.stage.begin_request(stay.request)
+
+        def prepared() -> Admit:
+            with self.blamed(stay.request_id):
+                admit = prepare()
+            return lambda: self._admit(stay, admit)
+
+        return prepared
+
+    def _check_usable(self) -> None:
+        if self._broken.is_broken and (failure := self._rebuild()) is not None:
+            raise ValueError(f"stage {self.stage.name!r}: {failure}")
+
+    def _admit(self, stay: Stay, admit: Admit) -> None:
+        self._check_usable()
+        self.inside[stay.request_id] = stay
+        stay.is_inside = True
+        with self.blamed(stay.request_id):
+            try:
+                admit()
+            except Exception as error:
+                if not self.stage.is_broken:
+                    raise
+                # Since earlier, perhaps: without requests there was nothing to tell it by.
+                self._broken.note(error)
+                self._rebuild()
+                if (failure := self._lost.pop(stay.request_id, None)) is not None:
+                    raise ValueError(failure) from error
+
+    def step(self) -> tuple[list[StageOutput], Mapping[str, str]]:
+        """One unit of work of the stage.
+
+        Returns:
+            Its outputs; and ``request_id -> error`` of those requests that it has lost, which all
+            are still inside.
+        """
+        lost = self._lost
+        if self._broken.is_broken:
+            self._rebuild()
+        elif not lost:
+            try:
+                return self.stage.step(), {}
+            except Exception as error:  # whatever it is, the other stages' requests go on
+                if self.stage.is_broken:
+                    self._broken.note(error)
+                    self._rebuild()
+                else:
+                    _logger.exception("stage %r failed in a step", self.stage.name)
+                    message = f"its step failed: {type(error).__name__}: {error}"
+                    lost.update(dict.fromkeys(self.inside, message))
+        self._lost = {}
+        return [], lost
+
+    def recover(self) -> None:
+        """After a failed step, trust nothing that the stage had cached; it must be idle."""
+        if self._broken.is_broken:
+            return
+        try:
+            self.stage.reset_prefix_cache()
+            self.stage.check_integrity()
+        except Exception as error:
+            self._broken.note(error)
+
+    def leave(self, stay: Stay, *, has_failed: bool) -> None:
+        """The stage is done with a request."""
+        del self.inside[stay.request_id]
+        stay.is_inside = False
+        if not has_failed:
+            self._broken.note_success()
+
+    def resume(self, stay: Stay) -> None:
+        """Let a paused request go on."""
+        stay.is_paused = False
+        if self._broken.is_broken:
+            return
+        try:
+            self.stage.resume_request(stay.request_id)
+        except Exception as error:  # its requests end, or begin anew, in the next step
+            self._broken.note(error)
+
+    def drop(self, stay: Stay) -> None:
+        """Take a request out of the stage, if that has it."""
+        if not stay.is_inside:
+            return
+        del self.inside[stay.request_id]
+        stay.is_inside = False
+        self._lost.pop(stay.request_id, None)
+        try:
+            self.stage.abort(stay.request_id)
+        except Exception as error:  # the request is over either way; the stage may be as well
+            if not self._broken.is_broken:
+                self._broken.note(error)
+
+    def _rebuild(self) -> str | None:
+        """Build the broken stage anew, and see to the requests that it had.
+
+        Returns:
+            Why it can be used no more; None if it can.
+        """
+        try:
+            told = self._broken.rebuild()
+        except ValueError as error:
+            self._lost.update(dict.fromkeys(self.inside, str(error)))
+            return str(error)
+        for request_id, stay in self.inside.items():
+            stay.is_paused = False
+            if request_id not in self._lost and not self._begin_anew(stay):
+                self._lost[request_id] = told
+        return None
+
+    def _begin_anew(self, stay: Stay) -> bool:
+        """Hand a request to the stage once more, if nobody can tell the difference."""
+        # Of a prompt that came in chunks, those that were taken are gone.
+        if stay.has_begun_anew or stay.is_streamed or stay.was_told_of or stay.request is None:
+            return False
+        stay.has_begun_anew = True
+        try:
+            with self.blamed(stay.request_id):
+                self.stage.add_request(stay.request)
+        except ValueError:
+            _logger.exception("request %r could not begin anew", stay.request_id)
+            return False
+        return True
+
+    @contextmanager
+    def blamed(self, request_id: str) -> Iterator[None]:
+        """Turn whatever the stage or its transform raises, which may be a user's, into one error.
+
+        Raises:
+            ValueError: with the stage's name.
+        """
+        name = self.stage.name
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"stage {name!r}: {error}") from error
+        except Exception as error:
+            _logger.exception("stage %r failed on request %r", name, request_id)
+            raise ValueError(f"stage {name!r}: {type(error).__name__}: {error}") from error

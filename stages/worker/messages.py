@@ -1,0 +1,198 @@
+"""What a stage's worker is told, and what it tells.
+
+Commands go from the orchestrator to a worker, events come back. They hold live objects; a worker in
+another process gets them encoded, tensors apart::
+
+    orchestrator ── Enter, Extend, Credit, CloseStream, Lift, Abort ──► worker
+    orchestrator ◄── Moved, Took, Failed ──────────────────────────── worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from engine import Prompt, SamplingParams
+from stages.stage import StageOutput
+
+__all__ = [
+    "Abort",
+    "Chunk",
+    "CloseStream",
+    "Command",
+    "Credit",
+    "Enter",
+    "Event",
+    "Extend",
+    "Failed",
+    "Lift",
+    "Moved",
+    "StreamPlace",
+    "StreamedEdge",
+    "Took",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedEdge:
+    """An edge with a ``chunk_size``, as its source's worker knows it.
+
+    Attributes:
+        consumer: the stage that takes the chunks.
+        chunk_size: generated tokens after which the next chunk is due.
+        max_pending: chunks that the consumer may not have taken yet before a request is paused.
+    """
+
+    consumer: str
+    chunk_size: int
+    max_pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """How much of a request has gone over one streamed edge.
+
+    Attributes:
+        next_token: generated tokens that were handed on.
+        next_row: rows that were.
+        outstanding: chunks that the consumer has not taken yet.
+        is_open: whether the consumer takes any more.
+    """
+
+    next_token: int = 0
+    next_row: int = 0
+    outstanding: int = 0
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a source's output, on its way over a streamed edge.
+
+    Attributes:
+        consumer: the stage that it is for.
+        output: the source's, with the ``token_ids`` and the rows of ``tensors`` that are new.
+        first_row: place of the first of these rows in the source's sequence.
+    """
+
+    consumer: str
+    output: StageOutput
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A request comes to a stage. Events about it carry its ``ticket``.
+
+    Attributes:
+        ticket: tells this stay from any other one, of the same request as well.
+        request_id: of the request.
+        prompt: the user's.
+        sources: what the stage's transform makes its prompt of: the finished outputs of the stages
+            that feed it, or the first chunk over a streamed edge; ``()`` for a root, which gets
+            the user's prompt.
+        first_row: of the first chunk; else 0.
+        sampling: replaces the stage's own parameters; None keeps them.
+        priority: lower runs earlier.
+        cache_salt: only requests with the same salt share cached blocks.
+        speaker: whose voice is wanted.
+        streams: by consumer, where its streamed edges begin, if not at the beginning.
+        group: of requests that are to begin in one turn; None for one that begins by itself.
+    """
+
+    ticket: int
+    request_id: str
+    prompt: Prompt
+    sources: tuple[StageOutput, ...] = ()
+    first_row: int = 0
+    sampling: SamplingParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    speaker: str | None = None
+    streams: Mapping[str, StreamPlace] = field(default_factory=dict)
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """The next chunk of a request that the stage has."""
+
+    request_id: str
+    source: StageOutput
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A consumer has taken a chunk of a request that this stage has."""
+
+    request_id: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """A consumer takes no more chunks of a request that this stage has."""
+
+    request_id: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """Let a paused request go on until it has made a chunk: the pipeline stands still."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop a request; nothing is told of it any more."""
+
+    request_id: str
+
+
+Command: TypeAlias = Enter | Extend | Credit | CloseStream | Lift | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A stage put something out. If the output is finished, the stage has the request no more.
+
+    Attributes:
+        ticket: of the stay.
+        output: what the stage has made so far.
+        chunks: what is due on its streamed edges.
+    """
+
+    ticket: int
+    output: StageOutput
+    chunks: tuple[Chunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """A stage has taken a chunk."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request cannot go on; the stage has it no more.
+
+    Attributes:
+        ticket: of the stay.
+        error: why, with the stage's name.
+        has_begun: whether the stage had let it in.
+        refused: whether it could not run as it was asked for: it is the asker's to mend.
+    """
+
+    ticket: int
+    error: str
+    has_begun: bool = True
+    refused: bool = False
+
+
+Event: TypeAlias = Moved | Took | Failed

@@ -1,0 +1,78 @@
+"""How an orchestrator reaches a stage, wherever the stage runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from stages.stage import Stage
+from stages.worker.messages import Command, Event
+
+__all__ = ["LinkedStage", "StageLink"]
+
+
+class StageLink(ABC):
+    """One stage's worker, or the way to it.
+
+    ``send`` and ``news`` never wait and never raise: whatever goes wrong with a request becomes an
+    event about it. All methods are for one thread.
+
+    ::
+
+        send(command) ──► ...  the worker, in this thread or elsewhere  ... ──► news()
+    """
+
+    @abstractmethod
+    def send(self, command: Command) -> None:
+        """Hand a command in; they take effect in this order."""
+
+    @abstractmethod
+    def work(self) -> None:
+        """Do one unit of work, where the stage is driven by the caller."""
+
+    @abstractmethod
+    def news(self) -> list[Event]:
+        """What happened since this was last called."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether :meth:`work` would do anything, or :meth:`news` give anything."""
+
+    @abstractmethod
+    def check_idle(self) -> bool:
+        """Whether nothing has moved in the stage since this was asked before.
+
+        A turn without an output need not mean that: a long prompt takes several steps, and a
+        vocoder many to one piece of sound. Stages count the steps in which they had work.
+        """
+
+    @property
+    def time_to_work(self) -> float | None:
+        """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
+        return None
+
+    @abstractmethod
+    def tell_news(self, on_news: Callable[[], None]) -> None:
+        """Have a function called, in any thread, when :attr:`has_work` may have become true."""
+
+    @abstractmethod
+    def prepare_aside(self) -> None:
+        """Have requests made ready in other threads from now on, so that no work waits for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the link itself has; the stage is closed by its pipeline."""
+
+
+class LinkedStage(Stage):
+    """A stage that is driven elsewhere, and reached by a link of its own.
+
+    It answers what a stage is asked between requests (its facts, counters and settings);
+    ``add_request`` and ``step`` are its worker's.
+    """
+
+    @property
+    @abstractmethod
+    def link(self) -> StageLink:
+        """The way to its worker."""

@@ -1,0 +1,310 @@
+"""Drives one stage: takes commands, makes prompts, steps, cuts chunks, tells events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine import CodecPrompt, Prompt, SpeechPrompt
+from engine.interface.deferred import with_fields
+from engine.interface.engine import Admit, Prepare
+from stages.stage import Stage, StageOutput, StageRequest, Transform, TransformContext
+from stages.worker.chunk_cutter import ChunkCutter
+from stages.worker.guarded_stage import GuardedStage
+from stages.worker.messages import (
+    Abort,
+    CloseStream,
+    Command,
+    Credit,
+    Enter,
+    Event,
+    Extend,
+    Failed,
+    Lift,
+    Moved,
+    StreamedEdge,
+    StreamPlace,
+    Took,
+)
+from stages.worker.preparations import Preparation, Preparations, is_light
+from stages.worker.stage_link import StageLink
+from stages.worker.stay import Stay
+
+__all__ = ["StageWorker"]
+
+
+class StageWorker(StageLink):
+    """Owns a stage and every request's stay in it. ::
+
+        Enter ──► transform ──► made ready ──► stage.step ──► Moved: output, chunks
+        Extend ─► transform ──► pending ──► stage.extend_request ──► Took
+
+    A request whose chunks are not taken as fast as they come rests in the stage, before its next
+    step. Whatever goes wrong with one request ends that request alone, and is told of it.
+
+    Args:
+        stage: idle; this worker's from now on.
+        transform: makes prompts of what the stage's sources put out; None for a root.
+        edges: the streamed edges that leave the stage.
+    """
+
+    def __init__(
+        self, stage: Stage, transform: Transform | None, edges: Sequence[StreamedEdge] = ()
+    ) -> None:
+        stage.ownership.check()
+        self.stage = stage
+        self._transform = transform
+        self._edges = tuple(edges)
+        self._guarded = GuardedStage(stage)
+        self._stays: dict[str, Stay] = {}
+        self._news: list[Event] = []
+        self._preparations: Preparations[Stay] | None = None
+        self._on_news: Callable[[], None] | None = None
+        self._has_moved = False
+        # Counted by the stage when it was last asked whether it is idle.
+        self._num_steps = -1
+
+    def tell_news(self, on_news: Callable[[], None]) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._on_news = on_news
+
+    def prepare_aside(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._preparations = Preparations(self._on_news)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything: not while all requests are only being prepared."""
+        has_ready = self._preparations is not None and self._preparations.has_ready
+        return bool(self._news or self._guarded.inside) or has_ready
+
+    def check_idle(self) -> bool:
+        """Whether nothing has moved since this was asked before."""
+        if self._has_moved:
+            self._has_moved, self._num_steps = False, -1
+            return False
+        before, self._num_steps = self._num_steps, self.stage.stats().num_steps
+        return self._num_steps == before
+
+    @property
+    def time_to_work(self) -> float | None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        return None if self._preparations is None else self._preparations.time_to_ready
+
+    def close(self) -> None:
+        """Wait for the threads that prepare requests, if there are any."""
+        if self._preparations is not None:
+            self._preparations.close()
+
+    def news(self) -> list[Event]:
+        """What happened since this was last called."""
+        news, self._news = self._news, []
+        return news
+
+    def send(self, command: Command) -> None:
+        """Do what is commanded, at once."""
+        self._has_moved = True
+        if isinstance(command, Enter):
+            self._enter(command)
+            return
+        stay = self._stays.get(command.request_id)
+        if stay is None:  # it has ended, which whoever sent this did not know yet
+            return
+        match command:
+            case Extend():
+                self._extend(stay, command)
+            case Credit():
+                cutter = stay.cutters[command.consumer]
+                cutter.outstanding = max(0, cutter.outstanding - 1)
+                self._resume_if_drained(stay)
+            case CloseStream():
+                stay.cutters[command.consumer].is_open = False
+                self._resume_if_drained(stay)
+            case Lift():
+                if stay.is_paused:
+                    self._guarded.resume(stay)
+            case Abort():
+                self._drop(stay)
+
+    def work(self) -> None:
+        """Let in what has been prepared; one step of the stage; hand it the chunks it waits for."""
+        self._admit_prepared()
+        inside = self._guarded.inside
+        if not inside:
+            return
+        self._let_rest()
+        outputs, lost = self._guarded.step()
+        for output in outputs:
+            if (stay := inside.get(output.request_id)) is not None:
+                self._tell(stay, output)
+        if not lost and inside and not self.stage.has_unfinished_requests:
+            message = "it lost the request: it has no work left, but never put it out"
+            lost = dict.fromkeys(inside, message)
+        for request_id, failure in lost.items():
+            self._fail(inside[request_id], ValueError(f"stage {self.stage.name!r}: {failure}"))
+        if lost and not inside:
+            self._guarded.recover()
+        for stay in [stay for stay in inside.values() if stay.pending]:
+            self._deliver(stay)
+        self._has_moved |= bool(self._news)
+
+    def _enter(self, enter: Enter) -> None:
+        cutters = {
+            edge.consumer: ChunkCutter.at(
+                self.stage, edge, enter.streams.get(edge.consumer, StreamPlace())
+            )
+            for edge in self._edges
+        }
+        is_streamed = self.stage.inputs is not None and self.stage.inputs.chunk_size is not None
+        # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
+        stay = Stay(replace(enter, sources=()), cutters, is_streamed=is_streamed)
+        self._stays[enter.request_id] = stay
+        try:
+            prompt = self._prompt(stay, enter.sources, enter.first_row)
+            stay.request = StageRequest(
+                request_id=enter.request_id,
+                prompt=prompt,
+                sampling=enter.sampling,
+                priority=enter.priority,
+                cache_salt=enter.cache_salt,
+            )
+            if is_streamed:
+                self._news.append(Took(enter.ticket))
+            self._let_in(stay, self._guarded.begin(stay), is_light(prompt))
+        except ValueError as error:
+            self._refuse(stay, error)
+
+    def _let_in(self, stay: Stay, prepare: Prepare, light: bool) -> None:
+        """Let a request in, now or when it is ready.
+
+        Raises:
+            ValueError: the stage refuses it.
+        """
+        group = stay.enter.group
+        # Behind other stages, what takes no time worth speaking of enters at once.
+        if self._preparations is None or (group is None and light):
+            admit = prepare()
+            admit()
+        else:
+            self._preparations.submit(Preparation(stay, prepare, group), light=light)
+
+    def _admit_prepared(self) -> None:
+        for done in [] if self._preparations is None else self._preparations.take():
+            stay = done.owner
+            try:
+                if done.error is not None:
+                    raise done.error
+                admit: Admit = done.made
+                admit()
+                self._deliver(stay)
+            except ValueError as error:
+                self._refuse(stay, error)
+
+    def _extend(self, stay: Stay, extend: Extend) -> None:
+        try:
+            stay.pending.append(self._prompt(stay, (extend.source,), extend.first_row))
+        except ValueError as error:
+            self._fail(stay, error)
+        else:
+            self._deliver(stay)
+
+    def _deliver(self, stay: Stay) -> None:
+        """Hand the stage the chunks that it can use now."""
+        try:
+            while stay.pending and stay.is_inside:
+                with self._guarded.blamed(stay.request_id):
+                    if not self.stage.needs_input(stay.request_id):
+                        break
+                    self.stage.extend_request(stay.request_id, stay.pending.popleft())
+                self._news.append(Took(stay.enter.ticket))
+        except ValueError as error:
+            self._fail(stay, error)
+
+    def _prompt(self, stay: Stay, sources: Sequence[StageOutput], first_row: int) -> Prompt:
+        """A request's prompt: the user's own, or what the stage's transform makes.
+
+        Raises:
+            ValueError: the transform failed, or made what is no prompt or would never end.
+        """
+        enter = stay.enter
+        is_last = all(source.finished for source in sources)
+        with self._guarded.blamed(enter.request_id):
+            prompt = enter.prompt
+            if self._transform is not None:
+                context = TransformContext(
+                    enter.request_id,
+                    enter.prompt,
+                    tuple(sources),
+                    speaker=enter.speaker,
+                    first_row=first_row,
+                    is_last=is_last,
+                )
+                made: object = self._transform(context)  # a user's code may return anything
+                if not isinstance(made, Prompt):
+                    kind = type(made).__name__
+                    raise ValueError(f"its transform returned a {kind}, not a prompt")
+                prompt = made
+            # A stage would wait for more, which never comes.
+            if is_last and isinstance(prompt, CodecPrompt | SpeechPrompt) and not prompt.is_last:
+                raise ValueError(
+                    f"it got a {type(prompt).__name__} with is_last=False, but nothing follows; a "
+                    "transform hands on the is_last of its context"
+                )
+        return prompt
+
+    def _let_rest(self) -> None:
+        """Pause the requests that have made a chunk which nobody has room for."""
+        for stay in list(self._guarded.inside.values()):
+            # Only after a cut: a request whose pause was lifted goes on until it has made a chunk.
+            if not stay.has_cut:
+                continue
+            stay.has_cut = False
+            if stay.is_held_up:
+                try:
+                    with self._guarded.blamed(stay.request_id):
+                        self.stage.pause_request(stay.request_id)
+                    stay.is_paused = True
+                except ValueError as error:
+                    self._fail(stay, error)
+
+    def _resume_if_drained(self, stay: Stay) -> None:
+        if stay.is_paused and not stay.is_held_up:
+            self._guarded.resume(stay)
+
+    def _tell(self, stay: Stay, output: StageOutput) -> None:
+        """Tell what the stage put out, with the chunks that are due."""
+        stay.was_told_of |= bool(self.stage.final_output)
+        if output.finished:
+            self._guarded.leave(stay, has_failed=output.failure is not None)
+            del self._stays[stay.request_id]
+        try:
+            with self._guarded.blamed(stay.request_id):
+                cut = [cutter.cut(output) for cutter in stay.cutters.values()]
+        except ValueError as error:
+            # What it made so far is told, and that nothing follows.
+            self._news.append(Moved(stay.enter.ticket, with_fields(output, finished=False)))
+            self._fail(stay, error)
+            return
+        chunks = tuple(chunk for chunk in cut if chunk is not None)
+        if chunks:
+            stay.has_cut = stay.was_told_of = True
+        self._news.append(Moved(stay.enter.ticket, output, chunks))
+
+    def _refuse(self, stay: Stay, error: ValueError) -> None:
+        """Tell that a request could not begin here."""
+        self._drop(stay)
+        # Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well.
+        is_askers = isinstance(error.__cause__, ValueError | None)
+        failed = Failed(stay.enter.ticket, str(error), has_begun=False, refused=is_askers)
+        self._news.append(failed)
+
+    def _fail(self, stay: Stay, error: ValueError) -> None:
+        self._drop(stay)
+        self._news.append(Failed(stay.enter.ticket, str(error)))
+
+    def _drop(self, stay: Stay) -> None:
+        self._guarded.drop(stay)
+        if self._preparations is not None:
+            self._preparations.drop(stay)
+        if self._stays.get(stay.request_id) is stay:
+            del self._stays[stay.request_id]
