@@ -123,10 +123,11 @@ def of_main(name: str) -> object:
 
 
 def of_no_path() -> object:
+    function = of_main("mine")
     module = ModuleType("made_up_module")
-    exec("def mine(context):\n    return 'x'\n", vars(module))
+    function.__module__, module.mine = module.__name__, function  # type: ignore[attr-defined]
     sys.modules["made_up_module"] = module
-    return module.mine
+    return function
 
 
 UNFINDABLE = {
