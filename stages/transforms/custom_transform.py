@@ -8,17 +8,18 @@ beside a pipeline's file is nobody's ``json``.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["FOLDER_PACKAGE", "load_custom", "locate_custom"]
+from stages.transforms.module_text import ModuleText
+from stages.transforms.transform_signature import check_written
+
+__all__ = ["FOLDER_PACKAGE", "imported_custom", "load_custom", "locate_custom"]
 
 FOLDER_PACKAGE = "omni_transforms_"
 """How the names begin of packages that stand for folders of pipelines' files."""
@@ -55,6 +56,17 @@ def locate_custom(spec: str, folder: Path | None) -> str:
         file = beside
     _check_defines(spec, file, function)
     return f"{file.resolve()}:{function}"
+
+
+def imported_custom(spec: str) -> object | None:
+    """What a name stands for, if its module is imported already and says so without running.
+
+    Args:
+        spec: as :func:`locate_custom` gives it.
+    """
+    module, function = _parts(spec)
+    imported = sys.modules.get(module)
+    return None if imported is None else vars(imported).get(function)
 
 
 def load_custom(spec: str) -> object:
@@ -150,41 +162,31 @@ def _source_in_package(spec: str, folders: list[Path], rest: list[str]) -> Path 
 
 
 def _check_defines(spec: str, file: Path, function: str) -> None:
-    """Whether a file's text has a top-level name; one whose names are made is believed."""
+    """Whether a file's text has a top-level name that may be a transform.
+
+    One whose names are made is believed, and so is whatever its text does not settle.
+    """
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
             f"transform {spec!r}: {str(file)!r} has more than {_MOST_BYTES} bytes; put the "
             "transform into a module of its own"
         )
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"transform {spec!r}: {str(file)!r} is no Python: {error}") from error
-    names = set(_top_level_names(tree.body))
-    if function not in names and not names & {"*", "__getattr__"}:
-        raise ValueError(_lacks(spec, str(file), function, list(names)))
-
-
-def _top_level_names(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.ClassDef(name=name):
-                yield name
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                for alias in aliases:
-                    yield alias.asname or alias.name.partition(".")[0]
-            case ast.Assign() | ast.AnnAssign() | ast.With() | ast.For():
-                for each in ast.walk(node):
-                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                        yield each.id
-                yield from _top_level_names(getattr(node, "body", []))
-            case ast.If() | ast.Try() | ast.TryStar():
-                for part in ("body", "orelse", "finalbody"):
-                    yield from _top_level_names(getattr(node, part, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from _top_level_names(handler.body)
+        text = ModuleText.read(file)
+    except ValueError as error:
+        raise ValueError(f"transform {spec!r}: {error}") from error
+    if function not in text.names and not text.makes_names:
+        raise ValueError(_lacks(spec, str(file), function, list(text.names)))
+    refusals: list[ValueError] = []
+    functions = text.functions(function)
+    for each in functions:
+        try:
+            check_written(each, spec)
+        except ValueError as error:
+            refusals.append(error)
+    # Of several definitions, one is chosen when the module runs.
+    if refusals and len(refusals) == len(functions):
+        raise refusals[0]
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar, cast
 
 from engine import Prompt
 from engine.interface.arguments import check_argument, check_names
 from stages.stage import StageOutput, Transform, TransformContext
-from stages.transforms.custom_transform import load_custom, locate_custom
+from stages.transforms.custom_transform import imported_custom, load_custom, locate_custom
+from stages.transforms.transform_signature import check_looks_like_one, check_takes_context
 
 __all__ = [
     "Requirements",
@@ -190,7 +192,11 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
             without importing it.
     """
     if is_custom(spec):
-        return locate_custom(spec, folder)
+        located = locate_custom(spec, folder)
+        imported = imported_custom(located)
+        if isinstance(imported, FunctionType | BuiltinFunctionType | type):
+            _check_is_one(imported, spec)
+        return located
     _registered(spec)
     return spec
 
@@ -220,8 +226,7 @@ def resolve_transform(spec: str | Transform) -> Transform:
     if not is_custom(spec):
         return _registered(spec)
     function: Any = load_custom(spec)
-    _check_signature(function, spec)
-    _check_looks_like_one(function, spec)
+    _check_is_one(function, spec)
     resolved: Transform = function
     return resolved
 
@@ -244,22 +249,17 @@ def _check_signature(function: object, name: str) -> None:
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"transform {name!r} is a coroutine function; it must be a plain one")
     try:
-        inspect.signature(function).bind(None)
-    except (TypeError, ValueError) as error:  # ValueError: it does not say what it takes
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"transform {name!r} must take exactly one argument, a TransformContext: {error}"
+            f"transform {name!r} must take exactly one argument, a TransformContext, and does not "
+            f"say what it takes: {error}"
         ) from error
+    check_takes_context(signature, name)
 
 
-def _check_looks_like_one(function: Callable[..., Any], name: str) -> None:
+def _check_is_one(function: Any, name: str) -> None:
     """Refuse to call what a file names if nothing says that it is a transform: ``os:system``."""
-    if hasattr(function, _REQUIREMENTS) or function in _REGISTRY.values():
-        return
-    argument = next(iter(inspect.signature(function).parameters.values()))
-    annotation = argument.annotation
-    named = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    if argument.name != "context" and named.rpartition(".")[2] != TransformContext.__name__:
-        raise ValueError(
-            f"{name!r} is no transform: the argument of one is named 'context' or annotated as a "
-            f"TransformContext, or it is declared by @omni.requires(); this one takes {argument}"
-        )
+    _check_signature(function, name)
+    if not hasattr(function, _REQUIREMENTS) and function not in _REGISTRY.values():
+        check_looks_like_one(inspect.signature(function), name)

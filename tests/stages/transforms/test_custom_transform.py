@@ -86,6 +86,9 @@ def test_what_is_not_there_is_told_without_running_anything(spec: str, told: str
         "if True:\n    class f: ...",
         "def __getattr__(name): ...",
         "with open('x') as f: ...",
+        "def f(x): ...\nf = str.strip",
+        "def f(x): ...\nfrom elsewhere import *",
+        "try:\n    from elsewhere import f\nexcept ImportError:\n    def f(x): ...",
     ],
 )
 def test_names_are_found_however_a_module_gives_them(text: str, tmp_path: Path):
@@ -143,8 +146,9 @@ def test_modules_see_what_lies_beside_them_by_relative_imports(tmp_path: Path):
     ["os:system", "builtins:print", "builtins:eval", "json:dumps", "time:sleep", "pathlib:Path"],
 )
 def test_what_is_no_transform_is_never_called(spec: str):
-    with pytest.raises(ValueError, match="is no transform|must take exactly one argument"):
-        resolve_transform(spec)
+    for look in (locate_transform, resolve_transform):
+        with pytest.raises(ValueError, match="is no transform|must take exactly one argument"):
+            look(spec)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +161,12 @@ def test_what_is_no_transform_is_never_called(spec: str):
         ("from stages import chunkable\n@chunkable\ndef f(x): ...", True),
         ("class F:\n    def __call__(self, context): ...\nf = F()", True),
         ("f = lambda context: 'x'", True),
-        ("def f(x): ...", False),
-        ("def f(command: str): ...", False),
+        ("if 0:\n    def f(x): ...\nelse:\n    def f(context): ...", True),
+        ("from stages import TransformContext as Seen\ndef f(x: Seen, /, *more): ...", True),
+        ("from stages import chunkable\ndef f(x): ...\nchunkable(f)", True),
         ("import os\nf = os.remove", False),
-        ("def f(context, other): ...", False),
-        ("async def f(context): ...", False),
+        ("def f(x): ...\nf = f", False),
+        ("def f(x: 'str'): ...", False),
     ],
 )
 def test_a_transform_says_that_it_is_one(text: str, is_one: bool, tmp_path: Path):
@@ -171,3 +176,29 @@ def test_a_transform_says_that_it_is_one(text: str, is_one: bool, tmp_path: Path
         return
     with pytest.raises(ValueError, match="no transform|exactly one argument|coroutine"):
         resolve_transform(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f(x): ...", "'mine:f' is no transform: .* this one takes x"),
+        ("def f(command: str): ...", "no transform: .* this one takes command: str"),
+        ("def f(x, /, y=1, *z, k=2, **more): ...", "no transform: .* this one takes x"),
+        ("def f(*context_and_more): ...", "no transform: "),
+        ("def f(context, other): ...", "exactly one argument, .*: missing a .* 'other'"),
+        ("def f(): ...", "exactly one argument, .*: too many"),
+        ("def f(*, context): ...", "exactly one argument, .*: too many"),
+        ("async def f(context): ...", "is a coroutine function"),
+        ("if 1:\n    def f(x): ...\nelse:\n    def f(): ...", "no transform: "),
+        ("from elsewhere import *\ndef f(x): ...", "no transform: "),
+    ],
+)
+def test_what_a_text_shows_to_be_no_transform_is_told_without_running_it(
+    text: str, told: str, tmp_path: Path
+):
+    write(tmp_path, {"mine.py": BOMB + text, "same.py": text})
+    with pytest.raises(ValueError, match=told):
+        locate_transform("mine:f", tmp_path)
+    if "elsewhere" not in text:  # the same as if it were loaded
+        with pytest.raises(ValueError, match=told.replace("'mine:f'", "'.*'")):
+            resolve_transform(f"{tmp_path}/same.py:f")

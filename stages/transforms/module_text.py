@@ -1,0 +1,93 @@
+"""What a module's text says of its names, without running it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+__all__ = ["FunctionText", "ModuleText"]
+
+FunctionText: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+"""A function's definition, parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleText:
+    """A module that was read.
+
+    Attributes:
+        tree: the text, parsed.
+        bindings: its top-level names and what gives them, in their order; ``"*"`` for whatever an
+            import brings.
+    """
+
+    tree: ast.Module
+    bindings: tuple[tuple[str, ast.stmt], ...]
+
+    @staticmethod
+    def read(file: Path) -> ModuleText:
+        """Parse a file.
+
+        Raises:
+            ValueError: it is no Python, or none that can be parsed.
+        """
+        try:
+            tree = ast.parse(file.read_bytes(), str(file))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"{str(file)!r} is no Python: {error}") from error
+        return ModuleText(tree, tuple(_bindings(tree.body)))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The top-level names."""
+        return frozenset(name for name, _ in self.bindings)
+
+    @property
+    def makes_names(self) -> bool:
+        """Whether it may have names that its text does not tell."""
+        return not self.names.isdisjoint({"*", "__getattr__"})
+
+    def functions(self, name: str) -> tuple[FunctionText, ...]:
+        """The definitions of a name, if it can be nothing else than one of them as it stands.
+
+        None of one that is decorated, given in another way as well, or used by the module itself,
+        which may declare it or put something else in its place.
+        """
+        given = [node for each, node in self.bindings if each in (name, "*")]
+        sure = [place for place, node in enumerate(given) if node in self.tree.body]
+        given = given[sure[-1] if sure else 0 :]
+        functions = tuple(
+            node for node in given if isinstance(node, FunctionText) and not node.decorator_list
+        )
+        return functions if len(functions) == len(given) and not self._uses(name) else ()
+
+    def _uses(self, name: str) -> bool:
+        return any(
+            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+            for node in ast.walk(self.tree)
+        )
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node
+            case ast.ClassDef(name=name):
+                yield name, node
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                for alias in aliases:
+                    yield alias.asname or alias.name.partition(".")[0], node
+            case ast.Assign() | ast.AnnAssign() | ast.With() | ast.For():
+                for each in ast.walk(node):
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                        yield each.id, node
+                yield from _bindings(getattr(node, "body", []))
+            case ast.If() | ast.Try() | ast.TryStar():
+                for part in ("body", "orelse", "finalbody"):
+                    yield from _bindings(getattr(node, part, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from _bindings(handler.body)
