@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from engine.files.folder_bounds import file_inside
+
 __all__ = ["Projection", "load_projection"]
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -44,26 +46,27 @@ class Projection:
         return self.activation(out).to(row.dtype)
 
 
-def load_projection(folder: Path, config: Mapping[str, Any]) -> Projection:
+def load_projection(folder: Path, path: str, config: Mapping[str, Any]) -> Projection:
     """Load one.
 
     Args:
-        folder: of its weights.
+        folder: of the checkpoint.
+        path: of its weights, in the folder.
         config: its ``config.json``.
 
     Raises:
         ValueError: a key or a weight is missing, of another kind or shape, or not supported.
     """
-    file = folder / "config.json"
+    file = folder / path / "config.json"
     name = config.get("activation_function")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ValueError(
             f"{file}: activation_function is {name!r}, and what is supported is "
             f"{', '.join(_ACTIVATIONS)}"
         )
-    weights = folder / _WEIGHTS
-    if not weights.is_file():
-        raise ValueError(f"{folder} has no {_WEIGHTS}; pickled weights are not read")
+    if not (folder / path / _WEIGHTS).is_file():
+        raise ValueError(f"{folder / path} has no {_WEIGHTS}; pickled weights are not read")
+    weights = file_inside(folder, str(Path(path, _WEIGHTS)))
     try:
         tensors = load_file(weights)
     except (OSError, SafetensorError) as error:

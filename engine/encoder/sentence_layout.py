@@ -13,7 +13,6 @@ Nothing of it is code: a module of another type is refused, never imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any
 
 from engine.encoder.pooling import Pooling
 from engine.encoder.projection import Projection, load_projection
+from engine.files.folder_bounds import file_inside
+from engine.files.json_file import read_json, read_json_object
 
 __all__ = ["SentenceLayout", "read_sentence_layout"]
 
@@ -90,19 +91,20 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
             f"{folder / _MODULES}: its modules must begin with a Transformer and a Pooling, "
             f"got {', '.join(kinds) or 'none'}"
         )
-    (_, transformer), (_, pooling_folder), *rest = modules
-    if transformer != folder:
+    (_, transformer), (_, pooling_path), *rest = modules
+    if Path(transformer) != Path():
         raise ValueError(
             f"{folder / _MODULES}: the path of its Transformer must be the folder itself, "
-            f"got {transformer.name!r}"
+            f"got {transformer!r}"
         )
     settings = _transformer_settings(folder)
     if pooling == "auto":
-        pooling = _pooling(pooling_folder / "config.json", bool(settings["prefix"]))
+        pooling = _pooling(_config(folder, pooling_path), bool(settings["prefix"]))
     projections: list[Projection] = []
     for position, (kind, path) in enumerate(rest, start=2):
         if kind == "Dense":
-            projections.append(load_projection(path, _read_object(path / "config.json")))
+            config = _read_object(_config(folder, path))
+            projections.append(load_projection(folder, path, config))
         elif kind != "Normalize" or position != len(modules) - 1:
             raise ValueError(
                 f"{folder / _MODULES}: module {position} is a {kind}; behind the Pooling, what is "
@@ -116,10 +118,10 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
     )
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """The last name of each module's type, with its folder, in order."""
-    file = folder / _MODULES
-    entries = _read_json(file)
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The last name of each module's type, with its path in the folder, in order."""
+    file = file_inside(folder, _MODULES)
+    entries = read_json(file, most_bytes=_LARGEST_FILE)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{file}: must be a list of modules, each a mapping")
     entries.sort(key=lambda entry: _typed(file, entry, "idx", int))
@@ -132,13 +134,18 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
             )
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise ValueError(f"{file}: path {path!r} leads out of the checkpoint's folder")
-        found.append((kind.rpartition(".")[2], folder / path))
+        found.append((kind.rpartition(".")[2], path))
     return found
+
+
+def _config(folder: Path, path: str) -> Path:
+    return file_inside(folder, str(Path(path, "config.json")))
 
 
 def _transformer_settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_seq_length": None, "lower_case": False, "prefix": ""}
-    files = [folder / name for name in _TRANSFORMER_CONFIGS if (folder / name).is_file()]
+    names = (name for name in _TRANSFORMER_CONFIGS if (folder / name).is_file())
+    files = [file_inside(folder, name) for name in names]
     if files:
         config = _read_object(files[0])
         longest = _optional(files[0], config, "max_seq_length", int)
@@ -146,8 +153,8 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{files[0]}: max_seq_length must be at least 1, got {longest}")
         settings["max_seq_length"] = longest
         settings["lower_case"] = bool(_optional(files[0], config, "do_lower_case", bool))
-    prompts = folder / _PROMPTS
-    if prompts.is_file():
+    if (folder / _PROMPTS).is_file():
+        prompts = file_inside(folder, _PROMPTS)
         config = _read_object(prompts)
         name = _optional(prompts, config, "default_prompt_name", str)
         if name is not None:
@@ -184,20 +191,7 @@ def _pooling(file: Path, has_prefix: bool) -> Pooling:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    found = _read_json(file)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must be a mapping, got {type(found).__name__}")
-    return found
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        size = file.stat().st_size
-        if size > _LARGEST_FILE:
-            raise ValueError(f"it has {size} bytes, and {_LARGEST_FILE} are the most")
-        return json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    return read_json_object(file, most_bytes=_LARGEST_FILE)
 
 
 def _optional(file: Path, config: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["read_json_object"]
+__all__ = ["read_json", "read_json_object"]
 
 _MIB = 2**20
 _MOST_BYTES = 64 * _MIB
@@ -18,7 +18,19 @@ _MOST_DIGITS = 40
 
 
 def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
-    """Read a JSON file whose outermost value is an object.
+    """Read a JSON file whose outermost value is an object; see :func:`read_json`.
+
+    Raises:
+        ValueError: it is none, or holds something else; names the file.
+    """
+    content = read_json(file, most_bytes=most_bytes)
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
+    """Read a JSON file.
 
     Infinity is taken, which some published configs state as a limit; NaN is not.
 
@@ -49,8 +61,6 @@ def read_json_object(file: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, 
         raise ValueError(f"{file} is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{file} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
     _check_depth(file, content)
     return content
 
@@ -80,8 +90,8 @@ def _refuse(reason: str) -> NoReturn:
     raise ValueError(reason)
 
 
-def _check_depth(file: Path, content: dict[str, Any]) -> None:
-    level: list[Any] = [content]
+def _check_depth(file: Path, content: Any) -> None:
+    level = [content] if isinstance(content, dict | list) else []
     for _ in range(_MOST_LEVELS):
         level = [
             inner

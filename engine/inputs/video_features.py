@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from engine.files.json_file import read_json_object
 from engine.inputs.feature_maker import FeatureMaker
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt, VideoFeatures, VideoPrompt
@@ -65,10 +65,10 @@ class VideoSampling:
             ValueError: a file cannot be read, or has a wrong value; names file and key.
         """
         whole, own = folder / "processor_config.json", folder / "video_preprocessor_config.json"
-        stated: Any = _read_object(whole).get("video_processor") if whole.is_file() else None
+        stated: Any = read_json_object(whole).get("video_processor") if whole.is_file() else None
         file = whole
         if stated is None:
-            stated, file = (_read_object(own) if own.is_file() else {}), own
+            stated, file = (read_json_object(own) if own.is_file() else {}), own
         if not isinstance(stated, dict):
             raise ValueError(f"{whole}: video_processor must be a mapping")
         size = stated.get("size") or {}
@@ -223,13 +223,3 @@ class VideoFeatureMaker(FeatureMaker):
         for rest in range(place + 1, num_grids * depth):
             whole[rest // depth, :, :, rest % depth] = whole[place // depth, :, :, place % depth]
         return whole.flatten(2).flatten(0, 1), grid
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must be a mapping, got {type(found).__name__}")
-    return found

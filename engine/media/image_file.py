@@ -59,7 +59,8 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
             f"got {type(image).__name__}"
         )
     source = MediaSource(image, "image", limits.max_file_bytes)
-    with source.open() as file:
+    # One at a time: what is a warning or an error is a setting of the whole process.
+    with source.open() as file, turn_of(pillow):
         # Whatever a decoder meets in a broken file, and raises, is that file's fault.
         try:
             with warnings.catch_warnings():
@@ -141,15 +142,16 @@ def image_features(
     Raises:
         ValueError: it cannot be read, or not be processed.
     """
-    opened = open_image(image, limits)
-    try:
-        with turn_of(processor):
+    # Opened in its turn as well, so that no large image lies decoded while others are processed.
+    with turn_of(processor):
+        opened = open_image(image, limits)
+        try:
             features: BatchFeature = processor(images=opened, return_tensors="pt")
-    # A strip of one pixel's width may shrink to none.
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"the image of {opened.width} x {opened.height} pixels cannot be processed: {error}"
-        ) from error
+        # A strip of one pixel's width may shrink to none.
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"the image of {opened.width} x {opened.height} pixels cannot be processed: {error}"
+            ) from error
     return features
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.files.json_file import read_json_object
 from engine.text.template_process import (
     TemplateLimitError,
     TemplateLimits,
@@ -50,8 +50,8 @@ def processor_chat_template(folder: Path) -> Any:
         if not file.is_file():
             continue
         try:
-            template = dict(json.loads(file.read_text("utf-8"))).get("chat_template")
-        except (OSError, ValueError, TypeError) as error:
+            template = read_json_object(file).get("chat_template")
+        except ValueError as error:
             raise ValueError(f"the chat template in {file} cannot be loaded: {error}") from error
         if template:
             return template

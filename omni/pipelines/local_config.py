@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.files.json_file import read_json_object
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX
 
 __all__ = ["local_config"]
@@ -30,12 +30,9 @@ def local_config(model: str) -> Mapping[str, Any] | None:
         return None if seeded is None else seeded.says
     file = Path(model, _FILE) if Path(model).is_dir() else _cached(model)
     try:
-        if file is None or not file.is_file() or file.stat().st_size > _MAX_BYTES:
-            return None
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return None if file is None else read_json_object(file, most_bytes=_MAX_BYTES)
+    except (OSError, ValueError):
         return None
-    return config if isinstance(config, dict) else None
 
 
 def _cached(hub_id: str) -> Path | None:

@@ -253,3 +253,48 @@ def test_a_dense_layer_that_cannot_be_read_is_refused(make: Make, case: str) -> 
         save_file(weights, folder / "2_Dense" / "model.safetensors")
     with pytest.raises(ValueError, match=expected):
         stage_of(folder)
+
+
+POOLING_FILE, MODULES_FILE = "1_Pooling/config.json", "modules.json"
+HOSTILE: dict[str, tuple[str, str, str]] = {
+    "a key twice": (POOLING_FILE, '{"pooling_mode": "mean", "pooling_mode": "cls"}', "there twice"),
+    "deep": (POOLING_FILE, '{"pooling_mode": ' + "[" * 70 + "]" * 70 + "}", "more than 64 levels"),
+    "deeper": (MODULES_FILE, "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    "many digits": (MODULES_FILE, '[{"idx": ' + "9" * 5000 + "}]", "a number has 5000 digits"),
+    "no number": (MODULES_FILE, '[{"idx": NaN}]', "NaN is no number"),
+    "long": (POOLING_FILE, " " * 2**20 + "{}", "has 1048578 bytes; .* at most 1048576"),
+    "no text": (MODULES_FILE, "[\ud800]", "is no valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_its_files_are_read_within_the_limits_of_others(make: Make, case: str) -> None:
+    name, content, expected = HOSTILE[case]
+    folder = make()
+    (folder / name).write_text(content, errors="surrogatepass")
+    with pytest.raises(ValueError, match=rf"{name}.*{expected}"):
+        stage_of(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        MODULES_FILE,
+        POOLING_FILE,
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+    ],
+)
+def test_its_files_lie_in_the_checkpoint(make: Make, tmp_path: Path, name: str) -> None:
+    plain = {"sentence_bert_config": {}, "config_sentence_transformers": {}}
+    folder = make(TRANSFORMER, POOLING, DENSE, **plain)
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE_CONFIG))
+    save_file({"linear.weight": torch.zeros(8, 64)}, folder / "2_Dense" / "model.safetensors")
+    stage_of(folder).close()
+    outside = tmp_path / "elsewhere"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*elsewhere.* outside"):
+        stage_of(folder)

@@ -177,8 +177,8 @@ WRONG = {
     '{"fps": 1, "num_frames": 4}': "fps and num_frames exclude each other",
     '{"max_frames": 0}': "max_frames must be an integer of 1 or more, got 0",
     '{"size": 3}': "size must be a mapping, got 3",
-    "[]": "must be a mapping, got list",
-    "{": "cannot be read",
+    "[]": "must hold a JSON object, got list",
+    "{": r"video_preprocessor_config\.json is no valid JSON",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import tracemalloc
 import zlib
 from base64 import b64encode
@@ -18,7 +19,9 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from engine.interface.media_limits import MediaLimits
-from engine.media.image_file import open_image
+from engine.interface.turns import turn_of
+from engine.media import image_file
+from engine.media.image_file import image_features, open_image
 
 ORIENTATION = 0x0112
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
@@ -165,3 +168,50 @@ def test_a_damaged_file_is_seen_or_refused_by_name(
     else:
         assert found.mode == "RGB"
         assert found.width * found.height <= MediaLimits().max_image_pixels
+
+
+def is_taken(thing: object) -> bool:
+    """Whether somebody has a turn at something, as another thread sees it."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with turn_of(thing):
+            entered.set()
+
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    return not entered.wait(0.1)
+
+
+def test_an_image_is_opened_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else as many large ones lie decoded as there are threads that prepare requests."""
+
+    class Processor:
+        def __call__(self, images: Image.Image, return_tensors: str) -> tuple[int, int]:
+            return images.size
+
+    processor, was_taken = Processor(), []
+
+    def opening(image: object, limits: MediaLimits | None = None) -> Image.Image:
+        was_taken.append(is_taken(processor))
+        return open_image(image, limits)
+
+    monkeypatch.setattr(image_file, "open_image", opening)
+    assert image_features(processor, PIXELS) == (60, 40)
+    assert was_taken == [True] and not is_taken(processor)
+
+
+def test_files_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is a warning and what an error is settled for the whole process while one is."""
+    was_taken = []
+    convert = Image.Image.convert
+
+    def converting(image: Image.Image, mode: str) -> Image.Image:
+        was_taken.append(is_taken(Image))
+        return convert(image, mode)
+
+    monkeypatch.setattr(Image.Image, "convert", converting)
+    buffer = BytesIO()
+    Image.fromarray(PIXELS).save(buffer, "PNG")
+    open_image(buffer.getvalue())
+    assert was_taken == [True] and not is_taken(Image)
