@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +13,18 @@ import stages
 from tests.support.import_graph import ROOT
 
 HEAVY = ("torch", "transformers", "tokenizers", "xformers", "huggingface_hub")
+# What runs no text: transformers' modelling, torch's compiler, and libraries for sound and video.
+OF_OTHER_WORK = (
+    "transformers.activations",
+    "transformers.modeling_utils",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "sympy",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "av",
+)
 OF_THE_SERVER = ("fastapi", "starlette", "uvicorn", "websockets", "prometheus_client")
 LIGHT = {
     "a package": "import engine, stages, omni",
@@ -44,6 +57,17 @@ def test_a_server_answers_before_it_imports_a_heavy_library() -> None:
         f"found = set({HEAVY}) & set(sys.modules)\nassert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_text_pipeline_imports_only_what_runs_text(seeded: Callable[[str], str]) -> None:
+    for name in ("qwen2", "llama"):
+        seeded(name)  # what builds them imports more
+    code = (
+        "import sys\nfrom omni.commands.cli import app\n"
+        "app(['run', 'two_step', '--prompt', 'Once'], standalone_mode=False)\n"
+        f"found = set({OF_OTHER_WORK + OF_THE_SERVER}) & set(sys.modules)\nassert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("package", [engine, stages])

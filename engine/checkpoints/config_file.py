@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
+from engine.checkpoints.late_activations import import_validators
 from engine.checkpoints.quiet_transformers import quiet_config_log
 from engine.files.json_file import read_json_object
 
@@ -72,6 +73,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         ValueError: transformers does not know it, or a value of it cannot be; names the file.
     """
     file = folder / CONFIG_FILE
+    import_validators()
     try:
         with quiet_config_log():
             config: PreTrainedConfig = AutoConfig.from_pretrained(

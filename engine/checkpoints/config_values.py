@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
+
+from engine.checkpoints.activation import check_activation
 
 __all__ = ["check_values"]
 
@@ -88,8 +89,8 @@ def _check(where: str, name: str, value: Any) -> None:
         raise ValueError(f"{where} must be a number above 0, got {value!r}")
     elif _EPSILONS.fullmatch(name) and not 0 <= value < 1:
         raise ValueError(f"{where} must be a number of at least 0 and below 1, got {value!r}")
-    elif _ACTIVATIONS.fullmatch(name) and value not in ACT2FN:
-        raise ValueError(f"{where} must be one of {', '.join(ACT2FN)}, got {value!r}")
+    elif _ACTIVATIONS.fullmatch(name):
+        check_activation(where, value)
 
 
 def _check_integers(where: str, value: Any, least: int, most: int) -> None:

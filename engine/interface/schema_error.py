@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from engine.interface.placed_error import PlacedError
 from engine.interface.suggestion import suggest
 
-__all__ = ["dotted", "explain_validation_error"]
+__all__ = ["dotted", "explain_validation_error", "explain_value_error"]
 
 Place = tuple[str | int, ...]
 
@@ -34,6 +34,9 @@ _SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
 
 _COUNT = re.compile(" after validation, not [0-9]+$")
 """How many items of a list were right; the value shows how many came."""
+
+_ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
+"""What pydantic tried before; what came is told behind it."""
 
 _MOST_TOLD = 10
 """Mistakes that one message tells: each is compared with all that could have been meant."""
@@ -88,6 +91,11 @@ def explain_validation_error(
     return "\n".join(dict.fromkeys([*messages, *([f"and {left} more"] if left > 0 else [])]))
 
 
+def explain_value_error(error: ValidationError) -> str:
+    """Describe what is wrong with a single value, whose place is told elsewhere."""
+    return explain_validation_error(error, BaseModel, None)
+
+
 def dotted(place: Place) -> str:
     """Write a place as ``stages.writer.outputs[0]``."""
     text = ""
@@ -125,7 +133,7 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
 
 def _wanted(message: str) -> str:
     """Put what pydantic says of a value into a user's words."""
-    wanted = _COUNT.sub("", _SUBJECT.sub("", message))
+    wanted = _ATTEMPT.sub("", _COUNT.sub("", _SUBJECT.sub("", message)))
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)
     return wanted
@@ -161,10 +169,10 @@ def _keys_of(loc: Place, data: Any) -> Place:
 def _key_hint(key: str, model: type) -> str:
     """Say what could have been meant by an unknown key of a model.
 
-    A model may have ``unknown_key_hints``: what more to say of keys that users are known to try.
+    A model may have ``unknown_key_hints``: what to say of keys that users are known to try.
     """
     hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
-    return suggest(key, _annotations(model)) + (f"; {hints[key]}" if key in hints else "")
+    return f"; {hints[key]}" if key in hints else suggest(key, _annotations(model))
 
 
 def _model_at(model: type, loc: Place, data: Any) -> type:

@@ -5,25 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN, SiLUActivation
 
 from engine.layers.packed_weight import NativeWeight, OneDnnWeight, PackedWeight
 from engine.layers.rotary import apply_rotary
 from engine.native import NativeKernels
 
-__all__ = ["LayerOps", "NativeLayerOps", "activation_of"]
-
-
-def activation_of(name: str) -> nn.Module:
-    """The activation of transformers' name.
-
-    Raises:
-        ValueError: transformers knows no such activation.
-    """
-    if name not in ACT2FN:
-        raise ValueError(f"unknown activation {name!r}; known are {sorted(ACT2FN)}")
-    activation: nn.Module = ACT2FN[name]
-    return activation
+__all__ = ["LayerOps", "NativeLayerOps"]
 
 
 class LayerOps:
@@ -89,7 +76,7 @@ class NativeLayerOps(LayerOps):
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
         """See :class:`LayerOps`; activations other than SiLU take torch's way."""
-        if isinstance(activation, nn.SiLU | SiLUActivation):
+        if isinstance(activation, nn.SiLU):
             return self._kernels.gated_silu(gate_up.contiguous())
         return super().gate(gate_up, activation)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.layers.layer_ops import LayerOps, activation_of
+from engine.checkpoints.activation import activation_of
+from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 
 __all__ = ["GatedMLP", "PlainMLP"]

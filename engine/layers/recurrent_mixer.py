@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.state_layer import StateLayer
+from engine.checkpoints.activation import activation_of
 from engine.layers.causal_conv import CausalConv
-from engine.layers.layer_ops import activation_of
 from engine.layers.linear import Linear
 from prefix_cache import MambaSpec, StateTensor
 

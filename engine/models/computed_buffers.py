@@ -39,8 +39,10 @@ def computed_names(checkpoint: Checkpoint, unplaced: Collection[str]) -> set[str
         checkpoint: whose config and architecture tell the class.
         unplaced: names of its tensors.
     """
+    if not unplaced:
+        return set()  # without importing what transformers has for the architecture
     module_class: Any = getattr(transformers, checkpoint.architecture, None)
-    if not unplaced or module_class is None:
+    if module_class is None:
         return set()
     with torch.device("meta"):
         module = module_class(deepcopy(checkpoint.config))

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from omni.commands.interrupts import exit_status, sigterm_interrupts
 from omni.commands.log_lines import shown_log
@@ -78,6 +79,24 @@ class Stopped(Exception):
         self.status = status
 
 
+class _Command(TyperCommand):
+    """Tells what is wrong with a value in the words that files and Python are told it in."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the arguments."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except typer.BadParameter as error:
+            from pydantic import ValidationError
+
+            from engine.interface.schema_error import explain_value_error
+
+            # Newer versions of typer read values with pydantic.
+            if isinstance(error.__cause__, ValidationError):
+                error.message = explain_value_error(error.__cause__)
+            raise
+
+
 _OptionsT = TypeVar("_OptionsT", bound=CommandOptions)
 _LAST = {field.name: place for place, field in enumerate(fields(CommandOptions), start=1)}
 
@@ -118,7 +137,7 @@ def command(
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = hints
-        app.command(name)(run)
+        app.command(name, cls=_Command)(run)
         return function
 
     return decorate

@@ -36,8 +36,13 @@ class OutputFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock: int | None = _locked(self.path / _LOCK)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = _locked(self.path / _LOCK)
+        except OSError as error:
+            mend = "give an --output-dir that can be made and written to"
+            where = error.filename or str(self.path)
+            raise OSError(error.errno, f"{error.strerror}; {mend}", where) from error
 
     def write(self, place: str, write: Callable[[Path], object]) -> None:
         """Put a file into the folder: whole, or not at all.

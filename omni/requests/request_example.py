@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from omni.requests.request_line import SAMPLING_KEYS
+
 __all__ = ["example_line"]
 
 _TEXT = "Once upon a time"
@@ -36,7 +38,18 @@ def example_line(data: Mapping[str, Any]) -> str:
     """
     line = dict(_form(data))
     line |= {key: value for key, value in _BESIDE.items() if key in data}
+    if sampling := _sampling_beside(data):
+        line["sampling"] = sampling
     return json.dumps(line)
+
+
+def _sampling_beside(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that were written beside the prompt, by the names that they have in sampling."""
+    return {
+        SAMPLING_KEYS[key]: value
+        for key, value in data.items()
+        if key in SAMPLING_KEYS and isinstance(value, int | float)
+    }
 
 
 def _form(data: Mapping[str, Any]) -> Mapping[str, Any]:

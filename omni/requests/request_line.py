@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from engine import AudioTask
+from engine import AudioTask, SamplingParams
 from engine.interface.placed_error import PlacedError
 
 __all__ = [
+    "SAMPLING_KEYS",
     "AudioFile",
     "ChatMessage",
     "ContentPart",
@@ -26,6 +27,11 @@ FORMS = ("prompt", "messages", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")
 ITEM_KEYS = ("audio", "images", "videos")
 FORMS_WITH_ITEMS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_KEYS: Mapping[str, str] = {
+    **{name: name for name in SamplingParams.model_fields},
+    "max_completion_tokens": "max_tokens",
+}
+"""The fields of ``sampling``, by the keys that other programs have for them beside the prompt."""
 KEYS_OF_FILES = ("image", "images", "audio", "audio_url", "video", "path", "url", "file")
 """Keys by which a part carries its file in other programs."""
 
@@ -258,6 +264,12 @@ class RequestLine(_Forms):
         cache_salt: only requests with the same salt share cached blocks.
         speaker: whose voice, in a pipeline that speaks.
     """
+
+    unknown_key_hints: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(SAMPLING_KEYS, "it belongs into 'sampling'"),
+        "model": "leave it out: the pipeline says which models run",
+        "stream": "leave it out: a file's outputs are written when they are finished",
+    }
 
     request_id: str | None = Field(default=None, min_length=1)
     encoder_prompt: OneSide | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,6 +40,9 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
     are compared with the uncached one, request by request and stage by stage, stages that only feed
     others included: token ids, finish reasons, errors, tensors and waveforms.
 
+    A stage whose settings turn caching off computes everything anew in these runs too: its cache
+    is not tested, and the report says so.
+
     A hit changes batches, and with their shapes how sums round. How far that carries depends on
     the model, so it is measured: a few of the longest requests run uncached once more, with other
     batch mates, and cached tensors may differ from uncached ones by a small multiple of what these
@@ -70,20 +73,18 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
         raise ValueError(f"atol must not be negative, got {atol}")
     with omni.paused() as pipeline:
         prepared = [_prepare(pipeline, index, each) for index, each in enumerate(batch)]
-        ids = [request.request_id for request in prepared]
-        twice = sorted({str(request_id) for request_id in ids if ids.count(request_id) > 1})
-        if twice:
-            raise ValueError(f"two requests share the request_id {twice[0]!r}")
+        _check_ids(prepared)
         switches = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
+        cached = [name for name, is_on in switches.items() if is_on]
         try:
             # Threads and buffers that libraries set up on first use would count as time saved.
-            _run(pipeline, prepared[:1], caching=False)
-            uncached = _run(pipeline, prepared, caching=False)
+            _run(pipeline, prepared[:1], caching=())
+            uncached = _run(pipeline, prepared, caching=())
             regrouped = _Pass() if atol is not None else _regroup(pipeline, prepared, uncached)
             for stage in pipeline.stages.values():
                 stage.reset_prefix_cache()
-            cold = _run(pipeline, prepared, caching=True)
-            warm = _run(pipeline, prepared, caching=True)
+            cold = _run(pipeline, prepared, caching=cached)
+            warm = _run(pipeline, prepared, caching=cached)
         finally:
             for name, stage in pipeline.stages.items():
                 stage.enable_prefix_caching = switches[name]
@@ -126,14 +127,22 @@ def _prepare(pipeline: Pipeline, index: int, request: OmniRequest) -> OmniReques
     return replace(request, request_id=request.request_id or f"verify-{index}", sampling=sampling)
 
 
-def _run(pipeline: Pipeline, requests: Sequence[OmniRequest], *, caching: bool) -> _Pass:
+def _check_ids(requests: Sequence[OmniRequest]) -> None:
+    ids = [request.request_id for request in requests]
+    twice = sorted({str(request_id) for request_id in ids if ids.count(request_id) > 1})
+    if twice:
+        raise ValueError(f"two requests share the request_id {twice[0]!r}")
+
+
+def _run(pipeline: Pipeline, requests: Sequence[OmniRequest], *, caching: Collection[str]) -> _Pass:
+    """Run requests; stages that are not named in ``caching`` cache nothing."""
     done = _Pass()
 
     def keep(output: StageOutput) -> None:
         done.outputs[output.request_id, output.stage] = output
 
-    for stage in pipeline.stages.values():
-        stage.enable_prefix_caching = caching
+    for name, stage in pipeline.stages.items():
+        stage.enable_prefix_caching = name in caching
     before = {name: stage.stats() for name, stage in pipeline.stages.items()}
     orchestrator = Orchestrator(pipeline, on_stage_output=keep)
     try:
@@ -163,7 +172,7 @@ def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pas
     done = _Pass()
     for request in runnable[:_NUM_REGROUPED]:
         copies = [replace(request, request_id=f"{request.request_id}-copy")]
-        again = _run(pipeline, [request, *(copies if len(requests) == 1 else ())], caching=False)
+        again = _run(pipeline, [request, *(copies if len(requests) == 1 else ())], caching=())
         done.outputs |= again.outputs
         done.errors |= again.errors
     return done
@@ -257,6 +266,7 @@ def _report(
                 cold_s=cold.work[name].busy_s,
                 warm_s=warm.work[name].busy_s,
                 has_cache=pipeline.stages[name].has_cache,
+                is_cached=pipeline.stages[name].enable_prefix_caching,
                 encoder_hits=cold.work[name].encoder_hits + warm.work[name].encoder_hits,
             )
             for name in pipeline.order

@@ -106,6 +106,7 @@ class StageVerification:
         cold_s: the same in the cold run.
         warm_s: the same in the warm run.
         has_cache: whether it keeps anything that a later request could hit.
+        is_cached: whether its settings let it: what they turn off was not tested.
     """
 
     stage: str
@@ -118,6 +119,7 @@ class StageVerification:
     warm_s: float
     has_cache: bool = True
     encoder_hits: int = 0
+    is_cached: bool = True
 
     @property
     def has_hits(self) -> bool:
@@ -127,7 +129,7 @@ class StageVerification:
     @property
     def saved_s(self) -> float:
         """Seconds that a warm cache saved; negative if it cost some, 0 where there is none."""
-        return self.uncached_s - self.warm_s if self.has_cache else 0.0
+        return self.uncached_s - self.warm_s if self.has_cache and self.is_cached else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +194,21 @@ class VerifyReport:
             else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
         ]
         if self.equal and not self.has_hits:
-            lines.insert(
-                0,
-                "NOTHING WAS PROVEN: no request used anything that was cached, and all runs did "
-                "the same work. Whole blocks of block_size tokens are cached: give longer "
-                "prompts, which hit when they run again",
-            )
+            lines.insert(0, self._why_nothing())
         if regrouped:
             lines.append(
                 f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
             )
         return lines
+
+    def _why_nothing(self) -> str:
+        if not any(stage.has_cache and stage.is_cached for stage in self.stages):
+            return "NOTHING WAS PROVEN: no stage has a cache that its settings turn on"
+        return (
+            "NOTHING WAS PROVEN: no request used anything that was cached, and all runs did the "
+            "same work. Whole blocks of block_size tokens are cached: give longer prompts, which "
+            "hit when they run again"
+        )
 
 
 def _where(run: Run) -> str:
@@ -210,15 +216,17 @@ def _where(run: Run) -> str:
 
 
 def _stage_lines(stage: StageVerification) -> list[str]:
-    if stage.has_cache:
+    if not stage.has_cache:  # what its runs took less or more is noise
+        hits, saved = "no cache of its own: computed anew in every run", ""
+    elif not stage.is_cached:
+        hits, saved = "caching is off in its settings: its cache was not tested", ""
+    else:
         hits = f"hits {stage.cold_hit_tokens} cold and {stage.warm_hit_tokens} warm"
         if stage.encoder_hits:
             hits += f", {stage.encoder_hits} encodings found"
         if not stage.has_hits:
             hits += ": nothing was proven of this stage"
         saved = f", {stage.saved_s:.3f} saved"
-    else:  # what its runs took less or more is noise
-        hits, saved = "no cache of its own: computed anew in every run", ""
     return [
         f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, {hits}",
         f"  seconds: {stage.uncached_s:.3f} uncached, {stage.cold_s:.3f} cold, "

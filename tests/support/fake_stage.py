@@ -32,6 +32,8 @@ class FakeStage(Stage):
         sampling: as it says of itself.
     """
 
+    enable_prefix_caching = True
+
     def __init__(
         self,
         name: str,
@@ -129,14 +131,6 @@ class FakeStage(Stage):
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.held)
-
-    @property
-    def enable_prefix_caching(self) -> bool:
-        return False
-
-    @enable_prefix_caching.setter
-    def enable_prefix_caching(self, value: bool) -> None:
-        pass
 
     def reset_prefix_cache(self) -> None:
         assert not self.held, "a stage is reset only while it is idle"

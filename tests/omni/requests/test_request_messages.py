@@ -17,11 +17,15 @@ from omni.requests.request_file import RequestError, read_requests
 
 
 def error_of(folder: Path, line: Any) -> str:
+    return message_of(folder, line).partition("; a right line: ")[0]
+
+
+def message_of(folder: Path, line: Any) -> str:
     path = folder / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, ({"prompt": "a"}, line))), encoding="utf-8")
     _, request = read_requests(path, {"writer": SamplingParams(), "encoder": None})
     assert isinstance(request, RequestError), request
-    return request.message.partition("; a right line: ")[0]
+    return request.message
 
 
 def chat(*parts: Any) -> dict[str, Any]:
@@ -43,8 +47,7 @@ WHOLE_MESSAGES = {
     ),
     "another program's part": (
         chat({"type": "image", "path": "a.png"}),
-        "prompt[0].content[0].path: unknown key; known are 'type', 'text', 'image_url', "
-        "'input_audio', 'video_url'; " + FILES_ELSEWHERE,
+        "prompt[0].content[0].path: unknown key; " + FILES_ELSEWHERE,
     ),
     "an address that is a number": (
         chat({"type": "image_url", "image_url": 3}),
@@ -108,6 +111,30 @@ WHOLE_MESSAGES = {
 def test_one_mistake_is_told_once(mistake: str, tmp_path: Path) -> None:
     line, expected = WHOLE_MESSAGES[mistake]
     assert error_of(tmp_path, line).partition("requests.jsonl:2: ")[2] == expected
+
+
+OF_OTHER_PROGRAMS = {
+    "a field of sampling": (
+        {"prompt": "x", "max_tokens": 5},
+        "max_tokens: unknown key; it belongs into 'sampling'; a right line: "
+        '{"prompt": "Once upon a time", "sampling": {"max_tokens": 5}}',
+    ),
+    "what OpenAI's requests say beside messages": (
+        {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5, "model": "m"},
+        "max_completion_tokens: unknown key; it belongs into 'sampling'; model: unknown key; "
+        "leave it out: the pipeline says which models run; a right line: "
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], '
+        '"sampling": {"max_tokens": 5}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_OTHER_PROGRAMS)
+def test_what_other_programs_write_beside_a_prompt_is_shown_at_its_place(
+    mistake: str, tmp_path: Path
+) -> None:
+    line, expected = OF_OTHER_PROGRAMS[mistake]
+    assert message_of(tmp_path, line).partition("requests.jsonl:2: ")[2] == expected
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,16 @@ def test_a_folder_that_was_refused_is_let_go_of(tmp_path: Path) -> None:
     write(tmp_path, 0, existing=Existing.RESUME)
 
 
+@pytest.mark.parametrize("place", ["file", "file/folder"])
+def test_a_place_that_can_be_no_folder_is_told_with_what_to_give(
+    place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="give an --output-dir that can be made") as error:
+        write(tmp_path / place, 0)
+    assert error.value.filename == str(tmp_path / place)
+
+
 LINKS = ["outputs.partial.jsonl", ".outputs.lock", "tensors", "audio", "tensors/r0"]
 
 

@@ -51,6 +51,19 @@ def test_a_stage_that_is_not_hit_is_told_beside_one_that_is(omni: Omni) -> None:
     assert sum("nothing was proven of this stage" in line for line in lines) == 1
 
 
+def test_a_stage_whose_caching_is_off_is_not_tested_and_the_report_says_so(omni: Omni) -> None:
+    omni.pipeline.stages["reader"].enable_prefix_caching = False
+    report = verify(omni, REQUESTS)
+    writer, reader = report.stages
+    assert writer.has_hits and not reader.has_hits and report.has_hits
+    told = [line for line in report.lines() if "caching is off in its settings" in line]
+    assert len(told) == 1 and told[0].startswith("stage 'reader'")
+    omni.pipeline.stages["writer"].enable_prefix_caching = False
+    report = verify(omni, REQUESTS)
+    assert not report.has_hits
+    assert report.lines()[0].endswith("no stage has a cache that its settings turn on")
+
+
 def test_encodings_that_were_found_are_hits() -> None:
     """Short prompts before an image or a sound have no full block, and yet something is cached."""
     stage = StageVerification("s", 3, 0, 0, (), 1.0, 1.0, 1.0, encoder_hits=2)

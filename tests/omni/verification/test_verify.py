@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, corruption: Callable[[], None]) -> No
     """Have ``corruption`` done between the cold and the warm run."""
     real, cached_runs = verify_module._run, iter([corruption])
 
-    def run(*args: Any, caching: bool) -> Any:
+    def run(*args: Any, caching: Collection[str]) -> Any:
         done = real(*args, caching=caching)
         if caching:
             next(cached_runs, lambda: None)()
