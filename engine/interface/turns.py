@@ -7,10 +7,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
+from engine.interface.forks import renew_in_forks
+
 __all__ = ["turn_of"]
 
-_TURNS: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
-_NEW_TURN = threading.Lock()
+
+class _Turns:
+    """A lock for each thing, as long as that is there."""
+
+    def __init__(self) -> None:
+        self.renew_locks()
+        renew_in_forks(self)
+
+    def renew_locks(self) -> None:
+        """Begin with none; see :class:`~engine.interface.forks.Renewable`."""
+        self._adding = threading.Lock()
+        self._locks: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
+
+    def lock_of(self, thing: object) -> threading.Lock:
+        with self._adding:
+            return self._locks.setdefault(thing, threading.Lock())
+
+
+_TURNS = _Turns()
 
 
 @contextmanager
@@ -23,7 +42,5 @@ def turn_of(thing: object) -> Iterator[None]:
     Args:
         thing: hashable; its turns end with it.
     """
-    with _NEW_TURN:
-        turn = _TURNS.setdefault(thing, threading.Lock())
-    with turn:
+    with _TURNS.lock_of(thing):
         yield

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from engine.interface.forks import renew_in_forks
+
 __all__ = ["TemplateLimitError", "TemplateLimits", "TemplateProcesses", "TemplateRefusalError"]
 
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -123,9 +125,14 @@ class TemplateProcesses:
 
     def __init__(self) -> None:
         self._idle: list[_Process] = []
-        self._lock = threading.Lock()
         self._pid = os.getpid()
+        self.renew_locks()
+        renew_in_forks(self)
         atexit.register(self.close)
+
+    def renew_locks(self) -> None:
+        """See :class:`~engine.interface.forks.Renewable`."""
+        self._lock = threading.Lock()
 
     def render(
         self, template: str, values: Mapping[str, Any], limits: TemplateLimits

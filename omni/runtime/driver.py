@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeAlias
 
+from engine.interface.forks import renew_in_forks
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 
@@ -52,7 +53,7 @@ class Driver:
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
-        self._changed = threading.Condition()
+        self.renew_locks()
         self._thread: threading.Thread | None = None
         self._busy = False
         self._pauses = 0
@@ -63,6 +64,11 @@ class Driver:
         self._group: int | None = None
         self._groups = count()
         orchestrator.prepare_aside(self._wake)
+        renew_in_forks(self)
+
+    def renew_locks(self) -> None:
+        """See :class:`~engine.interface.forks.Renewable`: callers give up requests in forks too."""
+        self._changed = threading.Condition()
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
