@@ -26,7 +26,7 @@ from engine.interface.prompts import (
 )
 from engine.text.chat_template import render_chat
 from engine.text.template_process import TemplateLimits
-from engine.text.tokenizer import tokenizers_turn
+from engine.text.token_ids import token_ids
 
 __all__ = [
     "WrittenPrompt",
@@ -93,9 +93,12 @@ def tokenize(
             f"the prompt has half of a surrogate pair at character {error.start}, which is no text"
         ) from error
     add_special_tokens = add_special_tokens and not as_it_is
-    with tokenizers_turn(tokenizer):
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    return ids
+    return token_ids(
+        tokenizer,
+        text,
+        add_special_tokens=add_special_tokens,
+        seconds=limits.requests.tokenizer_seconds,
+    )
 
 
 def _num_chars(value: object) -> int:

@@ -30,6 +30,8 @@ class RequestLimits(Settings):
         max_stop_chars: how many characters they may have together; text is held back and compared
             with them token by token.
         max_items: images, sounds and videos of a prompt, all together.
+        tokenizer_seconds: of CPU time that a checkpoint's tokenizer may take for one prompt, if it
+            cuts text by patterns that are none of the published ones: they need not end.
         template_seconds: of CPU time that a checkpoint's chat template may take for one prompt.
             Templates come with checkpoints, and are programs that need not end.
         template_bytes: of memory that the process in which templates run may take.
@@ -41,6 +43,7 @@ class RequestLimits(Settings):
     max_stop_strings: int = Field(default=32, ge=0)
     max_stop_chars: int = Field(default=1024, ge=0)
     max_items: int = Field(default=256, ge=0)
+    tokenizer_seconds: float = Field(default=30.0, gt=0.0, le=3600.0)
     template_seconds: float = Field(default=5.0, gt=0.0, le=3600.0)
     template_bytes: int = Field(default=2**29, ge=2**27)
 

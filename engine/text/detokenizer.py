@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.text.tokenizer import panics_as_errors
+
 __all__ = ["IncrementalDetokenizer"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -116,11 +118,12 @@ class IncrementalDetokenizer:
             self._longest_window *= 2  # so that to try again costs little
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        with panics_as_errors():
+            text = self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=self._skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
         if not isinstance(text, str):
             raise TypeError(f"the tokenizer decoded ids to {type(text).__name__}, not to str")
         return text

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.interface.forks import renew_in_forks
+from engine.text.worker_processes import WorkerProcess, WorkerProcesses
 
 __all__ = ["TemplateLimitError", "TemplateLimits", "TemplateProcesses", "TemplateRefusalError"]
 
 _WORKER = Path(__file__).with_name("template_worker.py")
-# Kept for the next prompt; more are started while more are asked for at once.
-_MOST_IDLE = 2
-# CPU time is limited by the system. Should the process be held up in any other way, it is ended
-# after so many times that, and so many seconds more.
-_WALL_FACTOR, _WALL_SECONDS = 20, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,79 +50,16 @@ class TemplateRefusalError(Exception):
         self.is_deliberate = is_deliberate
 
 
-class _Process:
-    """One process; one job at a time."""
+class TemplateProcesses(WorkerProcesses):
+    """Renders chat templates."""
 
-    def __init__(self) -> None:
+    def start(self) -> WorkerProcess:
+        """See :meth:`WorkerProcesses.start`."""
         jinja = find_spec("jinja2")
         if jinja is None or jinja.origin is None:
             raise ValueError("chat templates need the package jinja2, which is not installed")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(_WORKER), str(Path(jinja.origin).parents[1])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal are not for it
-        )
-
-    def ask(self, job: bytes, wall_seconds: float) -> dict[str, Any] | None:
-        """The answer to a line of JSON; None if the process ended over it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        last_resort = threading.Timer(wall_seconds, self._process.kill)
-        last_resort.daemon = True
-        last_resort.start()
-        try:
-            self._process.stdin.write(job)
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        finally:
-            last_resort.cancel()
-        answer: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
-        return answer
-
-    @property
-    def is_running(self) -> bool:
-        """Whether nobody has ended it."""
-        if self._process.poll() is None:
-            return True
-        self.close()
-        return False
-
-    def close(self) -> int:
-        """End it; returns its exit status."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        # Something of a job may be unwritten.
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
-        try:
-            return self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def disown(self) -> None:
-        """Forget a process that another one started."""
-        self._process.returncode = 0
-
-
-class TemplateProcesses:
-    """Starts processes as they are needed and keeps some. May be used from several threads."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Process] = []
-        self._pid = os.getpid()
-        self.renew_locks()
-        renew_in_forks(self)
-        atexit.register(self.close)
-
-    def renew_locks(self) -> None:
-        """See :class:`~engine.interface.forks.Renewable`."""
-        self._lock = threading.Lock()
+        package = str(Path(jinja.origin).parents[1])
+        return WorkerProcess([sys.executable, "-I", str(_WORKER), package])
 
     def render(
         self, template: str, values: Mapping[str, Any], limits: TemplateLimits
@@ -161,50 +88,14 @@ class TemplateProcesses:
                 "bytes": limits.num_bytes,
             }
         )
-        with self._borrowed() as process:
-            answer = process.ask(job, _WALL_FACTOR * limits.seconds + _WALL_SECONDS)
-            if answer is None:
-                raise _ended(process.close(), limits)
+        answer = self.ask(job, limits.seconds)
+        if isinstance(answer, int):
+            raise _ended(answer, limits)
         if "error" in answer:
             raise TemplateRefusalError(answer["error"], answer["refused"])
         if "beyond" in answer:
             raise _beyond(answer["beyond"], limits)
         return answer["text"], answer["seconds"]
-
-    def close(self) -> None:
-        """End the processes that are kept; more are started when they are needed."""
-        with self._lock:
-            idle, self._idle = self._own(self._idle), []
-        for process in idle:
-            process.close()
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[_Process]:
-        with self._lock:
-            self._idle = [each for each in self._own(self._idle) if each.is_running]
-            process = self._idle.pop() if self._idle else None
-        if process is None:
-            process = _Process()
-        try:
-            yield process
-        except BaseException:
-            # Whatever it was, an answer may still be on its way.
-            process.close()
-            raise
-        with self._lock:
-            if len(self._idle) < _MOST_IDLE:
-                self._idle.append(process)
-                return
-        process.close()
-
-    def _own(self, processes: list[_Process]) -> list[_Process]:
-        """Those that this process started: after a fork its pipes belong to another."""
-        if self._pid == os.getpid():
-            return processes
-        self._pid = os.getpid()
-        for process in processes:
-            process.disown()
-        return []
 
 
 def _line(job: Mapping[str, Any]) -> bytes:

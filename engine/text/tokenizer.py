@@ -10,8 +10,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 
 from engine.interface.turns import turn_of
 from engine.text.chat_template import processor_chat_template
+from engine.text.written_patterns import patterns_of_decoder
 
-__all__ = ["eos_token_ids", "load_tokenizer", "max_prompt_chars", "tokenizers_turn"]
+__all__ = [
+    "eos_token_ids",
+    "load_tokenizer",
+    "max_prompt_chars",
+    "panics_as_errors",
+    "tokenizers_turn",
+]
 
 # Any of these means that the checkpoint brings a tokenizer.
 _TOKENIZER_FILES = (
@@ -48,15 +55,21 @@ def load_tokenizer(
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-        # The first call settles how it cuts and pads. Later ones only read, and several threads
-        # may make them at once.
-        tokenizer("a")
+        with panics_as_errors():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            # The first call settles how it cuts and pads. Later ones only read, and several
+            # threads may make them at once.
+            tokenizer("a")
     # The formats' parsers raise whatever they like, bare Exception included.
     except Exception as error:
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    if patterns := patterns_of_decoder(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {folder} makes text of tokens by the pattern {patterns[0][:80]!r}, "
+            "which need not end, and is not supported"
+        )
     template = processor_chat_template(folder)
     if template is not None:
         tokenizer.chat_template = template
@@ -82,14 +95,34 @@ def max_prompt_chars(
 
 
 @contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Hold while the ``tokenizers`` library runs what a checkpoint wrote.
+
+    Its panics, such as that of a pattern that tries too often, are no ``Exception`` in Python, and
+    would end a thread that serves others.
+
+    Raises:
+        ValueError: it panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
+
+
+@contextmanager
 def tokenizers_turn(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Hold while the tokenizer is called in a thread that may not be the only one.
 
-    Those of the ``tokenizers`` library are called by any number at once, once they are loaded by
-    :func:`load_tokenizer`; others one by one.
+    Its panics are told as :func:`panics_as_errors` says. Tokenizers of the ``tokenizers`` library
+    are called by any number of threads at once, once they are loaded by :func:`load_tokenizer`;
+    others one by one.
     """
     if getattr(tokenizer, "is_fast", False):
-        yield
+        with panics_as_errors():
+            yield
         return
     with turn_of(tokenizer):
         yield

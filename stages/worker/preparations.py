@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
+from engine.interface.described_error import described
 
 __all__ = ["Preparation", "Preparations", "is_light"]
 
@@ -48,8 +49,10 @@ class Preparation(Generic[T]):
         """Do the work."""
         try:
             self.made = self.work()
-        except Exception as error:
+        except Exception as error:  # told to whom it belongs
             self.error = error
+        except BaseException as error:  # not to end this thread, lest its owner waits for ever
+            self.error = ValueError(f"its preparation was ended by {described(error)}")
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -327,6 +328,26 @@ def test_what_the_work_raises_is_kept_and_done_is_told() -> None:
     (done,) = preparations.take()
     assert isinstance(done.error, ZeroDivisionError) and done.made is None
     preparations.close()
+    preparations.close()
+
+
+def test_work_that_ends_its_thread_ends_its_owners_request_alone() -> None:
+    told: Queue[None] = Queue()
+    preparations: Preparations[str] = Preparations(lambda: told.put(None))
+
+    def leave() -> None:
+        raise SystemExit("enough")
+
+    for name in "abc":
+        submit(preparations, name, leave)
+    for _ in "abc":
+        told.get(timeout=PATIENCE_S)
+    done = preparations.take()
+    assert [each.owner for each in done] == ["a", "b", "c"]
+    assert {str(each.error) for each in done} == {"its preparation was ended by SystemExit: enough"}
+    submit(preparations, "d", lambda: 4)
+    told.get(timeout=PATIENCE_S)
+    assert [each.made for each in preparations.take()] == [4]
     preparations.close()
 
 

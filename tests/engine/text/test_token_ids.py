@@ -1,0 +1,117 @@
+"""Tokenizers of strangers end: patterns that go back and try again are run where they can be
+stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine.text import written_patterns
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.token_ids import token_ids
+from engine.text.tokenizer import load_tokenizer, panics_as_errors, tokenizers_turn
+from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
+from tests.support.tokenizers import TOKENIZERS
+
+CUBIC, EXPONENTIAL = "a*a*[cd]", "(a|aa)+c"
+LONG_PIECE = "a" * 64 + "bc"
+SLOW_TEXT = "a" * 3000 + "bc"
+
+
+def cut_by(pattern: str, part: str = "pre_tokenizer") -> PreTrainedTokenizerBase:
+    """A tokenizer of the letters a to d that applies a pattern first."""
+    vocabulary = {piece: number for number, piece in enumerate([*"abcd[ x", LONG_PIECE])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="["))
+    if part == "pre_tokenizer":
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), split])
+    elif part == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(pattern), "x")])
+    else:
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex(pattern), "x")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[")
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, text: str, seconds: float = 30.0) -> list[int]:
+    return token_ids(tokenizer, text, add_special_tokens=True, seconds=seconds)
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_need_not_end_is_stopped_and_the_next_text_is_read(part: str) -> None:
+    tokenizer = cut_by(CUBIC, part)
+    assert ids(tokenizer, "abc ab") == tokenizer("abc ab")["input_ids"]
+    with pytest.raises(ValueError, match=r"more than 0\.3 s .* for 3002 .*tokenizer_seconds"):
+        ids(tokenizer, SLOW_TEXT, seconds=0.3)
+    assert ids(tokenizer, "cab") == tokenizer("cab")["input_ids"]
+
+
+def test_a_pattern_that_tries_too_often_is_told_as_an_error() -> None:
+    tokenizer = cut_by(EXPONENTIAL)
+    text = LONG_PIECE
+    with pytest.raises(ValueError, match="cannot take this: .*retry-limit"):
+        ids(tokenizer, text)
+    assert ids(tokenizer, "bad") == tokenizer("bad")["input_ids"]
+    # What it is without that: no Exception, so that it would end whatever thread it is in.
+    with pytest.raises(BaseException, match="retry-limit") as caught:
+        tokenizer(text)
+    assert not isinstance(caught.value, Exception)
+    for guard in (panics_as_errors(), tokenizers_turn(tokenizer)):
+        with pytest.raises(ValueError, match="cannot take this"), guard:
+            tokenizer(text)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, KeyError])
+def test_nothing_else_is_taken_for_a_panic(kind: type[BaseException]) -> None:
+    with pytest.raises(kind), panics_as_errors():
+        raise kind
+
+
+def test_a_checkpoint_that_makes_text_by_a_pattern_is_refused(tmp_path: Path) -> None:
+    tokenizer = cut_by(CUBIC, "decoder")
+    assert patterns_of_decoder(tokenizer) == (CUBIC,)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"makes text of tokens by the pattern 'a\*a\*\[cd\]'"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_panic_in_making_text_is_told_as_an_error() -> None:
+    detokenizer = IncrementalDetokenizer(cut_by("(a|aa)+c", "decoder"))
+    with pytest.raises(ValueError, match="cannot take this"):
+        detokenizer.append(7)
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, "seeded"])
+def test_what_is_published_is_tokenized_here(
+    name: str, seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TOKENIZERS[name]() if name in TOKENIZERS else load_tokenizer(seeded("qwen2"))
+    assert tokenizer is not None
+    assert doubtful_patterns(tokenizer) == () and patterns_of_decoder(tokenizer) == ()
+
+
+@pytest.mark.parametrize("pattern", sorted(written_patterns._PUBLISHED))
+def test_published_patterns_are_patterns(pattern: str) -> None:
+    tokenizer = cut_by(pattern)
+    assert doubtful_patterns(tokenizer) == ()
+    assert len(tokenizer.tokenize("a b  'd 123 ab")) >= 8
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [" {2,}", r"\s+", r"\n", r"[\n\r\t]", r"\s{2,}|[\n\r\t]", r"\d", r"\p{L}+", r"[^a-z\]]*", "."],
+)
+def test_a_run_of_one_kind_is_no_danger(pattern: str) -> None:
+    assert doubtful_patterns(cut_by(pattern)) == ()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [CUBIC, EXPONENTIAL, "a+b", "(a+)+", r"\s+$", "a{1000,}", "(?=a)", "[[a]b]+", r"(a)\1", "aa*"],
+)
+def test_anything_else_is_doubted(pattern: str) -> None:
+    for part in ("pre_tokenizer", "normalizer"):
+        assert doubtful_patterns(cut_by(pattern, part)) == (pattern,)
