@@ -18,7 +18,7 @@ from engine.media.media_source import MediaSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["image_features", "load_image_processor", "open_image"]
+__all__ = ["image_features", "load_image_processor", "open_image", "upright_rgb"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
@@ -48,7 +48,7 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
     limits = limits or MediaLimits()
     if isinstance(image, pillow.Image):
         _check_size(image.size, limits)
-        return _upright_rgb(image)
+        return upright_rgb(image)
     if isinstance(image, Tensor | np.ndarray):
         pixels = _check_pixels(image)
         _check_size((pixels.shape[1], pixels.shape[0]), limits)
@@ -68,7 +68,7 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
                 opened = pillow.open(file, formats=_FORMATS)
             with opened:
                 _check_size(opened.size, limits)
-                return _upright_rgb(opened)
+                return upright_rgb(opened)
         except UnidentifiedImageError as error:
             raise ValueError(
                 f"{source.name} cannot be read: it is none of PNG, JPEG, WebP, GIF, BMP and TIFF"
@@ -96,7 +96,12 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         )
 
 
-def _upright_rgb(image: Image) -> Image:
+def upright_rgb(image: Image) -> Image:
+    """Turn an image as its EXIF data says, and make it RGB; 16 bits of grey become 8.
+
+    Raises:
+        ValueError: its pixels do not say what is white.
+    """
     from PIL import Image as pillow
     from PIL import ImageOps
 

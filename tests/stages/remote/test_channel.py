@@ -1,0 +1,461 @@
+"""Messages cross whole and in order, whoever waits, dies or talks nonsense."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from stages.remote import channel as channel_module
+from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.codec import Codec
+from stages.remote.frames import FrameKind, FrameWriter
+from stages.remote.segments import SegmentPool, SharedTensors
+from stages.stage import StageOutput
+from tests.support.patience import PATIENCE_S
+
+CODEC = Codec()
+
+
+class End:
+    """A channel with what came over it."""
+
+    def __init__(self, sock: socket.socket, name: str, pool: SegmentPool | None = None) -> None:
+        self.pool = pool or SegmentPool(segment_bytes=2**20)
+        self.channel = Channel(sock, CODEC, self.pool, name)
+        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.channel.start(self.messages.put, self.reasons.put)
+
+    def next(self) -> Any:
+        return self.messages.get(timeout=PATIENCE_S)
+
+    def reason(self) -> str:
+        return self.reasons.get(timeout=PATIENCE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        gc.collect()
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    yield
+    until(lambda: os.listdir("/proc/self/fd") == before)
+
+
+@pytest.fixture
+def pair(nothing_left: None) -> Iterator[tuple[End, End]]:
+    left, right = socket.socketpair()
+    ends = End(left, "left"), End(right, "right")
+    yield ends
+    for end in ends:
+        end.channel.close()
+        assert end.channel.join(PATIENCE_S)
+        vars(end).clear()  # pytest still has the fixture when descriptors are counted
+
+
+def rows(num: int, value: float = 1.0) -> StageOutput:
+    return StageOutput("r", "s", True, tensors={"rows": torch.full((num, 256), value)})
+
+
+def test_messages_cross_in_order_both_ways(pair: tuple[End, End]):
+    left, right = pair
+    for number in range(100):
+        left.channel.send((number, "there"))
+        right.channel.send({"back": number})
+    assert [right.next() for _ in range(100)] == [(number, "there") for number in range(100)]
+    assert [left.next() for _ in range(100)] == [{"back": number} for number in range(100)]
+    sent, received = left.channel.counters, right.channel.counters
+    assert sent.messages_sent == received.messages_received == sent.messages_received == 100
+    assert sent.bytes_sent == received.bytes_received > 0
+
+
+def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tuple[End, End]):
+    left, right = pair
+    small = torch.ones(16, 256)
+    large = torch.randn(17, 256)
+    left.channel.send(StageOutput("r", "s", True, tensors={"large": large, "small": small}))
+    arrived = right.next().tensors
+    assert isinstance(arrived, SharedTensors)
+    assert torch.equal(arrived["large"], large) and torch.equal(arrived["small"], small)
+    shared = large.nbytes
+    assert left.channel.counters.shared_bytes_sent == shared
+    assert right.channel.counters.shared_bytes_received == shared
+    assert left.channel.counters.bytes_sent < small.nbytes + 1000
+
+
+def test_every_form_of_array_crosses_in_shared_memory(pair: tuple[End, End]):
+    left, right = pair
+    tensor = torch.randn(99, 99).bfloat16().T
+    left.channel.send([tensor, tensor.float().numpy(), (tensor,)])
+    arrived = right.next()
+    assert torch.equal(arrived[0], tensor) and torch.equal(arrived[2][0], tensor)
+    assert (arrived[1] == tensor.float().numpy()).all()
+    assert left.channel.num_exports == 3
+    del arrived
+    until(lambda: left.channel.num_exports == 0)
+    assert left.pool.live_bytes == 0
+
+
+def test_memory_is_used_again_once_the_reader_has_let_go(pair: tuple[End, End]):
+    left, right = pair
+    for number in range(50):
+        left.channel.send(rows(100, number))
+        arrived = right.next()
+        assert (arrived.tensors["rows"] == number).all()
+        del arrived
+        until(lambda: left.channel.num_exports == 0)
+    assert left.pool.num_segments == 1 and left.pool.idle_bytes < 2**18
+
+
+def test_a_tensor_that_is_kept_never_changes(pair: tuple[End, End]):
+    left, right = pair
+    kept = []
+    for number in range(40):
+        left.channel.send(rows(32, number))
+        arrived = right.next()
+        if number % 3 == 0:
+            kept.append((number, arrived.tensors["rows"][3:]))
+    del arrived
+    assert all((tensor == number).all() for number, tensor in kept)
+    left.channel.close()
+    assert left.channel.join(PATIENCE_S)
+    for _ in range(50):
+        left.pool.place(30_000).content[:] = 255
+    assert all((tensor == number).all() for number, tensor in kept)
+
+
+def test_what_was_never_looked_at_is_let_go_as_well(pair: tuple[End, End]):
+    left, right = pair
+    left.channel.send(rows(100))
+    right.next()
+    until(lambda: left.channel.num_exports == 0)
+
+
+def test_large_messages_cross_whole_in_both_directions_at_once(pair: tuple[End, End]):
+    """Neither waits for the other to read before it reads itself."""
+    left, right = pair
+    contents = [bytes([number]) * (3 * 2**20) for number in range(6)]
+    for content in contents:
+        left.channel.send(content)
+        right.channel.send(content)
+    assert [right.next() for _ in contents] == contents
+    assert [left.next() for _ in contents] == contents
+    assert left.channel.wait_until_sent(PATIENCE_S)
+
+
+def test_threads_may_send_at_once(pair: tuple[End, End]):
+    left, right = pair
+
+    def send(thread: int) -> None:
+        for number in range(30):
+            left.channel.send((thread, number, torch.full((5000,), thread), b"x" * 5000))
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    for each in threads:
+        each.start()
+    seen: dict[int, int] = {}
+    for _ in range(120):
+        thread, number, tensor, content = right.next()
+        assert number == seen.get(thread, -1) + 1, "a thread's messages keep their order"
+        seen[thread] = number
+        assert (tensor == thread).all() and content == b"x" * 5000
+    del tensor
+    for each in threads:
+        each.join()
+
+
+def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
+    left, right = socket.socketpair()
+    end = End(left, "silent")
+    for _ in range(50):
+        end.channel.send((b"x" * 100_000, torch.ones(10_000)))
+    assert end.channel.queued_bytes > 4_000_000 and end.channel.num_exports == 50
+    assert not end.channel.wait_until_sent(0.0)
+    right.close()
+    assert "the other side closed it or has ended" in end.reason()
+    with pytest.raises(ChannelClosed, match="the channel to silent has ended"):
+        end.channel.wait_until_sent(PATIENCE_S)
+    assert end.channel.num_exports == 0 and end.pool.live_bytes == 0
+
+
+def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
+    """From a worker to another one; who is between them moves handles."""
+    a, between_a = socket.socketpair()
+    between_b, b = socket.socketpair()
+    pool = SegmentPool(segment_bytes=2**20)
+    source, target = End(a, "source"), End(b, "target")
+    first, second = End(between_a, "first", pool), End(between_b, "second", pool)
+    source.channel.send(rows(100, 5.0))
+    handed = first.next()
+    second.channel.send(handed)
+    second.channel.send([handed])
+    entry = handed.tensors.entries["rows"]
+    assert entry.source.segment._map is None and pool.num_segments == 0
+    del handed, entry
+    arrived, again = target.next(), target.next()[0]
+    assert (arrived.tensors["rows"] == 5.0).all() and (again.tensors["rows"] == 5.0).all()
+    assert source.channel.num_exports == 1 and second.channel.num_exports == 2
+    tensor = arrived.tensors["rows"]
+    del arrived, again
+    until(lambda: second.channel.num_exports == 1)
+    assert source.channel.num_exports == 1
+    del tensor
+    until(lambda: source.channel.num_exports == 0)
+    close(source, first, second, target)
+
+
+def test_memory_outlives_the_process_that_made_it_and_no_longer_than_its_readers(
+    nothing_left: None,
+):
+    a, between_a = socket.socketpair()
+    between_b, b = socket.socketpair()
+    source, first = End(a, "source"), End(between_a, "first")
+    second, target = End(between_b, "second"), End(b, "target")
+    source.channel.send(rows(100, 5.0))
+    handed = first.next()
+    close(source, first)
+    second.channel.send(handed)
+    del handed
+    arrived = target.next().tensors
+    assert (arrived["rows"] == 5.0).all()
+    assert target.channel._imports._segments
+    del arrived
+    until(lambda: not target.channel._imports._segments)
+    close(second, target)
+
+
+def close(*ends: End) -> None:
+    for end in ends:
+        end.channel.close()
+        end.channel.close()
+        assert end.channel.join(PATIENCE_S)
+        end.reason()
+        assert end.reasons.empty(), "the end is told once"
+
+
+def test_both_sides_learn_of_the_end_once(nothing_left: None):
+    left, right = (End(sock, "peer") for sock in socket.socketpair())
+    left.channel.send("last words")
+    left.channel.close()
+    assert left.reason() == "it was closed here"
+    assert right.next() == "last words"
+    assert right.reason() == "the other side closed it or has ended"
+    for end in (left, right):
+        with pytest.raises(ChannelClosed, match="the channel to peer has ended: "):
+            end.channel.send(1)
+    close_again(left, right)
+
+
+def close_again(*ends: End) -> None:
+    for end in ends:
+        end.channel.close()
+        assert end.channel.join(PATIENCE_S) and end.reasons.empty()
+
+
+def test_a_channel_that_never_started_can_be_closed(nothing_left: None):
+    left, right = socket.socketpair()
+    channel = Channel(left, CODEC, SegmentPool(), "nobody")
+    channel.send(torch.ones(10_000))
+    channel.close()
+    channel.close()
+    right.close()
+    assert channel.join(PATIENCE_S)
+
+
+def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
+    left, right = socket.socketpair()
+    end = End(right, "sender")
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    channel = Channel(left, CODEC, SegmentPool(), "receiver")
+    seen: list[Any] = []
+
+    def stop(message: Any) -> None:
+        seen.append(message)
+        channel.close()
+
+    for number in range(5):
+        end.channel.send(number)
+    channel.start(stop, reasons.put)
+    assert reasons.get(timeout=PATIENCE_S) == "it was closed here" and seen == [0]
+    assert "other side" in end.reason()
+    assert channel.join(PATIENCE_S) and end.channel.join(PATIENCE_S)
+
+
+def test_an_error_of_the_receiver_ends_the_channel_in_words(
+    nothing_left: None, caplog: pytest.LogCaptureFixture
+):
+    left, right = socket.socketpair()
+    end = End(right, "sender")
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    channel = Channel(left, CODEC, SegmentPool(), "receiver")
+    channel.start(lambda message: 1 / message, reasons.put)
+    end.channel.send(0)
+    assert "ZeroDivisionError: division by zero" in reasons.get(timeout=PATIENCE_S)
+    assert "a message of receiver could not be handled" in caplog.text
+    assert "other side" in end.reason()
+    assert channel.join(PATIENCE_S) and end.channel.join(PATIENCE_S)
+
+
+def test_a_message_that_cannot_be_sent_changes_nothing(pair: tuple[End, End]):
+    left, right = pair
+    with pytest.raises(ValueError, match=r"list\[1\] cannot be sent"):
+        left.channel.send([torch.ones(10_000), object()])
+    assert left.channel.num_exports == 0 and left.pool.live_bytes == 0
+    left.channel.send("next")
+    assert right.next() == "next"
+
+
+def test_without_shared_memory_the_sender_is_told_and_goes_on(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+):
+    left, right = pair
+    placed: list[Any] = []
+    real = SegmentPool.place
+
+    def place(pool: SegmentPool, nbytes: int) -> Any:
+        if placed:
+            raise MemoryError("no shared memory for 40000 bytes: No space left on device")
+        placed.append(real(pool, nbytes))
+        return placed[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentPool, "place", place)
+        with pytest.raises(MemoryError, match="No space left"):
+            left.channel.send([torch.ones(10_000), torch.ones(10_000)])
+    assert left.channel.num_exports == 0 and left.pool.live_bytes == 0
+    left.channel.send("next")
+    assert right.next() == "next"
+    placed.clear()
+
+
+def test_a_message_that_is_too_large_is_refused(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+):
+    left, right = pair
+    monkeypatch.setattr(channel_module, "_MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="1000 are the most"):
+        left.channel.send(b"x" * 1000)
+    left.channel.send("next")
+    assert right.next() == "next"
+
+
+def test_many_segments_cross_at_once(nothing_left: None):
+    left, right = socket.socketpair()
+    pool = SegmentPool(segment_bytes=2**15)
+    source, target = End(left, "source", pool), End(right, "target")
+    tensors = [torch.full((5000,), number) for number in range(150)]
+    source.channel.send(tensors)
+    arrived = target.next()
+    assert all(map(torch.equal, arrived, tensors))
+    del arrived
+    close(source)
+    assert "other side" in target.reason()
+    assert target.channel.join(PATIENCE_S)
+
+
+HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([(1, {"protocol": 99})], "speaks version 99 of the protocol.* this one version 1: both"),
+        ([(1, {"protocol": "1"})], "Expected `int`"),
+        ([(1, {})], "protocol"),
+        ([(3, 5)], "did not say which version"),
+        ([(1, None), (3, {"a": 1})], "a message that cannot be read"),
+        ([(1, None), (3, [5, "float32", [2], [[7, bytes(16), 0, 8]]])], "not announced"),
+        ([(1, None), (3, [5, "float32", [2], [[7, 0, 8]]])], "no reference"),
+        ([(1, None), (4, b"12345")], "5 bytes release"),
+        ([(1, None), (4, bytes(8))], "export 0 was released, and there is none"),
+        ([(1, None), (5, bytes(16))], "dropped that was not announced"),
+        ([(1, None), (2, bytes(24))], "24 bytes announce 0 segments"),
+    ],
+)
+def test_nonsense_ends_the_channel_in_words(
+    frames: list[tuple[int, Any]], told: str, nothing_left: None
+):
+    ours, theirs = socket.socketpair()
+    end = End(ours, "peer")
+    writer = FrameWriter(theirs)
+    for kind, content in frames:
+        if kind == FrameKind.HELLO and content is None:
+            content = HELLO
+        if not isinstance(content, bytes):
+            content = msgspec.msgpack.encode(content)
+        writer.put(FrameKind(kind), content)
+    writer.flush()
+    reason = end.reason()
+    assert re.search(told, reason)
+    theirs.close()
+    assert end.channel.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ((9, 0, 1), "9 is not a valid FrameKind"),
+        ((3, 0, 2**40), "a frame of 1099511627776 bytes"),
+        ((2, 999, 0), "999 descriptors"),
+        ((2, 1, 0), "1 descriptors announced, 0 there"),
+    ],
+)
+def test_a_frame_that_is_none_ends_the_channel(
+    header: tuple[int, int, int], told: str, nothing_left: None
+):
+    ours, theirs = socket.socketpair()
+    end = End(ours, "peer")
+    theirs.sendall(struct.pack("<BHQ", *header) + b"rest")
+    assert told in end.reason()
+    theirs.close()
+    assert end.channel.join(PATIENCE_S)
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(nothing_left: None):
+    ours, theirs = socket.socketpair()
+    end = End(ours, "peer")
+    writer = FrameWriter(theirs)
+    writer.put(FrameKind.HELLO, HELLO)
+    writer.put(FrameKind.MESSAGE, b"\x01", (theirs.fileno(),))
+    with suppress(OSError):
+        writer.flush()
+    assert "descriptors came with a frame of MESSAGE" in end.reason()
+    theirs.close()
+    assert end.channel.join(PATIENCE_S)
+
+
+def test_half_a_frame_is_no_message(nothing_left: None):
+    ours, theirs = socket.socketpair()
+    end = End(ours, "peer")
+    writer = FrameWriter(theirs)
+    writer.put(FrameKind.HELLO, HELLO)
+    writer.flush()
+    theirs.sendall(struct.pack("<BHQ", 3, 0, 100) + b"half")
+    theirs.close()
+    assert "other side" in end.reason() and end.messages.empty()
+    assert end.channel.join(PATIENCE_S)
+
+
+def test_a_channel_starts_once(pair: tuple[End, End]):
+    with pytest.raises(RuntimeError, match="started once"):
+        pair[0].channel.start(print, print)
