@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from engine import FinishReason
 from engine.interface.deferred import with_fields
 from engine.interface.engine import Admit, Prepare
+from engine.interface.log_fields import package_logger
 from stages.stage import Stage, StageOutput, StageRequest, StageStats
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineStage", "select_tensors"]
 
-_logger = logging.getLogger(f"omni.{__name__}")
+_logger = package_logger(__name__)
 
 OutputT = TypeVar("OutputT", bound="RequestOutput | EncoderOutput | GeneratorOutput")
 
@@ -169,7 +169,8 @@ class EngineStage(Stage, Generic[OutputT]):
             return select_tensors(self._stage_output(output), self.outputs)
         except Exception as error:  # its neighbours' outputs are told once, now or never
             request_id = output.request_id
-            _logger.exception("the output of request %r cannot be told", request_id)
+            about = {"request_id": request_id}
+            _logger.exception("the output of request %r cannot be told", request_id, extra=about)
             self.abort(request_id)
             return StageOutput(
                 request_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from engine.interface.arguments import check_argument, check_names, check_reques
 from engine.interface.config import EngineConfig
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
+from engine.interface.log_fields import package_logger
 from engine.interface.outputs import EncoderOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ from prefix_cache import ContentSpan, content_hash, whole_input_hash
 
 __all__ = ["EncoderEngine"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 class EncoderEngine(Engine[EncoderOutput]):
@@ -297,7 +297,9 @@ class EncoderEngine(Engine[EncoderOutput]):
         return {name: tensor for name, tensor in rows.items() if name in self._output_names}
 
     def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
-        logger.error("request %s failed", item.request.request_id, exc_info=error)
+        request_id = item.request.request_id
+        about = {"request_id": request_id}
+        logger.error("request %s failed", request_id, exc_info=error, extra=about)
         self._retire(item)
         message = f"the encoder failed: {described(error)}"
         return item.request.output({}, started=started, error=message)

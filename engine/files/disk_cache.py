@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import shutil
 import stat
@@ -26,9 +25,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.interface.log_fields import package_logger
+
 __all__ = ["CacheFolderError", "DiskCache", "cache_root"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 _SUMS = "SHA256SUMS"
 # Longer than any build takes. Who waited for so long builds beside the other, which is safe.

@@ -13,7 +13,6 @@ that fits the first window.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count, islice
@@ -27,6 +26,7 @@ from engine.interface.arguments import check_argument, check_request_arguments
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.generator_config import GeneratorConfig
+from engine.interface.log_fields import package_logger
 from engine.interface.outputs import GeneratorOutput
 from engine.interface.prompts import CodecPrompt, Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ from prefix_cache import IntegrityError
 
 __all__ = ["GeneratorEngine"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 class GeneratorEngine(Engine[GeneratorOutput]):
@@ -303,7 +303,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         return request.output(samples, self.sampling_rate)
 
     def _fail(self, request: GeneratorRequest, error: Exception) -> GeneratorOutput:
-        logger.error("request %s failed", request.request_id, exc_info=error)
+        about = {"request_id": request.request_id}
+        logger.error("request %s failed", request.request_id, exc_info=error, extra=about)
         del self._requests[request.request_id]
         return request.failure(f"the vocoder failed: {described(error)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from engine.inputs.feature_maker import FeatureMaker
 from engine.inputs.video_features import VideoFeatureMaker, VideoSampling
+from engine.interface.log_fields import package_logger
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt
 from engine.interface.turns import turn_of
@@ -28,7 +28,7 @@ __all__ = [
     "load_feature_makers",
 ]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 _GRID = "image_grid_thw"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from engine.inputs.admission import Admission, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.config import EngineConfig
+from engine.interface.log_fields import package_logger
 from engine.layers import LayerOps, NativeLayerOps
 from engine.models.base import CausalModel
 from engine.models.model_loader import (
@@ -52,7 +52,7 @@ from prefix_cache import (
 
 __all__ = ["EngineParts", "build_engine_parts"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 # The warm-up runs two requests, of three tokens and of two.
 _WARM_UP_SEQS, _WARM_UP_LEN, _WARM_UP_TOKENS = 2, 3, 5

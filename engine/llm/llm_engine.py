@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from engine.interface.arguments import check_argument, check_names, check_reques
 from engine.interface.config import EngineConfig
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
+from engine.interface.log_fields import package_logger
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ from prefix_cache import check_integrity, check_pool_integrity
 
 __all__ = ["LLMEngine"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 class LLMEngine(Engine[RequestOutput]):

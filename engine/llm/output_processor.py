@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.described_error import described
+from engine.interface.log_fields import package_logger
 from engine.interface.outputs import FinishReason, RequestOutput
 from engine.interface.stats import EngineStats
 from engine.requests.continuation import Sequel
@@ -22,7 +22,7 @@ from prefix_cache import KVCacheManager
 
 __all__ = ["OutputProcessor"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -116,7 +116,9 @@ class OutputProcessor:
             try:
                 self._accept(group, token, token.token_id)
             except Exception as error:  # a tokenizer's, say: it is this request's alone
-                logger.exception("request %s failed", group.request_id)
+                logger.exception(
+                    "request %s failed", group.request_id, extra={"request_id": group.request_id}
+                )
                 group.error = f"the token could not be taken: {described(error)}"
         self.stats = self.stats.plus(generated_tokens=num_generated)
         for item in scheduled.scheduled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.interface.log_fields import package_logger
 from engine.media.media_source import MediaSource
 from engine.media.resampler import Resampler
 from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LongestSound", "check_duration", "check_rate", "read_sound"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 _LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
 """Samples per second of a channel. Nobody records beyond these, and resampling would explode."""

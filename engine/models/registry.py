@@ -6,7 +6,6 @@ Names are known without torch and transformers; a family is imported when it is 
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,10 +15,11 @@ if TYPE_CHECKING:
 
     from engine.checkpoints.checkpoint_parts import CheckpointPart
     from engine.models.family import ModelFamily
+from engine.interface.log_fields import package_logger
 
 __all__ = ["ENTRY_POINTS", "FAMILIES", "FamilyRegistry", "FamilyRow", "register_model_family"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 ENTRY_POINTS = "omni_pipeline.model_families"
 """Group of the entry points by which other packages bring families."""

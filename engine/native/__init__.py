@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import cache
 
+from engine.interface.log_fields import package_logger
 from engine.native.build import NativeBuildError, compile_kernels
 from engine.native.kernels import NativeKernels, PagedSpans
 
 __all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 def load_kernels() -> NativeKernels:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
+from engine.interface.log_fields import package_logger
 from engine.requests.request import Request, RequestStatus
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.scheduler_output import SchedulerOutput
 
 __all__ = ["FaultIsolation"]
 
-logger = logging.getLogger(f"omni.{__name__}")
+logger = package_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
     """
     logger = logging.getLogger(_LOGGER)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines(tracebacks=tracebacks))
+    handler.setFormatter(_Lines(tracebacks=tracebacks, with_place=verbosity >= 1))
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(_LEVELS.get(verbosity, logging.DEBUG))
@@ -40,19 +40,33 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
 
 
 class _Lines(logging.Formatter):
-    """``warning: what happened``, in one line unless tracebacks are wanted."""
+    """``warning: what happened``, in one line unless tracebacks are wanted.
 
-    def __init__(self, *, tracebacks: bool) -> None:
+    With its place: ``warning: [talker/1 prompt-3] what happened``.
+    """
+
+    def __init__(self, *, tracebacks: bool, with_place: bool) -> None:
         super().__init__("%(levelname)s: %(message)s")
         self._tracebacks = tracebacks
+        self._with_place = with_place
 
     def format(self, record: logging.LogRecord) -> str:
         """Write a record."""
         shown = copy.copy(record)
         shown.levelname = record.levelname.lower()
+        if self._with_place and (place := _place(record)):
+            shown.msg, shown.args = f"[{place}] {record.getMessage()}", ()
         if not self._tracebacks and record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            shown.msg = f"{record.getMessage()}: {type(error).__name__}: {error}"
+            shown.msg = f"{shown.getMessage()}: {type(error).__name__}: {error}"
             shown.args = ()
             shown.exc_info = shown.exc_text = shown.stack_info = None
         return super().format(shown)
+
+
+def _place(record: logging.LogRecord) -> str:
+    """The stage, its replica if there are workers, and the request that a record is about."""
+    stage, replica = getattr(record, "stage", None), getattr(record, "replica", None)
+    worker = stage if replica is None else f"{stage}/{replica}"
+    parts = (worker if stage else None, getattr(record, "request_id", None))
+    return " ".join(str(part) for part in parts if part is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 from collections.abc import Callable
@@ -11,9 +10,11 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from engine.interface.log_fields import package_logger
+
 __all__ = ["OutputFolder"]
 
-logger = logging.getLogger(__name__)
+logger = package_logger(__name__)
 
 _LOCK = ".outputs.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

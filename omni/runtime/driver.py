@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -12,12 +11,13 @@ from itertools import count
 from typing import TypeAlias
 
 from engine.interface.forks import renew_in_forks
+from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 
 __all__ = ["Driver", "Sink", "Ticket"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
 """Gets a request's outputs, in the driver's thread; it must not block. After an output that is
@@ -242,7 +242,8 @@ class Driver:
             self._orchestrator.add_request(request, group)
         except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
-                _logger.exception("request %r could not be added", ticket.request_id)
+                about = {"request_id": ticket.request_id}
+                _logger.exception("request %r could not be added", ticket.request_id, extra=about)
             self._submitted.remove(ticket)
             self._tell(ticket, refusal(ticket.request_id, error))
         else:
@@ -275,7 +276,10 @@ class Driver:
         except Exception:  # such as an event loop that was closed without telling us
             # One that told us may have been closed before the thread came to hear of it.
             if ticket not in self._unwanted:
-                _logger.exception("the outputs of request %r are not taken", ticket.request_id)
+                about = {"request_id": ticket.request_id}
+                _logger.exception(
+                    "the outputs of request %r are not taken", ticket.request_id, extra=about
+                )
             return False
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -14,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from engine.interface.log_fields import package_logger
 from omni.server.live_page import router as page_router
 from omni.server.openai.routes import router as openai_router
 from omni.server.pipeline_route import router as pipeline_router
@@ -23,7 +23,7 @@ from omni.server.serving.pipeline_server import PipelineServer
 
 __all__ = ["create_app"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 
 def create_app(server: PipelineServer) -> FastAPI:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 import socket
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engine.interface.log_fields import package_logger
 from stages.remote.codec import Codec
 from stages.remote.doorbell import Doorbell
 from stages.remote.exports import Exports
@@ -24,7 +24,7 @@ __all__ = ["PROTOCOL_VERSION", "Channel", "ChannelClosed", "ChannelCounters"]
 PROTOCOL_VERSION = 1
 """Of all that two processes say to each other. One that speaks another is refused."""
 
-_LOG = logging.getLogger(__name__)
+_LOG = package_logger(__name__)
 _MOST_BYTES = 2**30
 """Of a message without what is shared."""
 

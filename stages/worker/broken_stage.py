@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 
+from engine.interface.log_fields import package_logger
 from stages.stage import Stage
 
 __all__ = ["MOST_REBUILDS", "BrokenStage"]
 
-_logger = logging.getLogger(f"omni.{__name__}")
+_logger = package_logger(__name__)
 
 MOST_REBUILDS = 3
 """How often in a row a stage is built anew without finishing any request in between."""

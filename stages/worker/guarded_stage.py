@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from engine.interface.engine import Admit, Prepare
+from engine.interface.log_fields import log_fields, package_logger
 from stages.stage import Stage, StageOutput
 from stages.worker.broken_stage import BrokenStage
 from stages.worker.stay import Stay
 
 __all__ = ["GuardedStage"]
 
-_logger = logging.getLogger(f"omni.{__name__}")
+_logger = package_logger(__name__)
 
 
 class GuardedStage:
@@ -84,6 +84,10 @@ class GuardedStage:
             Its outputs; and ``request_id -> error`` of those requests that it has lost, which all
             are still inside.
         """
+        with log_fields(self.stage.name):
+            return self._step()
+
+    def _step(self) -> tuple[list[StageOutput], Mapping[str, str]]:
         lost = self._lost
         if self._broken.is_broken:
             self._rebuild()
@@ -105,11 +109,12 @@ class GuardedStage:
         """After a failed step, trust nothing that the stage had cached; it must be idle."""
         if self._broken.is_broken:
             return
-        try:
-            self.stage.reset_prefix_cache()
-            self.stage.check_integrity()
-        except Exception as error:
-            self._broken.note(error)
+        with log_fields(self.stage.name):
+            try:
+                self.stage.reset_prefix_cache()
+                self.stage.check_integrity()
+            except Exception as error:
+                self._broken.note(error)
 
     def leave(self, stay: Stay, *, has_failed: bool) -> None:
         """The stage is done with a request."""
@@ -168,7 +173,8 @@ class GuardedStage:
             with self.blamed(stay.request_id):
                 self.stage.add_request(stay.request)
         except ValueError:
-            _logger.exception("request %r could not begin anew", stay.request_id)
+            about = {"request_id": stay.request_id}
+            _logger.exception("request %r could not begin anew", stay.request_id, extra=about)
             return False
         return True
 
@@ -181,9 +187,11 @@ class GuardedStage:
         """
         name = self.stage.name
         try:
-            yield
+            with log_fields(name, request_id):
+                yield
         except ValueError as error:
             raise ValueError(f"stage {name!r}: {error}") from error
         except Exception as error:
-            _logger.exception("stage %r failed on request %r", name, request_id)
+            with log_fields(name, request_id):
+                _logger.exception("stage %r failed on request %r", name, request_id)
             raise ValueError(f"stage {name!r}: {type(error).__name__}: {error}") from error

@@ -14,6 +14,7 @@ prefix_cache.blocks
 prefix_cache.layer_types, prefix_cache.stores
 prefix_cache.kv_cache
 prefix_cache
+engine.interface.log_fields
 engine.interface, engine.files
 engine.resources, engine.checkpoints, engine.text, engine.media, engine.native, engine.sampling
 engine.requests

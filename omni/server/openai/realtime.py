@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket
 
+from engine.interface.log_fields import package_logger
 from omni.server.openai.conversation import Conversation
 from omni.server.openai.realtime_events import (
     AppendAudio,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RealtimeSession"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 _UNSUPPORTED_DATA = 1003
 _SMALL = 1 << 16

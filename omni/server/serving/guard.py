@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import time
 import uuid
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
+from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Guard"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """For everybody: a page without anybody's data, and whether the server is well."""

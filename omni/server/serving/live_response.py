@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EventStream", "LiveResponse", "LiveStream", "while_connected"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 
 class LiveResponse(Response):

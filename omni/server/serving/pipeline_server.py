@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from engine.interface.log_fields import package_logger
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import Meters
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineServer"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 
 class PipelineServer:

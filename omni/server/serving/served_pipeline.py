@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from engine.interface.log_fields import package_logger
 from omni.server.serving.admission import Admission
 from omni.server.serving.api_error import ApiError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineState", "ServedPipeline"]
 
-_logger = logging.getLogger(__name__)
+_logger = package_logger(__name__)
 
 _RETRY_WHILE_LOADING_S = 5
 

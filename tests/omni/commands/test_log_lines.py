@@ -13,6 +13,11 @@ from tests.support.import_graph import LAYERS, ROOT, modules
 
 FOREIGN = {"transformers.configuration_utils"}
 """Loggers of others, which ours keeps quiet."""
+MAKERS = (
+    Path(ROOT, "omni/commands/log_lines.py"),
+    Path(ROOT, "engine/interface/log_fields.py"),
+)
+"""Files that are about loggers, and take them by any name below ``omni``."""
 
 
 def loggers_outside(source: str, package: str) -> list[str]:
@@ -33,7 +38,7 @@ def test_everything_logs_below_one_logger(package: str) -> None:
     found = [
         f"{file.relative_to(ROOT)}: {name}"
         for file in modules(package)
-        if file != Path(ROOT, "omni/commands/log_lines.py")
+        if file not in MAKERS
         for name in loggers_outside(file.read_text("utf-8"), package)
     ]
     assert not found, found
@@ -84,3 +89,28 @@ def test_the_logger_is_left_as_it_was() -> None:
     with shown_log(2, tracebacks=False):
         assert logger.level == logging.DEBUG
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, ""),
+        ({"stage": "talker"}, "[talker] "),
+        ({"stage": "talker", "replica": 1}, "[talker/1] "),
+        ({"stage": "talker", "replica": 0, "request_id": "r 7"}, "[talker/0 r 7] "),
+        ({"request_id": "r"}, "[r] "),
+    ],
+)
+def test_with_v_a_line_says_which_stage_and_request_it_is_about(
+    fields: dict[str, object], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("omni.x")
+    for verbosity, told in ((1, place), (0, "")):
+        with shown_log(verbosity, tracebacks=False):
+            logger.warning("100%% of %s", "it", extra=fields)
+            try:
+                raise KeyError("k")
+            except KeyError:
+                logger.exception("failed", extra=fields)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines == [f"warning: {told}100% of it", f"error: {told}failed: KeyError: 'k'"]

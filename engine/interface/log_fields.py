@@ -1,0 +1,75 @@
+"""What log records tell besides their message: the stage, its replica, and the request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+__all__ = ["LogFields", "log_fields", "package_logger", "set_process_fields"]
+
+_ROOT = "omni"
+
+
+@dataclass(frozen=True, slots=True)
+class LogFields:
+    """What a record is about; None for what it is not about.
+
+    Attributes:
+        stage: name of the stage.
+        replica: which of the stage's workers it was.
+        request_id: of the request.
+    """
+
+    stage: str | None = None
+    replica: int | None = None
+    request_id: str | None = None
+
+
+_FIELDS: ContextVar[LogFields | None] = ContextVar("omni_log_fields", default=None)
+_of_process = LogFields()
+
+
+def set_process_fields(fields: LogFields) -> None:
+    """Say what every record of this process is about, in all of its threads."""
+    global _of_process
+    _of_process = fields
+
+
+@contextmanager
+def log_fields(stage: str, request_id: str | None = None) -> Iterator[None]:
+    """Have what is logged within, in this thread, carry a stage and a request."""
+    token = _FIELDS.set(replace(_of_process, stage=stage, request_id=request_id))
+    try:
+        yield
+    finally:
+        _FIELDS.reset(token)
+
+
+def package_logger(name: str) -> logging.Logger:
+    """The logger of a module, below ``omni``, whose records have the attributes of ``LogFields``.
+
+    Args:
+        name: the module's ``__name__``.
+    """
+    is_below = name == _ROOT or name.startswith(f"{_ROOT}.")
+    logger = logging.getLogger(name if is_below else f"{_ROOT}.{name}")
+    logger.addFilter(_FILTER)
+    return logger
+
+
+class _Fields(logging.Filter):
+    """Lets all records pass, with their fields; those given by ``extra`` stay."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Put the fields on a record."""
+        fields = _FIELDS.get() or _of_process
+        for name in LogFields.__slots__:
+            if not hasattr(record, name):
+                setattr(record, name, getattr(fields, name))
+        return True
+
+
+_FILTER = _Fields()
