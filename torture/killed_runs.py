@@ -1,11 +1,12 @@
 """Kills ``omni run`` at random moments, resumes it, and compares with a run that nobody disturbed.
 
-    python -m torture.killed_runs --kills 30 --requests 200
+    python -m torture.killed_runs --kills 30 --requests 200 [--sigkill]
 
 A run is killed while it loads, or after some more requests are done; every third time by SIGTERM or
-SIGINT, which it may answer, else by SIGKILL, which it cannot. After each, all lines that were there
-before must still be there, whole and right, with their files. In the end ``outputs.jsonl`` must be
-that of the undisturbed run, but for times and hits, and its tensors but for rounding.
+SIGINT, which it may answer, else by SIGKILL, which it cannot, or always with --sigkill. After each,
+all lines that were there before must still be there, whole and right, with their files. In the end
+``outputs.jsonl`` must be that of the undisturbed run, but for times and hits, and its tensors but
+for rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sigkill", action="store_true", help="kill by SIGKILL alone")
     given = parser.parse_args()
     draw = random.Random(given.seed)
-    tally = Tally(f"a run of {given.requests} requests is killed and resumed")
+    how = " by SIGKILL" if given.sigkill else ""
+    tally = Tally(f"a run of {given.requests} requests is killed{how} and resumed")
     with tempfile.TemporaryDirectory() as folder:
         requests = Path(folder, "requests.jsonl")
         requests.write_text("".join(_lines(draw, given.requests)), encoding="utf-8")
@@ -57,7 +61,9 @@ def main() -> int:
         if done.returncode != 1:
             raise SystemExit(f"the undisturbed run ended with status {done.returncode}, not 1")
         expected = _read(undisturbed / "outputs.jsonl")
-        _Disturbed(requests, Path(folder, "disturbed"), expected, draw).kill(given.kills, tally)
+        others = () if given.sigkill else (signal.SIGTERM, signal.SIGINT)
+        disturbed = _Disturbed(requests, Path(folder, "disturbed"), expected, draw)
+        disturbed.kill(given.kills, others, tally)
     return Tally.report([tally])
 
 
@@ -99,11 +105,11 @@ class _Disturbed:
         self._draw = draw
         self._seen: set[int] = set()
 
-    def kill(self, times: int, tally: Tally) -> None:
-        """Kill and resume, then let it run to its end, and compare."""
+    def kill(self, times: int, others: Sequence[signal.Signals], tally: Tally) -> None:
+        """Kill and resume, every third time by another signal; let it end, and compare."""
         for number in range(times):
-            answerable = self._draw.choice((signal.SIGTERM, signal.SIGINT))
-            sent = answerable if number % 3 == 2 else signal.SIGKILL
+            is_other = bool(others) and number % 3 == 2
+            sent = self._draw.choice(others) if is_other else signal.SIGKILL
             left = len(self._expected) - len(self._seen)
             outcome, detail = self._run(sent, left // (times - number))
             problem = detail or self._check(_read(self._out / _JOURNAL))
