@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from engine.requests.request import Request, RequestStatus
@@ -44,6 +47,37 @@ def test_requests_that_wait_for_one_prefix_are_looked_at_once(
         # Those that are let in, the first that is not, and the groups that wait.
         assert num_looked_for(harness, looked_for) <= 4 + 1 + 2
     assert harness.scheduler.num_running == 4
+
+
+def calls_of_steps(mix: str, num_waiting: int, num_steps: int = 8) -> list[int]:
+    """How many functions each step calls, Python's own included, of conversations in pairs."""
+    harness = Harness(mix=mix, num_blocks=400, budget=200, seats=4)
+    for number in range(num_waiting):
+        shared = [*ids(0, 90), *ids(1000 + 50 * (number // 2), 3 * BLOCK_SIZE)]
+        harness.add(str(number), [*shared, 10**6 + number], max_tokens=50)
+    counts = []
+    for _ in range(num_steps):
+        num_calls = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            output = harness.scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        counts.append(num_calls)
+        harness.scheduler.complete(output)
+    return counts
+
+
+@pytest.mark.parametrize("mix", ["full", "gemma", "jamba", "mamba"])
+def test_a_step_does_the_same_however_many_wait(mix: str) -> None:
+    few = calls_of_steps(mix, 24)
+    assert max(few) > 100
+    assert calls_of_steps(mix, 1000) == few
 
 
 def test_requests_that_rest_are_not_looked_at(looked_for: list[int]) -> None:
