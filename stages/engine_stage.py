@@ -154,7 +154,7 @@ class EngineStage(Stage, Generic[OutputT]):
         self.ownership.check()
         try:
             outputs = self.engine.step()
-        except Exception:
+        except Exception:  # whatever it was, the engine has begun anew; once that is good enough
             has_failed, self._has_failed = self._has_failed, not self._has_failed
             if has_failed or self.is_broken:
                 raise

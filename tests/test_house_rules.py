@@ -115,6 +115,28 @@ def test_safe_loads_are_not_found():
     assert unsafe_loads("torch.load(p, weights_only=True)\nyaml.safe_load(t)\nmodel.eval()") == []
 
 
+@pytest.mark.parametrize("file", SOURCES, ids=relative)
+def test_whoever_takes_any_exception_says_why(file: Path):
+    assert not list(broad_handlers(file.read_text("utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("planted", "is_found"),
+    [
+        ("try:\n    f()\nexcept Exception:\n    pass", True),
+        ("try:\n    f()\nexcept (ValueError, BaseException) as e:\n    g(e)", True),
+        ("try:\n    f()\nexcept:\n    raise ValueError from None", True),
+        ("try:\n    f()\nexcept Exception:  # a user's, say\n    pass", False),
+        ("try:\n    f()\n# A user's, say.\nexcept Exception:\n    pass", False),
+        ("try:\n    f()\nexcept Exception:\n    # A user's, say.\n    pass", False),
+        ("try:\n    f()\nexcept BaseException:\n    g()\n    raise", False),
+        ("try:\n    f()\nexcept ValueError:\n    pass", False),
+    ],
+)
+def test_a_planted_broad_handler_is_found(planted: str, is_found: bool):
+    assert bool(list(broad_handlers(planted))) is is_found
+
+
 def test_pyproject_lists_every_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     found = {
@@ -170,6 +192,26 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
         del named[0]
     rest = [argument.arg for argument in (given.vararg, given.kwarg) if argument is not None]
     return named + [argument.arg for argument in given.kwonlyargs] + rest
+
+
+def broad_handlers(source: str) -> Iterator[str]:
+    """Handlers of any exception that neither raise it again in the end nor say why in a comment."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        kinds = (
+            [each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)]
+            if (node.type)
+            else ["BaseException"]
+        )
+        if not {"Exception", "BaseException"} & set(kinds):
+            continue
+        last = node.body[-1]
+        if isinstance(last, ast.Raise) and last.exc is None:
+            continue
+        if not any("#" in line for line in lines[node.lineno - 2 : node.body[0].lineno]):
+            yield f"line {node.lineno}: {lines[node.lineno - 1].strip()}"
 
 
 def unsafe_loads(source: str) -> list[str]:

@@ -266,7 +266,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         try:
             rows = self._model.forward([item.request.content for item in held])
             self._store.write(held, rows)
-        except Exception as error:
+        except Exception as error:  # one input's fault, as a rule, and it is found out
             if len(held) > 1:
                 return [output for item in held for output in self._run([item], started)]
             return [self._fail(held[0], error, started)]
@@ -277,7 +277,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         request = item.request
         try:
             tensors = self._gather(item, cached=cached)
-        except Exception as error:
+        except Exception as error:  # the others of its batch go on
             return self._fail(item, error, started)
         if self._enable_prefix_caching and not cached:
             self._store.publish(item)

@@ -264,7 +264,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             request.started = now if request.started is None else request.started
         try:
             samples, states = self._compute(batch)
-        except Exception as error:
+        except Exception as error:  # one request's fault, as a rule, and it is found out
             if len(batch) > 1:
                 return [output for item in batch for output in self._run([item])]
             return [self._fail(batch[0][0], error)]

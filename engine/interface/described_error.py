@@ -10,5 +10,5 @@ def described(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception:
+    except Exception:  # its class is a stranger's, and so is what it does to be shown
         return name

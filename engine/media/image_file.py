@@ -78,7 +78,7 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
                 f"{source.name} cannot be read: it has more pixels than "
                 f"engine.media_limits.max_image_pixels, {limits.max_image_pixels}; scale it down"
             ) from error
-        except Exception as error:
+        except Exception as error:  # see above
             raise ValueError(f"{source.name} cannot be read: {error}") from error
 
 

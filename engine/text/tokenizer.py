@@ -106,7 +106,7 @@ def panics_as_errors() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # all else goes on its way
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error

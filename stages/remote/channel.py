@@ -254,7 +254,7 @@ class Channel:
             reason = _CLOSED_THERE
         except (OSError, ValueError, MemoryError) as error:
             reason = str(error)
-        except Exception as error:
+        except Exception as error:  # of whoever handles messages; the other side is told
             _LOG.exception("a message of %s could not be handled", self.name)
             reason = f"a message could not be handled: {type(error).__name__}: {error}"
         with self._lock:

@@ -68,7 +68,7 @@ class GuardedStage:
         with self.blamed(stay.request_id):
             try:
                 admit()
-            except Exception as error:
+            except Exception as error:  # the stage's own, that it is broken included
                 if not self.stage.is_broken:
                     raise
                 # Since earlier, perhaps: without requests there was nothing to tell it by.
@@ -113,7 +113,7 @@ class GuardedStage:
             try:
                 self.stage.reset_prefix_cache()
                 self.stage.check_integrity()
-            except Exception as error:
+            except Exception as error:  # whatever it is, the stage is built anew when next used
                 self._broken.note(error)
 
     def leave(self, stay: Stay, *, has_failed: bool) -> None:
@@ -191,7 +191,7 @@ class GuardedStage:
                 yield
         except ValueError as error:
             raise ValueError(f"stage {name!r}: {error}") from error
-        except Exception as error:
+        except Exception as error:  # a user's transform or stage may raise anything
             with log_fields(name, request_id):
                 _logger.exception("stage %r failed on request %r", name, request_id)
             raise ValueError(f"stage {name!r}: {type(error).__name__}: {error}") from error

@@ -67,7 +67,7 @@ class LiveStream(Response):
             if not self._has_begun:
                 raise
             await self._end(send, error)
-        except Exception:
+        except Exception:  # too late for a status: what has begun ends with an error that is told
             if not self._has_begun:
                 raise
             _logger.exception("a stream broke")

@@ -119,7 +119,7 @@ class PipelineServer:
                 return
             try:
                 pipeline.load()
-            except Exception as error:
+            except Exception as error:  # told by the state, and by whoever started the server
                 _logger.debug("pipeline %r cannot be loaded", pipeline.name, exc_info=True)
                 self.failure = error
                 self.on_failure()

@@ -78,7 +78,7 @@ class ServedPipeline:
 
         try:
             omni = Omni(self.config)
-        except Exception as error:
+        except Exception as error:  # the state tells of it to those who ask for the pipeline
             self.fail(str(error) if isinstance(error, ValueError) else repr(error))
             raise
         with self._lock:
