@@ -67,6 +67,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/hybrid_memory.py
 	$(BIN)/python benchmarks/scheduling.py
+	$(BIN)/python benchmarks/tensor_hop.py
 	$(BIN)/python -m benchmarks.encoder_decoder_cpu
 
 torture: $(STAMP)

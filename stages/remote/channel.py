@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,6 +226,8 @@ class Channel:
         self._is_sent.notify_all()
 
     def _close_descriptors(self) -> None:
+        with suppress(OSError):  # a fork may have the socket, too, and would keep it open
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         self._reader.close()
         self._imports.clear()

@@ -1,0 +1,330 @@
+"""Workers begin like their parent, end with it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from stages.remote import worker_process as module
+from stages.remote.channel import Channel
+from stages.remote.codec import Codec
+from stages.remote.segments import SegmentPool
+from stages.remote.worker_process import WorkerProcess, shut_down, start_worker
+from stages.stage import StageOutput
+from tests.support.import_graph import ROOT
+from tests.support.patience import PATIENCE_S
+
+TARGETS = "tests.support.worker_targets"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_zygote_afterwards() -> Iterator[None]:
+    yield
+    shut_down()
+    assert not psutil.Process().children()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., WorkerProcess]]:
+    """Starts workers that are gone after the test."""
+    started = []
+
+    def start(target: str, argument: bytes = b"", threads: int = 1) -> WorkerProcess:
+        worker = start_worker(f"{TARGETS}:{target}", argument, threads=threads, name=target)
+        worker.sock.settimeout(PATIENCE_S)
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.kill()
+        assert worker.wait(PATIENCE_S)
+        worker.sock.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def all_of(sock: socket.socket) -> bytes:
+    content = b""
+    while piece := sock.recv(1 << 16):
+        content += piece
+    return content
+
+
+def is_gone(pid: int) -> bool:
+    """A process that nobody waits for, as in some containers, is as good as gone."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_worker_is_like_its_parent_as_it_is_now(
+    start: Callable[..., WorkerProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    start("echo", b"x").sock.recv(1)  # the zygote is older than all that follows
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMNI_TEST_WORKER", "\udcff as bytes")
+    monkeypatch.delenv("PATH")
+    (tmp_path / "users_own.py").write_text(
+        "from tests.support.worker_targets import describe as function\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    workers = [
+        start_worker("users_own:function", b"to stdout", threads=3, name="a long name of a worker")
+        for _ in range(2)
+    ]
+    told = [json.loads(all_of(worker.sock)) for worker in workers]
+    for worker, each in zip(workers, told, strict=True):
+        fds = each["fds"]
+        assert set(fds) == {"0", "1", "2", "3"}
+        assert fds["0"] == os.devnull and fds["3"].startswith("socket:")
+        assert fds["1"] == os.readlink("/proc/self/fd/1")
+        assert fds["2"] == os.readlink("/proc/self/fd/2")
+        assert each["threads"] == 3 and each["python_threads"] == 1
+        assert each["folder"] == str(tmp_path) and each["path"] == sys.path
+        assert each["environment"] == dict(os.environ)
+        assert each["argv"] == ["a long name of a worker"]
+        assert each["interrupt_is_ignored"] and not each["cuda"] and each["main"] is None
+        assert psutil.Process(worker.pid).name() == "a long name of a"[:15]
+    assert not set(told[0]["random"]) & set(told[1]["random"]), "each draws its own numbers"
+    for worker in workers:
+        worker.sock.close()
+        assert worker.wait(PATIENCE_S) and worker.exit_reason == "ended with exit status 0"
+    assert capfd.readouterr().out.count("to stdout\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "argument", "reason", "printed"),
+    [
+        ("exit_with", b"3", "ended with exit status 3", ""),
+        ("exit_with", b"0", "ended with exit status 0", ""),
+        ("raise_an_error", b"lost", "ended with exit status 1", "KeyError: 'lost'"),
+        ("nothing", b"", "ended with exit status 1", "has no attribute 'nothing'"),
+    ],
+)
+def test_how_a_worker_ends_is_told_once(
+    start: Callable[..., WorkerProcess],
+    capfd: pytest.CaptureFixture[str],
+    target: str,
+    argument: bytes,
+    reason: str,
+    printed: str,
+):
+    worker = start(target, argument)
+    told: list[str] = []
+    worker.on_exit(told.append)
+    assert worker.wait(PATIENCE_S) and worker.exit_reason == reason
+    until(lambda: told == [reason])
+    worker.on_exit(told.append)
+    assert told == [reason, reason]
+    assert worker.sock.recv(1) == b"", "its socket is closed"
+    assert printed in capfd.readouterr().err
+    worker.kill()
+    worker.terminate(1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_told_by_its_signal(
+    start: Callable[..., WorkerProcess], number: signal.Signals
+):
+    worker = start("echo", b"x")
+    assert worker.sock.recv(1) == b"x"
+    os.kill(worker.pid, number)
+    assert worker.wait(PATIENCE_S) and worker.exit_reason == f"was killed by {number.name}"
+
+
+def test_a_worker_that_is_asked_to_end_may_be_killed(start: Callable[..., WorkerProcess]):
+    polite, stubborn, stopped = start("echo", b"x"), start("hold_on"), start("echo", b"x")
+    for worker in (polite, stubborn, stopped):
+        assert worker.sock.recv(4)
+    polite.terminate(PATIENCE_S)
+    assert polite.exit_reason == "was killed by SIGTERM"
+    stubborn.terminate(0.0)
+    assert stubborn.exit_reason == "was killed by SIGKILL"
+    os.kill(stopped.pid, signal.SIGSTOP)
+    stopped.terminate(0.0)
+    assert stopped.exit_reason == "was killed by SIGKILL"
+
+
+def test_ctrl_c_is_for_the_parent(start: Callable[..., WorkerProcess]):
+    worker = start("echo", b"x")
+    assert worker.sock.recv(1) == b"x"
+    os.kill(worker.pid, signal.SIGINT)
+    zygote().send_signal(signal.SIGINT)
+    worker.sock.sendall(b"y")
+    assert worker.sock.recv(1) == b"y" and worker.exit_reason is None
+
+
+def zygote() -> psutil.Process:
+    (process,) = psutil.Process().children()
+    return process
+
+
+def test_the_zygote_has_one_thread(start: Callable[..., WorkerProcess]):
+    start("echo", b"x").sock.recv(1)
+    assert zygote().num_threads() == 1
+
+
+def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess]):
+    start("exit_with", b"0").wait(PATIENCE_S)
+    gc.collect()
+    ours, theirs = os.listdir("/proc/self/fd"), zygote().num_fds()
+    for number in range(50):
+        worker = start_worker(f"{TARGETS}:echo", b"x", threads=1, name="brief")
+        if number % 3 == 0:
+            worker.kill()
+        elif number % 3 == 1:
+            assert worker.sock.recv(1) == b"x"
+        worker.sock.close()  # which ends it
+        assert worker.wait(PATIENCE_S)
+    assert os.listdir("/proc/self/fd") == ours
+    assert zygote().num_fds() == theirs and not zygote().children()
+
+
+def test_a_zygote_that_dies_takes_its_workers_along_and_is_replaced(
+    start: Callable[..., WorkerProcess],
+):
+    first, second = start("echo", b"x"), start("hold_on")
+    assert first.sock.recv(1) and second.sock.recv(4)
+    before = zygote()
+    os.kill(second.pid, signal.SIGSTOP)
+    before.kill()
+    reason = "died when the process that workers are forked from was killed by SIGKILL"
+    for worker in (first, second):
+        assert worker.wait(PATIENCE_S) and worker.exit_reason == reason
+    until(lambda: is_gone(first.pid) and is_gone(second.pid))
+    assert start("echo", b"again").sock.recv(5) == b"again"
+    assert zygote() != before
+
+
+def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., WorkerProcess]):
+    worker = start("send_back")
+    messages: list[Any] = []
+    reasons: list[str] = []
+    channel = Channel(worker.sock, Codec(), SegmentPool(), "worker")
+    channel.start(messages.append, reasons.append)
+    for number in range(20):
+        rows = torch.full((100, 100), number)
+        channel.send(StageOutput("r", "s", True, tensors={"rows": rows}))
+        until(lambda: len(messages) == 1)
+        assert torch.equal(messages.pop().tensors["rows"], rows + 1)
+        until(lambda: channel.num_exports == 0)
+    channel.send("hold")
+    until(lambda: len(messages) == 1)
+    kept = messages.pop().tensors["rows"]
+    worker.kill()
+    until(lambda: reasons == ["the other side closed it or has ended"])
+    assert (kept == 7).all(), "what it has made outlives it"
+    assert channel.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("target", "threads", "told"),
+    [("module", 1, "'package.module:function', got 'module'"), ("a:b", 0, "at least 1, got 0")],
+)
+def test_what_cannot_be_started_is_refused(target: str, threads: int, told: str):
+    with pytest.raises(ValueError, match=told):
+        start_worker(target, b"", threads=threads, name="a")
+
+
+def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_NURSERY", module._Nursery())
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RuntimeError, match=r"cannot be had: .*No such file.*/no/such/python"):
+        start_worker("a:b", b"", threads=1, name="a")
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
+SCRIPT = """
+import os, signal, sys, time
+from stages.remote.worker_process import start_worker
+print("main", flush=True)
+workers = [
+    start_worker("tests.support.worker_targets:hold_on", b"", threads=1, name="w") for _ in range(3)
+]
+for worker in workers:
+    assert worker.sock.recv(4) == b"held"
+os.kill(workers[1].pid, signal.SIGSTOP)
+print(*(worker.pid for worker in workers), flush=True)
+"""
+
+
+def run_script(tmp_path: Path, rest: str) -> subprocess.Popen[str]:
+    script = tmp_path / "users_script.py"
+    script.write_text(SCRIPT + textwrap.dedent(rest))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def family(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "main\n"
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    found = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    assert len(workers) == 3 and set(workers) < found and len(found) == 4
+    return sorted(found)
+
+
+def test_when_the_parent_is_killed_all_are_gone_the_stopped_ones_too(tmp_path: Path):
+    process = run_script(tmp_path, "sys.stdin.read()")
+    pids = family(process)
+    process.kill()
+    until(lambda: all(map(is_gone, pids)))
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert out == "", "nobody holds its stdout"
+
+
+def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path: Path):
+    process = run_script(tmp_path, "sys.stdin.read()\nraise SystemExit(5)")
+    pids = family(process)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert out == "" and process.returncode == 5
+    until(lambda: all(map(is_gone, pids)))
+
+
+def test_a_fork_of_the_parent_has_workers_of_its_own(start: Callable[..., WorkerProcess]):
+    start("echo", b"x").sock.recv(1)
+    keeper: Any = module._NURSERY._keeper
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        told = keeper.is_gone and module._NURSERY._keeper is None
+        shut_down()
+        os.write(write, b"y" if told else b"n")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 1) == b"y"
+    os.close(read)
+    os.close(write)
+    assert start("echo", b"z").sock.recv(1) == b"z"

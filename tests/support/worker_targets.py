@@ -1,0 +1,91 @@
+"""Functions that workers run in tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+
+from stages.remote.channel import Channel
+from stages.remote.codec import Codec
+from stages.remote.segments import SegmentPool
+from stages.stage import StageOutput
+
+__all__ = [
+    "describe",
+    "echo",
+    "exit_with",
+    "hold_on",
+    "raise_an_error",
+    "send_back",
+]
+
+
+def echo(sock: socket.socket, argument: bytes) -> None:
+    """Send the argument and then whatever comes, until the end."""
+    sock.sendall(argument)
+    while content := sock.recv(4096):
+        sock.sendall(content)
+
+
+def describe(sock: socket.socket, argument: bytes) -> None:
+    """Tell what the process is like, as JSON; end when told."""
+    told = {
+        "fds": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]},
+        "threads": torch.get_num_threads(),
+        "python_threads": threading.active_count(),
+        "random": [random.random(), float(np.random.rand()), torch.rand(1).item()],
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "argv": sys.argv,
+        "environment": dict(os.environ),
+        "interrupt_is_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        "cuda": torch.cuda.is_initialized(),
+        "main": sys.modules["__main__"].__dict__.get("__file__"),
+    }
+    print(argument.decode())
+    sock.sendall(json.dumps(told).encode())
+    sock.shutdown(socket.SHUT_WR)
+    sock.recv(1)
+
+
+def exit_with(sock: socket.socket, argument: bytes) -> None:
+    """End with a status."""
+    sys.exit(int(argument))
+
+
+def raise_an_error(sock: socket.socket, argument: bytes) -> None:
+    """End with an error."""
+    raise KeyError(argument.decode())
+
+
+def hold_on(sock: socket.socket, argument: bytes) -> None:
+    """Never end, whatever it is told short of being killed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock.sendall(b"held")
+    while True:
+        time.sleep(1000)
+
+
+def send_back(sock: socket.socket, argument: bytes) -> None:
+    """Answer outputs with their rows and one more, and "hold" with rows of sevens."""
+    pool, ended = SegmentPool(), threading.Event()
+    channel = Channel(sock, Codec(), pool, "parent")
+
+    def answer(message: object) -> None:
+        if isinstance(message, StageOutput):
+            rows = message.tensors["rows"] + 1
+        else:
+            rows = torch.full((100, 100), 7)
+        channel.send(StageOutput("r", "s", True, tensors={"rows": rows}))
+
+    channel.start(answer, lambda reason: ended.set())
+    ended.wait()
