@@ -97,7 +97,7 @@ class OmniReference:
         *,
         num_text: int = 12,
         num_codes: int = 24,
-        num_steps: int = 4,
+        num_steps: int = 2,
         seed: int = 0,
         suppressed: Sequence[int] = (),
         restores_mask: bool = True,

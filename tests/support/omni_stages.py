@@ -133,7 +133,7 @@ def build_pipeline(
     streaming: bool = False,
     num_text: int = 12,
     num_codes: int = 24,
-    num_steps: int = 4,
+    num_steps: int = 2,
     num_blocks: int | None = None,
     repetition_penalty: float = 1.0,
     text_chunk: int = 3,

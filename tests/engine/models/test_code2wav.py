@@ -182,7 +182,7 @@ def test_a_part_of_another_kind_is_refused(folder: str) -> None:
 
 def test_upsampling_that_gives_codes_no_place_is_refused(folder: str) -> None:
     checkpoint = open_checkpoint(folder, part="code2wav")
-    checkpoint.config.bigvgan_config.upsample_kernel_sizes = [10, 7, 4, 4, 4, 4]
+    checkpoint.config.bigvgan_config.upsample_kernel_sizes = [21, 12, 8]
     with pytest.raises(ValueError, match="must differ by even numbers"):
         Code2Wav(checkpoint, torch.device("cpu"))
 
