@@ -29,10 +29,11 @@ _SETTINGS = {"COLUMNS": "100", "NO_COLOR": "1"}
 _HEAD = """\
 # Mistakes, and what they are answered
 
-The likeliest ones, made for real by `python -m docs.mistakes`. Input that is wrong is refused
-before a model runs, with exit status 2; a request that fails beside others that do not, with its
-own line in `outputs.jsonl` and exit status 1. In Python it is a `ValueError`, or a `TypeError` for
-an argument that does not exist.
+The likeliest ones, made for real by `python -m docs.mistakes`. What is wrong with a pipeline or a
+flag is refused before a model runs, with exit status 2. A wrong line of requests fails alone: the
+others run, its error is told here and in its own line of `outputs.jsonl`, and the exit status is 1
+(`omni validate --input` finds such lines without a model, with exit status 2). In Python it is a
+`ValueError`, or a `TypeError` for an argument that does not exist.
 """
 
 _YAML = """\
@@ -94,9 +95,9 @@ def _yaml(what: str, right: str, wrong: str, *, load: bool = False) -> Mistake:
     return Mistake(what, wrong.strip(), command, files={"mine.yaml": _YAML.replace(right, wrong)})
 
 
-def _line(what: str, line: str, pipeline: str = "two_step") -> Mistake:
+def _line(what: str, line: str) -> Mistake:
     """A mistake in a line of requests."""
-    command = ("validate", pipeline, "--input", "requests.jsonl")
+    command = ("run", "two_step", "--quiet", "--input", "requests.jsonl")
     return Mistake(what, line.rstrip("\n"), command, files={"requests.jsonl": line})
 
 
@@ -145,6 +146,9 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _line("a value out of range", (
             '{"prompt": "Hello", "sampling": {"writer": {"max_tokens": -1}}}\n'
         )),
+        _line("a field of sampling beside the prompt", (
+            '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}\n'
+        )),
         _line("a file that is not there", '{"prompt": "Hello", "images": ["cat.png"]}\n'),
     ),
     "In the flags": (
@@ -155,6 +159,10 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _flags("a voice that is not there", "run", "omni_speech", "--speaker", "Bob",
                "--prompt", "Hello"),
         _flags("a flag misspelt", "run", "two_step", "--promt", "Hello"),
+        _flags("a word where a number belongs, in a flag", "run", "two_step", "--max-tokens", "few",
+               "--prompt", "Hello"),
+        _flags("a folder that cannot be made", "run", "two_step", "--prompt", "Hello",
+               "--output-dir", "/dev/null/out"),
     ),
     "In Python": (
         _python("no pipeline", "Omni(3)"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.models.registry import FAMILIES
 from omni.commands.cli import app
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.import_graph import LAYERS, ROOT, modules
@@ -52,6 +57,28 @@ def test_the_test_of_ones_own_passes(tmp_path: Path):
     script.write_text(own)
     (test,) = (value for name, value in runpy.run_path(str(script)).items() if "test_" in name)
     test()
+
+
+def test_a_model_of_ones_own_is_declared_as_shown(
+    seeded: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is Qwen3's under another name: a decoder with normed queries and keys."""
+    monkeypatch.setattr(FAMILIES, "_added", {})
+    (declaration,) = (block for block in snippets("python") if "register_model_family" in block)
+    script = tmp_path / "mine.py"
+    script.write_text(declaration)
+    runpy.run_path(str(script))
+    shutil.copytree(seeded("qwen3"), tmp_path / "mine")
+    config = json.loads((tmp_path / "mine/config.json").read_text())
+    config |= {"architectures": ["MineForCausalLM"], "model_type": "mine"}
+    (tmp_path / "mine/config.json").write_text(json.dumps(config))
+    first, second = (
+        LLMEngine(EngineConfig(model=str(folder), num_blocks=16, max_model_len=64)).generate(
+            ["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=8)
+        )[0]
+        for folder in (seeded("qwen3"), tmp_path / "mine")
+    )
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
 def commands() -> list[str]:
