@@ -2,9 +2,9 @@
 
     python -m torture.random_batches [--requests 2000] [--poisoned 0.1] [--only qwen2 jamba ...]
 
-Streams of requests that share beginnings come, are aborted, preempted and evicted, on a small pool.
-Some hold a token whose embedding is NaN: those have to fail, each alone. Every other one has to say
-what it says alone: tokens, text, and every row of its tensors.
+Streams of requests that share beginnings come, rest, are aborted, preempted and evicted, on a small
+pool. Some hold a token whose embedding is NaN: those have to fail, each alone. Every other one has
+to say what it says alone: tokens, text, and every row of its tensors.
 """
 
 from __future__ import annotations
@@ -72,12 +72,21 @@ class Stream:
                 self.engine.abort(request_id)
                 del self.live[request_id]
                 self.tally.add("went on")
+            self.pause_or_resume(may_pause=self.num_added < num_requests)
             steps = steps + 1 if self.num_added == num_requests else 0
             if steps > MAX_STEPS:
                 self.tally.add("hangs", f"{list(self.live)} are live")
                 return
             if not self.step():
                 return
+
+    def pause_or_resume(self, *, may_pause: bool) -> None:
+        """Let some rest, which give up their blocks to others; in the end all go on."""
+        for request_id in self.live:
+            if may_pause and self.draw.random() < 0.03:
+                self.engine.pause(request_id)
+            elif not may_pause or self.draw.random() < 0.1:
+                self.engine.resume(request_id)
 
     def add(self, is_poisoned: bool) -> None:
         """Add a random request."""
