@@ -89,6 +89,7 @@ def _signature_of(args: ast.arguments) -> inspect.Signature:
 def _parameter(
     arg: ast.arg, kind: inspect._ParameterKind, *, has_default: bool = False
 ) -> Parameter:
+    annotation: object
     match arg.annotation:
         case None:
             annotation = Parameter.empty

@@ -288,7 +288,7 @@ def test_its_files_are_read_within_the_limits_of_others(make: Make, case: str) -
     ],
 )
 def test_its_files_lie_in_the_checkpoint(make: Make, tmp_path: Path, name: str) -> None:
-    plain = {"sentence_bert_config": {}, "config_sentence_transformers": {}}
+    plain: dict[str, Any] = {"sentence_bert_config": {}, "config_sentence_transformers": {}}
     folder = make(TRANSFORMER, POOLING, DENSE, **plain)
     (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE_CONFIG))
     save_file({"linear.weight": torch.zeros(8, 64)}, folder / "2_Dense" / "model.safetensors")

@@ -197,7 +197,8 @@ def test_an_image_is_opened_when_it_is_its_turn(monkeypatch: pytest.MonkeyPatch)
         return open_image(image, limits)
 
     monkeypatch.setattr(image_file, "open_image", opening)
-    assert image_features(processor, PIXELS) == (60, 40)
+    size: object = image_features(processor, PIXELS)
+    assert size == (60, 40)
     assert was_taken == [True] and not is_taken(processor)
 
 
