@@ -297,9 +297,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         return {name: tensor for name, tensor in rows.items() if name in self._output_names}
 
     def _fail(self, item: HeldInput, error: Exception, started: float) -> EncoderOutput:
-        request_id = item.request.request_id
-        about = {"request_id": request_id}
-        logger.error("request %s failed", request_id, exc_info=error, extra=about)
+        about = {"request_id": item.request.request_id}
+        logger.error("request %(request_id)s failed", about, exc_info=error, extra=about)
         self._retire(item)
         message = f"the encoder failed: {described(error)}"
         return item.request.output({}, started=started, error=message)
