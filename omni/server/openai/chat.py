@@ -25,13 +25,13 @@ from omni.server.openai.answers import (
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.spoken_sound import check_voice, encoded, pcm16, speaking_stage
 from omni.server.openai.written_text import (
-    LogprobWriter,
     Written,
     completions_of,
+    logprob_writer,
+    num_completions,
     text_stage,
     usage_of,
 )
-from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds, Update
 
@@ -85,13 +85,8 @@ class Chat:
         sampling = merge_sampling(
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
-        params = sampling.get(self._stage, stages.stages[self._stage].sampling)
-        self._n = params.n if params is not None else 1
-        self._logprobs: LogprobWriter | None = None
-        if body.logprobs:
-            if self._n > 1:
-                raise ApiError.bad_request("logprobs: not told of n > 1 answers", param="logprobs")
-            self._logprobs = LogprobWriter(stages, self._stage)
+        self._n = num_completions(stages, self._stage, sampling)
+        self._logprobs = logprob_writer(stages, self._stage, self._n) if body.logprobs else None
         self._id = f"chatcmpl-{client.request_id}"
         self._created = int(time.time())
         speaker = body.audio.voice if body.audio is not None else None

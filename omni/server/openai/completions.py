@@ -20,13 +20,13 @@ from omni.server.openai.chat import DONE
 from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.written_text import (
-    LogprobWriter,
     Written,
     completions_of,
+    logprob_writer,
+    num_completions,
     text_stage,
     usage_of,
 )
-from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds
 
@@ -71,13 +71,10 @@ class Completions:
         self._body = body
         self._stage = text_stage(stages)
         sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
-        params = sampling.get(self._stage, stages.stages[self._stage].sampling)
-        self._n = params.n if params is not None else 1
-        self._logprobs: LogprobWriter | None = None
-        if body.logprobs is not None:
-            if self._n > 1:
-                raise ApiError.bad_request("logprobs: not told of n > 1 answers", param="logprobs")
-            self._logprobs = LogprobWriter(stages, self._stage)
+        self._n = num_completions(stages, self._stage, sampling)
+        self._logprobs = (
+            logprob_writer(stages, self._stage, self._n) if body.logprobs is not None else None
+        )
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,19 @@ from omni.server.serving.api_error import ApiError
 from stages import AutoregressiveStage
 
 if TYPE_CHECKING:
-    from engine import TokenLogprobs
+    from engine import SamplingParams, TokenLogprobs
     from omni.pipelines.pipeline import Pipeline
     from stages import StageOutput
 
-__all__ = ["LogprobWriter", "Written", "completions_of", "text_stage", "usage_of"]
+__all__ = [
+    "LogprobWriter",
+    "Written",
+    "completions_of",
+    "logprob_writer",
+    "num_completions",
+    "text_stage",
+    "usage_of",
+]
 
 _LEAST = -9999.0
 """In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
@@ -59,6 +67,23 @@ def text_stage(pipeline: Pipeline) -> str:
             "this model writes no text; /v1/pipelines/{name} gives all that it makes", param="model"
         )
     return writing[-1]
+
+
+def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, SamplingParams]) -> int:
+    """How many completions of each prompt a request asks of a stage."""
+    params = sampling.get(stage, pipeline.stages[stage].sampling)
+    return params.n if params is not None else 1
+
+
+def logprob_writer(pipeline: Pipeline, stage: str, number: int) -> LogprobWriter:
+    """What writes the log-probabilities that were asked for, of so many completions.
+
+    Raises:
+        ApiError: with status 400: they are several, or the stage has no tokenizer.
+    """
+    if number > 1:
+        raise ApiError.bad_request("logprobs: not told of n > 1 answers", param="logprobs")
+    return LogprobWriter(pipeline, stage)
 
 
 def completions_of(output: StageOutput) -> list[Written]:

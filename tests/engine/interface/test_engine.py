@@ -10,37 +10,20 @@ import pytest
 import torch
 
 from engine import (
-    CodecPrompt,
-    EncoderEngine,
     Engine,
-    EngineConfig,
-    GenerationParams,
-    GeneratorConfig,
-    GeneratorEngine,
     LLMEngine,
     Prompt,
     SamplingParams,
-    TokensPrompt,
 )
 from tests.support.idle_engine import drop_all
-
-LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
-TOKENS = TokensPrompt(tuple(range(30, 43)))
+from tests.support.three_engines import KINDS, build_engine
 
 
-@pytest.fixture(scope="module", params=["llm", "encoder", "generator"])
+@pytest.fixture(scope="module", params=KINDS)
 def case(
     request: pytest.FixtureRequest, seeded: Callable[[str], str]
 ) -> tuple[Engine[Any], Prompt]:
-    if request.param == "llm":
-        return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS)), TOKENS
-    if request.param == "encoder":
-        return EncoderEngine(EngineConfig(model=seeded("bert"), **LIMITS)), TOKENS
-    params = GenerationParams(num_steps=2)
-    config = GeneratorConfig(
-        model=seeded("qwen2_5_omni"), part="code2wav", device="cpu", generation=params
-    )
-    return GeneratorEngine(config), CodecPrompt((1, 2, 3), "Ethan")
+    return build_engine(request.param, seeded)
 
 
 def test_an_id_is_live_from_adding_to_the_finished_output(case: tuple[Engine[Any], Prompt]) -> None:

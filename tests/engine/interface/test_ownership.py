@@ -13,24 +13,17 @@ from typing import Any
 import pytest
 
 from engine import (
-    CodecPrompt,
-    EncoderEngine,
     Engine,
     EngineConfig,
-    GenerationParams,
-    GeneratorConfig,
-    GeneratorEngine,
     LLMEngine,
     Prompt,
     SamplingParams,
-    TokensPrompt,
 )
 from engine.interface.ownership import Ownership
 from stages import AutoregressiveStage
 from tests.support.patience import PATIENCE_S
+from tests.support.three_engines import KINDS, LIMITS, TOKENS, build_engine
 
-LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
-TOKENS = TokensPrompt(tuple(range(30, 43)))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -38,19 +31,11 @@ class Owner:
     """Anybody."""
 
 
-@pytest.fixture(params=["llm", "encoder", "generator"])
+@pytest.fixture(params=KINDS)
 def case(
     request: pytest.FixtureRequest, seeded: Callable[[str], str]
 ) -> tuple[Engine[Any], Prompt]:
-    if request.param == "llm":
-        return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS)), TOKENS
-    if request.param == "encoder":
-        return EncoderEngine(EngineConfig(model=seeded("bert"), **LIMITS)), TOKENS
-    params = GenerationParams(num_steps=2)
-    config = GeneratorConfig(
-        model=seeded("qwen2_5_omni"), part="code2wav", device="cpu", generation=params
-    )
-    return GeneratorEngine(config), CodecPrompt((1, 2, 3), "Ethan")
+    return build_engine(request.param, seeded)
 
 
 @pytest.fixture
