@@ -45,6 +45,15 @@ def test_light_work_imports_no_heavy_library(case: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
+def test_help_imports_nothing_that_pipelines_are_checked_with() -> None:
+    code = (
+        f"import sys\n{LIGHT['help']}\n"
+        "found = {'pydantic', 'yaml', 'engine', 'stages', 'omni.pipelines'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
 def test_a_server_answers_before_it_imports_a_heavy_library() -> None:
     code = (
         "import sys\nfrom omni.pipelines.pipeline_config import PipelineConfig\n"

@@ -10,7 +10,6 @@ import typer
 
 from omni.commands.command import CommandOptions
 from omni.commands.prompt_flags import PromptFlags
-from stages.placement import RuntimeKind
 
 __all__ = [
     "ExplainOptions",
@@ -31,6 +30,8 @@ def _complete_config(incomplete: str) -> list[str]:
 
 
 def _complete_runtime(incomplete: str) -> list[str]:
+    from stages.placement import RuntimeKind  # only here: help need not wait for all stages
+
     return [kind for kind in get_args(RuntimeKind) if kind.startswith(incomplete)]
 
 
