@@ -131,6 +131,10 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _yaml("a device that is not there", "model: seeded:llama", (
             "model: seeded:llama\n    engine: {device: cuda}"
         ), load=True),
+        _yaml("a runtime misspelt", "name: mine", "name: mine\nruntime: {kind: process}"),
+        _yaml("replicas in one process", "model: seeded:llama", (
+            "model: seeded:llama\n    placement: {replicas: 2}"
+        )),
         _yaml("too little memory", "model: seeded:llama", (
             "model: seeded:llama\n    engine: {num_blocks: 1}"
         ), load=True),
@@ -157,6 +161,8 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _flags("a place that is not there", "validate", "two_step", "--set",
                "stages.writer.engine.num_block=4"),
         _flags("a voice that is not there", "run", "omni_speech", "--speaker", "Bob",
+               "--prompt", "Hello"),
+        _flags("an address without a cluster", "run", "two_step", "--address", "head:6379",
                "--prompt", "Hello"),
         _flags("a flag misspelt", "run", "two_step", "--promt", "Hello"),
         _flags("a word where a number belongs, in a flag", "run", "two_step", "--max-tokens", "few",

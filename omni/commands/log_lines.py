@@ -56,12 +56,18 @@ class _Lines(logging.Formatter):
         shown.levelname = record.levelname.lower()
         if self._with_place and (place := _place(record)):
             shown.msg, shown.args = f"[{place}] {record.getMessage()}", ()
-        if not self._tracebacks and record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
-            shown.msg = f"{shown.getMessage()}: {type(error).__name__}: {error}"
-            shown.args = ()
+        if not self._tracebacks and (error := _error_of(record)):
+            shown.msg, shown.args = f"{shown.getMessage()}: {error}", ()
             shown.exc_info = shown.exc_text = shown.stack_info = None
         return super().format(shown)
+
+
+def _error_of(record: logging.LogRecord) -> str | None:
+    """The exception that a record is about, in a line; of a worker's only the text has come."""
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        return f"{type(error).__name__}: {error}"
+    return record.exc_text.splitlines()[-1] if record.exc_text else None
 
 
 def _place(record: logging.LogRecord) -> str:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from typing import TypeAlias
 
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
@@ -13,6 +14,7 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.live_request import LiveRequest
 from omni.runtime.stage_links import StageLinks, streamed_edges
 from omni.runtime.stream import Stream
+from omni.runtime.trace import Trace
 from stages import StageOutput
 from stages.worker.messages import (
     Abort,
@@ -31,6 +33,8 @@ __all__ = ["Orchestrator", "refusal"]
 
 # How long a turn waits at most for stages that are driven elsewhere.
 _PATIENCE_S = 0.1
+
+Listener: TypeAlias = Callable[[StageOutput], None] | None
 
 
 class Orchestrator:
@@ -58,16 +62,17 @@ class Orchestrator:
         pipeline: the stages; they must be idle.
         on_stage_output: called with every stage's finished output of every request, the
             stages that are not final included.
+        trace: gets what happens where and when; None for nothing.
     """
 
     def __init__(
-        self, pipeline: Pipeline, *, on_stage_output: Callable[[StageOutput], None] | None = None
+        self, pipeline: Pipeline, *, on_stage_output: Listener = None, trace: Trace | None = None
     ) -> None:
         pipeline.ownership.check()
         self._pipeline = pipeline
         self._on_stage_output = on_stage_output
         self._live: dict[str, LiveRequest] = {}
-        self._links = StageLinks(pipeline)
+        self._links = StageLinks(pipeline, trace)
         self._edges = [
             (source, edge) for source, edges in streamed_edges(pipeline).items() for edge in edges
         ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from omni.pipelines.pipeline import Pipeline
+from omni.runtime.trace import Trace
+from omni.runtime.traced_link import TracedLink
 from stages import Stage
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.stage_worker import StageWorker
+from stages.worker.traced_worker import TracedWorker
 
 __all__ = ["StageLinks", "streamed_edges"]
 
@@ -18,12 +22,14 @@ class StageLinks(Mapping[str, StageLink]):
 
     Args:
         pipeline: the stages; they must be idle.
+        trace: gets what happens on the ways and in the workers; None for nothing.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, trace: Trace | None = None) -> None:
         edges = streamed_edges(pipeline)
+        link = _link if trace is None else partial(_traced_link, trace)
         self._links = {
-            name: _link(pipeline, stage, edges[name]) for name, stage in pipeline.stages.items()
+            name: link(pipeline, stage, edges[name]) for name, stage in pipeline.stages.items()
         }
 
     def __getitem__(self, name: str) -> StageLink:
@@ -81,3 +87,12 @@ def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> 
     if isinstance(stage, LinkedStage):
         return stage.link
     return StageWorker(stage, pipeline.transforms.get(stage.name), edges)
+
+
+def _traced_link(
+    trace: Trace, pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]
+) -> StageLink:
+    if isinstance(stage, LinkedStage):
+        return TracedLink(stage.name, stage.link, trace)
+    worker = TracedWorker(stage, pipeline.transforms.get(stage.name), edges)
+    return TracedLink(stage.name, worker, trace)

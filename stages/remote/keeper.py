@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import socket
@@ -15,13 +14,14 @@ from contextlib import suppress
 
 import msgspec
 
+from engine.interface.log_fields import package_logger
 from stages.remote.doorbell import Doorbell
 from stages.remote.frames import Frame, FrameKind, FrameReader, FrameWriter
 from stages.remote.start_order import Ended, Started, StartOrder, exit_reason
 
 __all__ = ["Keeper", "ZygoteGone"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = package_logger(__name__)
 _MOST_BYTES = 2**20
 _STARTS_WITHIN_S = 300.0
 """A zygote that takes longer hangs. Its first answer waits for imports, on a busy machine."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from stages.stage import Stage
+from stages.trace_events import Traced
 from stages.worker.messages import Command, Event
 
 __all__ = ["LinkedStage", "StageLink"]
@@ -26,6 +27,9 @@ class StageLink(ABC):
     def send(self, command: Command) -> None:
         """Hand a command in; they take effect in this order."""
 
+    def flush(self) -> None:  # noqa: B027 - what takes commands at once has nothing to flush
+        """Let the worker have what was sent; what is sent together arrives together."""
+
     @abstractmethod
     def work(self) -> None:
         """Do one unit of work, where the stage is driven by the caller."""
@@ -33,6 +37,10 @@ class StageLink(ABC):
     @abstractmethod
     def news(self) -> list[Event]:
         """What happened since this was last called."""
+
+    def traces(self) -> list[Traced]:
+        """What the worker did when, before the news that comes next; nothing from most links."""
+        return []
 
     @property
     @abstractmethod

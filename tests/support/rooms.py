@@ -31,7 +31,7 @@ engine.models.model_loader
 engine.execution
 engine.encoder, engine.generator, engine.llm
 engine
-stages.stage, stages.placement
+stages.stage, stages.placement, stages.trace_events
 stages.transforms
 stages
 stages.worker

@@ -16,6 +16,7 @@ FOREIGN = {"transformers.configuration_utils"}
 MAKERS = (
     Path(ROOT, "omni/commands/log_lines.py"),
     Path(ROOT, "engine/interface/log_fields.py"),
+    Path(ROOT, "stages/remote/worker_log.py"),
 )
 """Files that are about loggers, and take them by any name below ``omni``."""
 

@@ -1,0 +1,292 @@
+"""A trace of a run: where every request spent its time, in a file that trace viewers open."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from stages.trace_events import StageEvent, Traced, this_clock
+
+__all__ = ["Trace", "TraceError"]
+
+_RECEIPTS = ("make prompt", "take chunk")
+"""Events by which a stage's worker tells that something has come."""
+_MOST_REQUESTS = 10_000
+"""Requests whose tracks are remembered; those of older ones are named anew if more comes."""
+_MOST_UNWRITTEN = 2**16
+"""Characters, and how long they may be kept."""
+_WRITTEN_AFTER_S = 1.0
+_WORKER = 0
+"""The track of what is about a whole worker."""
+
+
+class TraceError(OSError):
+    """A trace could not be written to its end; the run that it is of is not concerned."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Something on its way to a stage."""
+
+    start_s: float
+    sources: str
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of one request.
+
+    Attributes:
+        track: its number, the same in every process.
+        named: the processes in which its track has its name.
+        until_us: by process, where its track there ends so far.
+        ended_s: by stage, when the last step ended that moved it there.
+        sent: by stage, what has not arrived yet.
+    """
+
+    track: int
+    named: set[int] = field(default_factory=set)
+    until_us: dict[int, float] = field(default_factory=dict)
+    ended_s: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, deque[_Sent]] = field(default_factory=dict)
+
+
+class Trace:
+    """Writes what happens, as it happens, in Chrome's trace event format.
+
+    Every worker of a stage is a process, every request a track in it, and each worker's steps a
+    track of their own; what goes from stage to stage is drawn beside, with its bytes. Perfetto and
+    chrome://tracing open the file.
+
+    It is written under another name (``out.partial.json``), which viewers open as well if the run
+    was killed, and moved in the end. Only a bounded number of requests is remembered. For one
+    thread at a time.
+
+    Args:
+        path: of the file; what is there is replaced in the end.
+        stages: names of the pipeline's, in their order.
+
+    Attributes:
+        path: as given.
+        error: why nothing more is written, such as a full disk; None while all is well.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, stages: Sequence[str]) -> None:
+        self.path = Path(path)
+        self.error: OSError | None = None
+        self._aside = self.path.with_name(f"{self.path.stem}.partial{self.path.suffix}")
+        if self.path.exists() and not self.path.is_file():
+            raise OSError(errno.EINVAL, "is there and no regular file", str(self.path))
+        # Whole events are written at a time, so that what a killed run leaves can be read.
+        self._file = self._aside.open("wb", buffering=0)
+        self._unwritten = ["["]
+        self._separator = "\n"
+        self._num_unwritten = 0
+        self._start_s = self._written_s = time.monotonic()
+        self._order = {name: place for place, name in enumerate(stages)}
+        self._processes: dict[tuple[str, int], int] = {}
+        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._tracks = count(1)
+        self._transfers = count(1)
+        self._until_us: dict[int, float] = {}
+        # By clock, how far ahead this machine's is; the nearest that any message has shown.
+        self._offsets: dict[str, float] = {}
+
+    def sent(self, stage: str, request_id: str, sources: Sequence[str], num_bytes: int) -> None:
+        """Take note that outputs of other stages are on their way to a stage.
+
+        Args:
+            stage: that they are for.
+            request_id: whose they are.
+            sources: the stages that they come from.
+            num_bytes: of their tensors.
+        """
+        request = self._request(request_id)
+        ends = [request.ended_s[source] for source in sources if source in request.ended_s]
+        # Something that was paused meanwhile ended later than the chunk that is sent.
+        start_s = max(ends, default=time.monotonic())
+        on_way = request.sent.setdefault(stage, deque())
+        on_way.append(_Sent(start_s, " + ".join(sources), num_bytes))
+
+    def left(self, stage: str, request_id: str) -> None:
+        """Take note that a stage has a request no more: nothing is on its way to it there."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.sent.pop(stage, None)
+
+    def take(self, stage: str, traced: Traced) -> None:
+        """Write what a stage's worker has told."""
+        offset = self._offset(traced)
+        process = self._process(stage, traced.replica)
+        for event in traced.events:
+            track, until_us = _WORKER, self._until_us
+            if event.request_id is not None:
+                track = self._track(event.request_id, process)
+                until_us = self._request(event.request_id).until_us
+                self._note(stage, process, event, offset)
+            told = self._told(event, offset, until_us.get(process, 0.0))
+            until_us[process] = round(told["ts"] + told.get("dur", 0.0), 3)
+            self._write(told | {"pid": process, "tid": track})
+
+    def close(self) -> None:
+        """End the file and move it to its place. May be called again.
+
+        Raises:
+            TraceError: it could not be written; what was written is left under its other name.
+        """
+        if not self._file.closed:
+            self._unwritten.append("\n]\n")
+            self._flush()
+            try:
+                self._file.close()
+                if self.error is None:
+                    os.replace(self._aside, self.path)
+            except OSError as error:
+                self.error = self.error or error
+        if self.error is not None:
+            reason = self.error.strerror
+            raise TraceError(self.error.errno, reason, str(self._aside)) from self.error
+
+    def discard(self) -> None:
+        """Leave nothing: there was no run."""
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        """Use in a ``with`` statement to have it closed."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def _offset(self, traced: Traced) -> float:
+        """What to add to a worker's times to compare them with this machine's.
+
+        Of clocks elsewhere the difference is known as well as a message is fast: it takes some
+        time, so that the smallest difference seen is the nearest.
+        """
+        if traced.clock == this_clock():
+            return 0.0
+        seen = time.monotonic() - traced.told_s
+        self._offsets[traced.clock] = min(self._offsets.get(traced.clock, seen), seen)
+        return self._offsets[traced.clock]
+
+    def _note(self, stage: str, process: int, event: StageEvent, offset: float) -> None:
+        """Keep when a request's last piece of time ended, and tell of what has arrived."""
+        assert event.request_id is not None
+        request = self._request(event.request_id)
+        if event.name in _RECEIPTS and (on_way := request.sent.get(stage)):
+            sent = on_way.popleft()
+            for each in self._transfer(sent, process, event, offset):
+                self._write(each)
+        if event.end_s is not None and event.name == "step":
+            request.ended_s[stage] = event.end_s + offset
+
+    def _transfer(
+        self, sent: _Sent, process: int, event: StageEvent, offset: float
+    ) -> Iterator[dict[str, Any]]:
+        """Transfers overlap with what a stage does meanwhile, so they stand beside the tracks."""
+        end_s = max(event.start_s + offset, sent.start_s)
+        common = {
+            "name": "transfer",
+            "cat": "transfer",
+            "id": f"transfer-{next(self._transfers)}",
+            "pid": process,
+            "tid": _WORKER,
+        }
+        args = {"request": event.request_id, "from": sent.sources, "bytes": sent.num_bytes}
+        yield common | {"ph": "b", "ts": self._micros(sent.start_s), "args": args}
+        yield common | {"ph": "e", "ts": self._micros(end_s)}
+
+    def _told(self, event: StageEvent, offset: float, until_us: float) -> dict[str, Any]:
+        """An event on its track, which it does not reach back on: clocks may be off a little."""
+        start_us = max(self._micros(event.start_s + offset), until_us)
+        told: dict[str, Any] = {
+            "name": event.name,
+            "cat": "worker" if event.request_id is None else "request",
+            "ts": start_us,
+        }
+        if event.end_s is None:
+            told |= {"ph": "i", "s": "t"}
+        else:
+            end_us = max(self._micros(event.end_s + offset), start_us)
+            told |= {"ph": "X", "dur": round(end_us - start_us, 3)}
+        if event.args:
+            told["args"] = dict(event.args)
+        return told
+
+    def _micros(self, time_s: float) -> float:
+        """Microseconds since the trace began; what began before it begins with it."""
+        return round(max(time_s - self._start_s, 0.0) * 1e6, 3)
+
+    def _process(self, stage: str, replica: int) -> int:
+        """The number of a worker's process, which is named when it is first needed."""
+        key = (stage, replica)
+        if key not in self._processes:
+            process = self._processes[key] = len(self._processes) + 1
+            name = stage if replica == 0 else f"{stage} (replica {replica})"
+            place = self._order.get(stage, len(self._order))
+            self._write(_named("process_name", process, _WORKER, {"name": name}))
+            order = {"sort_index": place * 1_000 + replica}
+            self._write(_named("process_sort_index", process, _WORKER, order))
+            self._write(_named("thread_name", process, _WORKER, {"name": "steps"}))
+        return self._processes[key]
+
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request(next(self._tracks))
+            if len(self._requests) > _MOST_REQUESTS:
+                self._requests.popitem(last=False)
+        else:
+            self._requests.move_to_end(request_id)
+        return request
+
+    def _track(self, request_id: str, process: int) -> int:
+        """The number of a request's track in a process, where it is named when first needed."""
+        request = self._request(request_id)
+        if process not in request.named:
+            request.named.add(process)
+            self._write(_named("thread_name", process, request.track, {"name": request_id}))
+            order = {"sort_index": request.track}
+            self._write(_named("thread_sort_index", process, request.track, order))
+        return request.track
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        text = self._separator + json.dumps(event, separators=(",", ":"))
+        self._separator = ",\n"
+        self._unwritten.append(text)
+        self._num_unwritten += len(text)
+        now_s = time.monotonic()
+        if self._num_unwritten >= _MOST_UNWRITTEN or now_s - self._written_s >= _WRITTEN_AFTER_S:
+            self._written_s = now_s
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what has come; a full disk ends the trace and nothing else."""
+        text, self._unwritten, self._num_unwritten = "".join(self._unwritten), [], 0
+        if self.error is not None or self._file.closed:
+            return
+        left = memoryview(text.encode())
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError as error:
+            self.error = error
+
+
+def _named(what: str, process: int, track: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": track, "args": dict(args)}

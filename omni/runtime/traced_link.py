@@ -1,0 +1,112 @@
+"""Watches what goes to a stage and what comes back, for a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from omni.runtime.trace import Trace
+from stages import StageOutput
+from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved
+from stages.worker.stage_link import StageLink
+
+__all__ = ["TracedLink"]
+
+
+class TracedLink(StageLink):
+    """A way to a stage, at which a trace stands.
+
+    Args:
+        name: of the stage.
+        link: the way.
+        trace: gets what the stage's workers tell of their time, and what is sent to them.
+    """
+
+    def __init__(self, name: str, link: StageLink, trace: Trace) -> None:
+        self._name = name
+        self._link = link
+        self._trace = trace
+        self._request_ids: dict[int, str] = {}
+        self._tickets: dict[str, int] = {}
+
+    def send(self, command: Command) -> None:
+        """See :class:`StageLink`."""
+        match command:
+            case Enter():
+                self._left(command.request_id)
+                self._request_ids[command.ticket] = command.request_id
+                self._tickets[command.request_id] = command.ticket
+                if command.sources:
+                    self._sent(command.request_id, command.sources)
+            case Extend():
+                self._sent(command.request_id, (command.source,))
+            case Abort():
+                self._left(command.request_id)
+        self._link.send(command)
+
+    def news(self) -> list[Event]:
+        """See :class:`StageLink`."""
+        for traced in self._link.traces():
+            self._trace.take(self._name, traced)
+        news = self._link.news()
+        # Of workers elsewhere, what they did when has come with the news.
+        for traced in self._link.traces():
+            self._trace.take(self._name, traced)
+        for event in news:
+            match event:
+                case Moved() if event.output.finished:
+                    self._left(event.output.request_id)
+                case Failed() if event.ticket in self._request_ids:
+                    self._left(self._request_ids[event.ticket])
+        return news
+
+    def flush(self) -> None:
+        """See :class:`StageLink`."""
+        self._link.flush()
+
+    def work(self) -> None:
+        """See :class:`StageLink`."""
+        self._link.work()
+
+    @property
+    def has_work(self) -> bool:
+        """See :class:`StageLink`."""
+        return self._link.has_work
+
+    def check_idle(self) -> bool:
+        """See :class:`StageLink`."""
+        return self._link.check_idle()
+
+    @property
+    def time_to_work(self) -> float | None:
+        """See :class:`StageLink`."""
+        return self._link.time_to_work
+
+    def tell_news(self, on_news: Callable[[], None]) -> None:
+        """See :class:`StageLink`."""
+        self._link.tell_news(on_news)
+
+    def prepare_aside(self) -> None:
+        """See :class:`StageLink`."""
+        self._link.prepare_aside()
+
+    def close(self) -> None:
+        """See :class:`StageLink`."""
+        self._link.close()
+
+    def _sent(self, request_id: str, sources: Iterable[StageOutput]) -> None:
+        outputs = tuple(sources)
+        num_bytes = sum(_num_bytes(output) for output in outputs)
+        self._trace.sent(self._name, request_id, [each.stage for each in outputs], num_bytes)
+
+    def _left(self, request_id: str) -> None:
+        self._trace.left(self._name, request_id)
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            del self._request_ids[ticket]
+
+
+def _num_bytes(output: StageOutput) -> int:
+    """Bytes of an output's tensors, without looking into those that lie in shared memory."""
+    tensors = output.tensors
+    told = getattr(tensors, "nbytes", None)
+    return told if isinstance(told, int) else sum(each.nbytes for each in tensors.values())

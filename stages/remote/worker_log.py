@@ -1,0 +1,112 @@
+"""What workers log, told to the process that started them, and logged there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.interface.log_fields import LogFields, set_process_fields
+
+__all__ = ["LogForwarder", "Logged", "forward_log", "relay"]
+
+_ROOT = "omni"
+_LONGEST = 2**16
+"""Characters of a message, and of a traceback, that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A log record.
+
+    Attributes:
+        logger: its name.
+        level: as a number of ``logging``.
+        message: with its arguments put in.
+        traceback: of the exception that it is about, as text; None if it is about none.
+        stage, replica, request_id: see :class:`~engine.interface.log_fields.LogFields`.
+    """
+
+    logger: str
+    level: int
+    message: str
+    traceback: str | None = None
+    stage: str | None = None
+    replica: int | None = None
+    request_id: str | None = None
+
+
+class LogForwarder(logging.Handler):
+    """Tells every record to somebody else, who may be gone.
+
+    Args:
+        tell: gets the records, from any thread; it raises ``ConnectionError`` if nobody listens.
+    """
+
+    def __init__(self, tell: Callable[[Logged], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._here = threading.local()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell a record; what telling it logs in turn is not told."""
+        if getattr(self._here, "is_telling", False):
+            return
+        self._here.is_telling = True
+        try:
+            self._tell(_told(record))
+        except ConnectionError:
+            pass  # whoever listened has gone, and the worker is about to end
+        except Exception:  # as logging does: a record that cannot be told must not end the work
+            self.handleError(record)
+        finally:
+            self._here.is_telling = False
+
+
+def forward_log(tell: Callable[[Logged], None], level: int, fields: LogFields) -> LogForwarder:
+    """Have all that this process logs told to the one that started it, and to nobody else.
+
+    Args:
+        tell: see :class:`LogForwarder`.
+        level: below which nothing is told.
+        fields: what all records of this process are about.
+    """
+    set_process_fields(fields)
+    forwarder = LogForwarder(tell)
+    logger = logging.getLogger(_ROOT)
+    logger.addHandler(forwarder)
+    logger.setLevel(level)
+    logger.propagate = False
+    return forwarder
+
+
+def relay(logged: Logged) -> None:
+    """Log here what a worker has logged, as if it had been logged here."""
+    is_ours = logged.logger == _ROOT or logged.logger.startswith(f"{_ROOT}.")
+    logger = logging.getLogger(logged.logger if is_ours else _ROOT)
+    if not logger.isEnabledFor(logged.level):
+        return
+    record = logger.makeRecord(logger.name, logged.level, "", 0, "%s", (logged.message,), None)
+    record.exc_text = logged.traceback
+    for name in LogFields.__slots__:
+        setattr(record, name, getattr(logged, name))
+    logger.handle(record)
+
+
+def _told(record: logging.LogRecord) -> Logged:
+    text = None
+    if record.exc_info and record.exc_info[1] is not None:
+        text = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+    fields = LogFields(**{name: getattr(record, name, None) for name in LogFields.__slots__})
+    return Logged(
+        record.name,
+        record.levelno,
+        record.getMessage()[:_LONGEST],
+        # Its end says what went wrong.
+        None if text is None else text[-_LONGEST:],
+        fields.stage,
+        fields.replica,
+        fields.request_id,
+    )

@@ -1,0 +1,231 @@
+"""Tells where the requests of one stage spend their time there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stages.stage import Stage, StageOutput, StageStats
+from stages.trace_events import StageEvent
+from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved
+from stages.worker.stay import Stay
+
+__all__ = ["StageTracer"]
+
+Args: TypeAlias = Mapping[str, int | float | str]
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known of one request in the stage; times are ``time.monotonic``.
+
+    Attributes:
+        ticket: of its stay.
+        since: until when all has been told.
+        is_inside: whether the stage has it.
+        has_run: whether any step has run it.
+        rests_since: when it was paused; None while it is not.
+        lacks_since: when it ran out of input; None while it has some.
+    """
+
+    ticket: int
+    since: float
+    is_inside: bool = False
+    has_run: bool = False
+    rests_since: float | None = None
+    lacks_since: float | None = None
+
+
+class StageTracer:
+    """Makes events of what a worker does; it is told of every command and every turn.
+
+    A request's events in one stage do not overlap, and come in the order of their beginnings::
+
+        make prompt | prepare | waiting | prefill | step | step | resting | step | waiting for input
+
+    Args:
+        stage: the worker's.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._events: list[StageEvent] = []
+        self._tracks: dict[str, _Track] = {}
+        self._request_ids: dict[int, str] = {}
+        self._counted = stage.stats()
+
+    def take(self) -> tuple[StageEvent, ...]:
+        """What happened since this was last called."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    @property
+    def num_events(self) -> int:
+        """How many :meth:`take` would give."""
+        return len(self._events)
+
+    def commanded(self, command: Command, start_s: float, end_s: float, stay: Stay | None) -> None:
+        """Take note of a command that was done.
+
+        Args:
+            command: that came.
+            start_s: when it came.
+            end_s: when it was done.
+            stay: of the request that it was about; None if it is not here any more.
+        """
+        request_id = command.request_id
+        if isinstance(command, Enter):
+            self._entered(command, start_s, end_s)
+        track = self._tracks.get(request_id)
+        if track is None:
+            return
+        match command:
+            case Extend():
+                self._end_lack(track, start_s, request_id)
+                if not track.is_inside:
+                    self._span("prepare", track, track.since, start_s, request_id)
+                args: Args = {"from": command.source.stage, "first row": command.first_row}
+                self._span("take chunk", track, start_s, end_s, request_id, args)
+            case Abort():
+                self._moment("aborted", end_s, request_id)
+                self._forget(request_id)
+                return
+        if stay is not None:
+            self._look(track, stay, end_s)
+
+    def worked(
+        self, start_s: float, end_s: float, news: Iterable[Event], stays: Mapping[str, Stay]
+    ) -> None:
+        """Take note of a turn.
+
+        Args:
+            start_s: when it began.
+            end_s: when it was over.
+            news: what came of it.
+            stays: of all requests that the worker has now.
+        """
+        # What was let in, or paused, was so before the stage's step.
+        for request_id, stay in stays.items():
+            if (track := self._tracks.get(request_id)) is not None:
+                self._look(track, stay, start_s)
+        told = list(news)
+        counted, before = self._stage.stats(), self._counted
+        self._counted = counted
+        moved = [event for event in told if isinstance(event, Moved)]
+        if moved or counted.num_steps != before.num_steps:
+            args = _step_args(counted, before, len(moved))
+            self._events.append(StageEvent("step", start_s, end_s, None, args))
+        for event in moved:
+            moved_id = self._request_ids.get(event.ticket)
+            if moved_id is not None:
+                self._ran(moved_id, event.output, start_s, end_s)
+        self.note_failures(told, end_s)
+        for request_id, stay in stays.items():
+            if stay.is_streamed and stay.is_inside and not stay.pending:
+                self._note_lack(request_id, end_s)
+
+    def note_failures(self, news: Iterable[Event], end_s: float) -> None:
+        """Take note of requests that cannot go on."""
+        for event in news:
+            if isinstance(event, Failed):
+                request_id = self._request_ids.get(event.ticket)
+                if request_id is not None:
+                    self._moment("failed", end_s, request_id, {"error": event.error})
+                    self._forget(request_id)
+
+    def _entered(self, enter: Enter, start_s: float, end_s: float) -> None:
+        self._tracks[enter.request_id] = track = _Track(enter.ticket, start_s)
+        self._request_ids[enter.ticket] = enter.request_id
+        if enter.sources:
+            args = {"from": " + ".join(source.stage for source in enter.sources)}
+            self._span("make prompt", track, start_s, end_s, enter.request_id, args)
+
+    def _look(self, track: _Track, stay: Stay, now_s: float) -> None:
+        """See what has changed with a request."""
+        request_id = stay.request_id
+        if stay.is_inside and not track.is_inside:
+            track.is_inside = True
+            self._span("prepare", track, track.since, now_s, request_id)
+        if stay.is_paused and track.rests_since is None:
+            track.rests_since = max(now_s, track.since)
+        elif not stay.is_paused and track.rests_since is not None:
+            self._span("resting", track, track.rests_since, now_s, request_id)
+            track.rests_since = None
+
+    def _ran(self, request_id: str, output: StageOutput, start_s: float, end_s: float) -> None:
+        """A step has moved a request."""
+        track = self._tracks[request_id]
+        self._end_lack(track, start_s, request_id)
+        if not track.has_run:
+            track.has_run = True
+            self._waited(track, output, start_s)
+        self._span("step", track, start_s, end_s, request_id)
+        if output.finished:
+            if output.num_cached_tokens:
+                counts = {"tokens": output.num_cached_tokens, "of": output.num_prompt_tokens}
+                self._moment("hit", end_s, request_id, counts)
+            if output.metrics.num_preemptions:
+                times = {"times": output.metrics.num_preemptions}
+                self._moment("preempted", end_s, request_id, times)
+            self._forget(request_id)
+
+    def _waited(self, track: _Track, output: StageOutput, start_s: float) -> None:
+        """Tell how long a request waited before it first ran, and of steps that told nothing."""
+        queue_s = output.metrics.queue_s
+        first_s = start_s if queue_s is None else min(start_s, track.since + queue_s)
+        self._span("waiting", track, track.since, first_s, output.request_id)
+        if first_s < start_s:
+            self._span("prefill", track, first_s, start_s, output.request_id)
+
+    def _end_lack(self, track: _Track, now_s: float, request_id: str) -> None:
+        if track.lacks_since is not None:
+            self._span("waiting for input", track, track.lacks_since, now_s, request_id)
+            track.lacks_since = None
+
+    def _note_lack(self, request_id: str, now_s: float) -> None:
+        track = self._tracks.get(request_id)
+        if track is not None and track.lacks_since is None and self._stage.needs_input(request_id):
+            track.lacks_since = max(now_s, track.since)
+
+    def _forget(self, request_id: str) -> None:
+        track = self._tracks.pop(request_id, None)
+        if track is not None:
+            del self._request_ids[track.ticket]
+
+    def _span(
+        self,
+        name: str,
+        track: _Track,
+        start_s: float,
+        end_s: float,
+        request_id: str,
+        args: Args | None = None,
+    ) -> None:
+        """Tell a piece of a request's time, which does not reach back behind what was told."""
+        start_s = max(start_s, track.since)
+        end_s = max(start_s, end_s)
+        track.since = end_s
+        if end_s > start_s or args:
+            self._events.append(StageEvent(name, start_s, end_s, request_id, args or {}))
+
+    def _moment(
+        self,
+        name: str,
+        at_s: float,
+        request_id: str,
+        args: Args | None = None,
+    ) -> None:
+        self._events.append(StageEvent(name, at_s, None, request_id, args or {}))
+
+
+def _step_args(now: StageStats, before: StageStats, num_moved: int) -> dict[str, int]:
+    added = now.since(before)
+    counts = {
+        "outputs": num_moved,
+        "input tokens": added.prompt_tokens,
+        "hit tokens": added.cached_tokens,
+        "generated tokens": added.generated_tokens,
+        "preemptions": added.num_preemptions,
+    }
+    return {name: count for name, count in counts.items() if count}
