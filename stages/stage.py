@@ -265,7 +265,7 @@ class Stage(ABC):
     """
 
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
-    has_cache: ClassVar[bool] = True
+    has_cache: bool = True
 
     def __init__(
         self,

@@ -74,8 +74,15 @@ class LiveRequest:
         """Put what the user asked to get of a stage into the next output.
 
         Raises:
-            ValueError: the stage changed its sampling rate in the middle of a sound.
+            ValueError: the stage failed the request, or changed its sampling rate in the middle of
+                a sound.
         """
+        if stage.final_output:
+            self._show(stage, output)
+        if output.failure is not None:
+            raise ValueError(output.failure)
+
+    def _show(self, stage: Stage, output: StageOutput) -> None:
         before = self.visible.get(stage.name)
         if "tensors" not in stage.final_output:
             output = with_fields(output, tensors={})

@@ -15,9 +15,11 @@ from typing import Any, Self, TypeAlias
 from engine.interface.ownership import Ownership
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Ticket
 from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.placed_pipeline import build_pipeline
 from stages import StageStats
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
@@ -40,9 +42,11 @@ class Omni:
             that is shipped. A pipeline is this object's from then on, and is closed with it.
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             those of the YAML file.
+        runtime: where the stages run, in the place of what the config says: ``"inline"``,
+            ``"processes"``, ``"ray"``, or a :class:`~omni.pipelines.runtime_config.RuntimeConfig`.
 
     Raises:
-        ValueError: the config is wrong, or a stage cannot be built.
+        ValueError: the config is wrong, or a stage cannot be built where it is to run.
         RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
 
@@ -51,6 +55,7 @@ class Omni:
         config: str | Path | PipelineConfig | Pipeline,
         *,
         overrides: Mapping[str, Any] | None = None,
+        runtime: str | RuntimeConfig | None = None,
     ) -> None:
         given: object = config
         if not isinstance(given, str | Path | PipelineConfig | Pipeline):
@@ -62,8 +67,13 @@ class Omni:
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
             config = PipelineConfig.load(config, overrides=overrides)
+        if isinstance(config, Pipeline) and runtime is not None:
+            raise ValueError(
+                "runtime says where stages are built, but the stages of this Pipeline are built: "
+                "give a PipelineConfig, whose stages may be configs composed in Python"
+            )
         if isinstance(config, PipelineConfig):
-            config = Pipeline.from_config(config)
+            config = build_pipeline(config.with_runtime(runtime))
         self._ownership = Ownership("this Omni")
         config.ownership.claim(self, "another Omni")
         self.pipeline = config

@@ -129,8 +129,7 @@ class Orchestrator:
 
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
-                or samples nothing, or a speaker that no stage has, or one of the root stages
-                refuses it at once. Nothing has changed.
+                or samples nothing, or a speaker that no stage has, or a root refuses it at once.
         """
         if not request.request_id:
             raise ValueError("a request needs a request_id that is not empty")
@@ -156,6 +155,7 @@ class Orchestrator:
 
     def step(self) -> list[OmniOutput]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
+        self._links.flush()
         if not self.has_work:
             self._has_news.wait(_PATIENCE_S)
         self._has_news.clear()
@@ -168,6 +168,7 @@ class Orchestrator:
                 self._take(event, moved)
         if not has_moved:
             self._give_way()
+        self._links.flush()
         return [
             output if output is not None else self._live[request_id].snapshot()
             for request_id, output in moved.items()
@@ -181,7 +182,9 @@ class Orchestrator:
             reason: becomes the ``error`` of its last output, which is returned.
         """
         live = self._live.get(request_id)
-        return None if live is None else self._end(live, reason, FinishReason.ABORT)
+        ended = None if live is None else self._end(live, reason, FinishReason.ABORT)
+        self._links.flush()
+        return ended
 
     def _news(self, name: str) -> list[Event]:
         unread, self._unread[name] = self._unread[name], []
@@ -193,24 +196,19 @@ class Orchestrator:
         Raises:
             ValueError: it did; the request is gone.
         """
-        news = self._news(name)
-        ticket = live.inside[name]
+        news = self._unread[name] = self._news(name)
         for event in news:
-            if isinstance(event, Failed) and event.ticket == ticket:
-                self._unread[name] = [other for other in news if other is not event]
+            if isinstance(event, Failed) and event.ticket == live.inside[name]:
                 self._abort(live)
-                raise ValueError(event.error) from (
-                    None if event.refused else RuntimeError(event.error)
-                )
-        self._unread[name] = news
+                cause = None if event.refused else RuntimeError(event.error)
+                raise ValueError(event.error) from cause
 
     def _take(self, event: Event, moved: dict[str, OmniOutput | None]) -> None:
         """Take in what a worker told.
 
         Args:
             event: of any stage.
-            moved: gets the requests that the user hears of, with the last output of those that
-                ended.
+            moved: gets who the user hears of, with the last output of those that ended.
         """
         if event.ticket not in self._stays:
             return
@@ -218,7 +216,8 @@ class Orchestrator:
         match event:
             case Moved():
                 ended = self._advance(live, name, event)
-                if ended is not None or self._pipeline.stages[name].final_output:
+                is_shown = event.output is not None and self._pipeline.stages[name].final_output
+                if ended is not None or is_shown:
                     moved[live.request_id] = ended
             case Took():
                 stream = live.streams[name]
@@ -236,22 +235,20 @@ class Orchestrator:
 
     def _advance(self, live: LiveRequest, name: str, event: Moved) -> OmniOutput | None:
         """Show what a stage put out to the user, and hand it on; None if the request goes on."""
-        stage, output = self._pipeline.stages[name], event.output
         live.has_moved = True
-        if output.finished:
-            self._leave(live, name)
-            if self._on_stage_output is not None:
-                self._on_stage_output(output)
-        try:
-            if stage.final_output:
-                live.show(stage, output)
-            if output.failure is not None:
-                raise ValueError(output.failure)
-        except ValueError as error:
-            return self._end(live, f"stage {name!r}: {error}")
+        output = event.output
+        if output is not None:
+            if output.finished:
+                self._leave(live, name)
+                if self._on_stage_output is not None:
+                    self._on_stage_output(output)
+            try:
+                live.show(self._pipeline.stages[name], output)
+            except ValueError as error:
+                return self._end(live, f"stage {name!r}: {error}")
         for chunk in event.chunks:
             self._hand_on(live, chunk)
-        if output.finished:
+        if output is not None and output.finished:
             live.finished[name] = output
             self._enter_ready_stages(live)
         if live.waiting or live.inside:

@@ -52,6 +52,11 @@ class StageLinks(Mapping[str, StageLink]):
         times = (link.time_to_work for link in self._links.values())
         return min((time for time in times if time is not None), default=None)
 
+    def flush(self) -> None:
+        """Let all workers have what was sent."""
+        for link in self._links.values():
+            link.flush()
+
     def check_idle(self) -> bool:
         """Whether nothing has moved in any stage since this was asked before."""
         return all([link.check_idle() for link in self._links.values()])

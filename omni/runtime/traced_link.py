@@ -53,8 +53,8 @@ class TracedLink(StageLink):
             self._trace.take(self._name, traced)
         for event in news:
             match event:
-                case Moved() if event.output.finished:
-                    self._left(event.output.request_id)
+                case Moved(output=StageOutput(finished=True) as output):
+                    self._left(output.request_id)
                 case Failed() if event.ticket in self._request_ids:
                     self._left(self._request_ids[event.ticket])
         return news

@@ -162,12 +162,12 @@ class Moved:
 
     Attributes:
         ticket: of the stay.
-        output: what the stage has made so far.
+        output: what the stage has made so far; None if only the chunks are new.
         chunks: what is due on its streamed edges.
     """
 
     ticket: int
-    output: StageOutput
+    output: StageOutput | None
     chunks: tuple[Chunk, ...] = ()
 
 
@@ -187,12 +187,14 @@ class Failed:
         error: why, with the stage's name.
         has_begun: whether the stage had let it in.
         refused: whether it could not run as it was asked for: it is the asker's to mend.
+        is_stages: whether the stage failed as a whole, so that another run may come through.
     """
 
     ticket: int
     error: str
     has_begun: bool = True
     refused: bool = False
+    is_stages: bool = False
 
 
 Event: TypeAlias = Moved | Took | Failed

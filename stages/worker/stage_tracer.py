@@ -118,7 +118,7 @@ class StageTracer:
             self._events.append(StageEvent("step", start_s, end_s, None, args))
         for event in moved:
             moved_id = self._request_ids.get(event.ticket)
-            if moved_id is not None:
+            if moved_id is not None and event.output is not None:
                 self._ran(moved_id, event.output, start_s, end_s)
         self.note_failures(told, end_s)
         for request_id, stay in stays.items():

@@ -141,7 +141,8 @@ class StageWorker(StageLink):
             message = "it lost the request: it has no work left, but never put it out"
             lost = dict.fromkeys(inside, message)
         for request_id, failure in lost.items():
-            self._fail(inside[request_id], ValueError(f"stage {self.stage.name!r}: {failure}"))
+            error = ValueError(f"stage {self.stage.name!r}: {failure}")
+            self._fail(inside[request_id], error, is_stages=True)
         if lost and not inside:
             self._guarded.recover()
         for stay in [stay for stay in inside.values() if stay.pending]:
@@ -298,9 +299,9 @@ class StageWorker(StageLink):
         failed = Failed(stay.enter.ticket, str(error), has_begun=False, refused=is_askers)
         self._news.append(failed)
 
-    def _fail(self, stay: Stay, error: ValueError) -> None:
+    def _fail(self, stay: Stay, error: ValueError, *, is_stages: bool = False) -> None:
         self._drop(stay)
-        self._news.append(Failed(stay.enter.ticket, str(error)))
+        self._news.append(Failed(stay.enter.ticket, str(error), is_stages=is_stages))
 
     def _drop(self, stay: Stay) -> None:
         self._guarded.drop(stay)

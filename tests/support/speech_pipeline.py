@@ -10,6 +10,7 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
+from tests.support.settled_stages import assert_settled
 
 __all__ = ["PROMPTS", "drain", "run", "speech_stages", "start", "told", "until", "whole"]
 
@@ -62,8 +63,7 @@ def run(
 ) -> dict[str, OmniOutput]:
     """The last outputs; no stage keeps anything."""
     outputs = drain(start(stages, prompts, **more))
-    for stage in stages:
-        stage.check_integrity()
+    assert_settled(stages)
     return {request_id: of_request[-1] for request_id, of_request in outputs.items()}
 
 

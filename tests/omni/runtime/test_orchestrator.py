@@ -18,6 +18,7 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
+from tests.support.settled_stages import assert_settled
 
 
 def drain(orchestrator: Orchestrator) -> dict[str, list[OmniOutput]]:
@@ -37,8 +38,7 @@ def run(stages: Sequence[FakeStage], *ids: str) -> dict[str, OmniOutput]:
     for request_id in ids:
         orchestrator.add_request(OmniRequest(request_id, request_id))
     outputs = drain(orchestrator)
-    for stage in stages:
-        stage.check_integrity()
+    assert_settled(stages)
     for of_request in outputs.values():
         assert [output.finished for output in of_request] == [False] * (len(of_request) - 1) + [
             True
@@ -50,6 +50,7 @@ def texts(output: OmniOutput) -> dict[str, str | None]:
     return {name: stage.text for name, stage in output.stages.items()}
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_request_goes_through_a_chain() -> None:
     stages = [FakeStage("a", final=False), FakeStage("b", ("a",)), FakeStage("c", ("b",))]
     outputs = run(stages, "x", "y")
@@ -58,6 +59,7 @@ def test_a_request_goes_through_a_chain() -> None:
     assert outputs["x"].error is None
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_stage_may_feed_several_and_several_may_feed_one() -> None:
     stages = [
         FakeStage("root", final=False, steps=1),
@@ -68,6 +70,7 @@ def test_a_stage_may_feed_several_and_several_may_feed_one() -> None:
     assert texts(run(stages, "x")["x"]) == {"join": "join(slow(root(x))fast(root(x)))"}
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_every_root_gets_the_users_prompt() -> None:
     stages = [FakeStage("a", final=False), FakeStage("b"), FakeStage("c", ("a", "b"))]
     assert texts(run(stages, "x")["x"]) == {"b": "b(x)", "c": "c(a(x)b(x))"}
@@ -85,6 +88,7 @@ def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
     assert b.held["first"][1] == 1, "the last stage works while the first takes new requests"
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -> None:
     seen: list[TransformContext] = []
 
@@ -99,6 +103,7 @@ def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -
     assert all("hidden_states" in source.tensors for source in seen[0].sources)
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
     stages = [FakeStage("a", steps=3), FakeStage("b", ("a",), steps=4), FakeStage("c", steps=6)]
     orchestrator = Orchestrator(Pipeline(stages))
@@ -109,6 +114,7 @@ def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
         assert "".join(deltas) == text
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_the_user_gets_what_final_output_asks_for() -> None:
     both, text, none = FakeStage("both"), FakeStage("text"), FakeStage("none", final=False)
     tensors = FakeStage("tensors", ("none",))
@@ -122,18 +128,19 @@ def test_the_user_gets_what_final_output_asks_for() -> None:
     assert list(stages["tensors"].tensors) == ["hidden_states"]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_priority_salt_and_sampling_reach_the_stages_they_are_for() -> None:
-    a = FakeStage("a", sampling=SamplingParams(max_tokens=5, temperature=0.5))
+    a = FakeStage("a", sampling=SamplingParams(max_tokens=5, temperature=0.5, seed=1))
     b = FakeStage("b", ("a",), sampling=SamplingParams())
     orchestrator = Orchestrator(Pipeline([a, b]))
-    whole = SamplingParams(top_k=3)
+    whole = SamplingParams(top_k=3, seed=2)
     orchestrator.add_request(
         OmniRequest(
             "p", "x", sampling={"a": {"max_tokens": 7}, "b": whole}, priority=4, cache_salt="s"
         )
     )
     drain(orchestrator)
-    assert a.seen["x"].sampling == SamplingParams(max_tokens=7, temperature=0.5)
+    assert a.seen["x"].sampling == SamplingParams(max_tokens=7, temperature=0.5, seed=1)
     assert b.seen["x"].sampling == whole
     for stage in (a, b):
         assert (stage.seen["x"].priority, stage.seen["x"].cache_salt) == (4, "s")
@@ -158,6 +165,7 @@ def test_wrong_sampling_is_that_requests_error(sampling: dict[str, Any], message
     writer.check_integrity()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_an_id_is_needed_and_cannot_be_taken_twice_at_a_time() -> None:
     orchestrator = Orchestrator(Pipeline([FakeStage("a")]))
     with pytest.raises(ValueError, match="needs a request_id"):
@@ -196,6 +204,7 @@ def careless_transform(context: TransformContext) -> Prompt:
     return None if context.request_id == "bad" else "fine"  # type: ignore[return-value]
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
     ("second", "message"),
     [
@@ -231,8 +240,7 @@ def test_a_step_that_raises_fails_the_requests_in_that_stage() -> None:
     assert a.resets == 1, "nothing that it had cached is trusted"
     orchestrator.add_request(OmniRequest("p", "after"))
     assert drain(orchestrator)["after"][-1].error is None
-    for stage in (a, b):
-        stage.check_integrity()
+    assert_settled([a, b])
 
 
 def test_requests_in_other_stages_go_on_when_a_step_raises() -> None:
@@ -290,6 +298,7 @@ def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
     drain(orchestrator)
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_the_observer_sees_every_stage_once_per_request() -> None:
     seen: list[tuple[str, str]] = []
     stages = [FakeStage("a", final=False), FakeStage("b", ("a",))]
@@ -302,6 +311,7 @@ def test_the_observer_sees_every_stage_once_per_request() -> None:
     assert sorted(seen) == [("x", "a"), ("x", "b"), ("y", "a"), ("y", "b")]
 
 
+@pytest.mark.usefixtures("anywhere")
 @given(st.data())
 def test_in_any_graph_every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
     names = [f"s{index}" for index in range(data.draw(st.integers(1, 5), label="stages"))]
@@ -344,8 +354,7 @@ def test_in_any_graph_every_request_ends_once_and_nothing_is_left(data: st.DataO
         last[request_id] = outputs[-1]
     assert last.keys() | refused == set(ids)
     assert not last.keys() & refused
-    for stage in stages:
-        stage.check_integrity()
+    assert_settled(stages)
 
     def expected(name: str, request_id: str) -> str:
         inner = "".join(expected(source, request_id) for source in feeding[name])

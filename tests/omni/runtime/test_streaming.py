@@ -21,6 +21,7 @@ from tests.support.speech_pipeline import (
 )
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("chunks", [(1, 1), (1, None), (None, 1), (2, 3), (7, 5), (1000, 1000)])
 def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> None:
     streamed, expected = run(speech_stages(chunks)), whole()
@@ -30,6 +31,7 @@ def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> N
     assert all(output.error is None for output in streamed.values())
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_chunks_prompts_joined_are_the_whole_prompt() -> None:
     streamed, unstreamed = speech_stages((2, 3)), speech_stages((None, None))
     run(streamed), run(unstreamed)
@@ -59,6 +61,7 @@ def as_codec(prompt: Prompt) -> CodecPrompt:
     return prompt
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
     streamed = run(speech_stages((1, 1), thinker={"hide_rows": 2}))
     assert {id_: told(output) for id_, output in streamed.items()} == {
@@ -66,6 +69,7 @@ def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
     }
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
     """Rows lag by one; here the row says which token it was made of."""
     seen: list[tuple[int, tuple[int, ...], list[float], bool]] = []
@@ -91,12 +95,14 @@ def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
     assert [len(new) for _, new, _, _ in seen] == [2, 2, 3]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_first_sound_comes_while_the_thinker_still_thinks() -> None:
     outputs = drain(start(speech_stages((1, 1)), {"x": "a rather long prompt"}))["x"]
     first = next(output for output in outputs if "code2wav" in output.stages)
     assert not first.stages["thinker"].finished
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_sound_and_text_are_told_once_and_add_up() -> None:
     outputs = drain(start(speech_stages((2, 3), thinker={"steps_per_token": 3})))
     for of_request in outputs.values():
@@ -117,6 +123,7 @@ def test_sound_and_text_are_told_once_and_add_up() -> None:
         assert list(of_request[-1].stages) == ["thinker", "code2wav"]
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_sound_is_only_for_those_who_want_it() -> None:
     stages = speech_stages((2, 3), code2wav={"final_output": ("text",)})
     last = run(stages)["x"].stages["code2wav"]
@@ -191,6 +198,7 @@ def test_a_pause_is_kept_while_any_stage_has_work() -> None:
     assert vocoder.live["x"].work % 9 == 0
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_stage_may_feed_several_streamed_or_not() -> None:
     def stages(*chunks: int | None) -> list[FakeSpeechStage]:
         return [
@@ -216,6 +224,7 @@ def test_a_stage_may_feed_several_streamed_or_not() -> None:
         }
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_the_observer_sees_every_stage_once_and_whole() -> None:
     seen: list[StageOutput] = []
     orchestrator = start(speech_stages((1, 1)), on_stage_output=seen.append)

@@ -15,11 +15,13 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from tests.support.fake_speech import Vocoder
+from tests.support.settled_stages import assert_settled
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
 
 FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(
     ("where", "what", "message"),
     [
@@ -57,6 +59,7 @@ def test_an_abort_frees_all_stages_and_leaves_the_others(turns: int) -> None:
         stage.check_integrity()
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     """The talker stops by its length; later chunks are dropped, the text is complete."""
     limited = {"limit": 3, "steps_per_token": 4, "max_pending": 1}
@@ -69,6 +72,7 @@ def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     assert len(stages[1].received["x"]) < len(PROMPTS["z"])
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
     @chunkable
     def refusing(context: TransformContext) -> Prompt:
@@ -81,6 +85,7 @@ def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
     assert told(last["z"]) == told(whole()["z"])
 
 
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("chunks", [(1, 1), (None, None)])
 def test_a_transform_that_never_says_it_is_the_last_chunk_does_not_hang(
     chunks: tuple[int | None, int | None],
@@ -138,6 +143,7 @@ def test_a_stage_that_cannot_resume_is_not_used_any_more(monkeypatch: pytest.Mon
         assert "KeyError: 'gone'" in error
 
 
+@pytest.mark.usefixtures("anywhere")
 @given(st.data())
 def test_whatever_happens_every_request_ends_once_and_no_stage_keeps_anything(
     data: st.DataObject,
@@ -195,8 +201,7 @@ def test_whatever_happens_every_request_ends_once_and_no_stage_keeps_anything(
         last[request_id] = of_request[-1]
 
     assert last.keys() | refused == set(ids)
-    for stage in stages:
-        stage.check_integrity()
+    assert_settled(stages)
     if calm:
         assert not refused
         expected = run(speech_stages((None, None), **changes), prompts)

@@ -1,0 +1,103 @@
+"""Builds a pipeline where its configuration says that its stages run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from omni.pipelines.graph_rules import check_graph
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_checks import check_runtime
+from omni.pipelines.runtime_config import available_cores, resolve_threads
+from stages.portable import import_name, portable_transform
+from stages.remote.connection import Connect
+from stages.remote.control import WorkerSpec
+from stages.remote.remote_stage import StartingStage, WorkerPolicy
+from stages.worker.messages import StreamedEdge
+
+__all__ = ["build_pipeline", "worker_specs"]
+
+
+def build_pipeline(config: PipelineConfig, connect: Connect | None = None) -> Pipeline:
+    """Build a pipeline; its stages are in this process, or in workers that are started for them.
+
+    Args:
+        config: ``config.runtime`` says which.
+        connect: starts a worker; None takes what the runtime is made for.
+
+    Raises:
+        ValueError: a stage cannot be built, or the graph is wrong. Nothing is left running.
+    """
+    check_runtime(config)
+    if config.runtime.kind == "inline" and connect is None:
+        return Pipeline.from_config(config)
+    check_graph(config.stages)
+    if connect is None:
+        connect = _connect_of(config)
+    policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
+    names = config.topological_order()
+    threads = resolve_threads(config, available_cores())
+    with ExitStack() as built:
+        starting = {}
+        for name in names:
+            specs = worker_specs(config, name, threads[name])
+            starting[name] = StartingStage(config.resolved(name), specs, connect, policy)
+            built.callback(starting[name].close)
+        stages = []
+        for name in names:
+            try:
+                stages.append(starting[name].wait())
+            except ValueError as error:
+                raise ValueError(f"stage {name!r}: {error}") from error
+        pipeline = Pipeline(stages, speaker=config.speaker)
+        built.pop_all()
+    return pipeline
+
+
+def worker_specs(pipeline: PipelineConfig, name: str, threads: int) -> list[WorkerSpec]:
+    """What each worker of a stage is told.
+
+    Args:
+        pipeline: of the stage.
+        name: of the stage.
+        threads: of each worker.
+
+    Raises:
+        ValueError: its transform has no name that another process finds.
+    """
+    edges = tuple(
+        StreamedEdge(consumer, inputs.chunk_size, inputs.max_pending_chunks)
+        for consumer, other in pipeline.stages.items()
+        for inputs in [other.inputs]
+        if inputs is not None and inputs.chunk_size is not None and name in inputs.sources
+    )
+    num_replicas = len(pipeline.stages[name].placement.all_devices)
+    specs = []
+    for replica in range(num_replicas):
+        config, transform = pipeline.resolved(name, replica), None
+        if config.inputs is not None:
+            transform = portable_transform(config.inputs.transform)
+            inputs = replace(config.inputs, transform=transform)
+            config = config.model_copy(update={"inputs": inputs})
+        specs.append(
+            WorkerSpec(
+                name=name,
+                config=config.model_dump_json(by_alias=True),
+                kind=import_name(type(config)),
+                transform=transform,
+                edges=edges,
+                replica=replica,
+                num_replicas=num_replicas,
+                threads=threads,
+            )
+        )
+    return specs
+
+
+def _connect_of(config: PipelineConfig) -> Connect:
+    if config.runtime.kind == "processes":
+        from stages.remote.process_connection import connect_process  # only where it is used
+
+        return connect_process
+    raise ValueError(f"runtime.kind: {config.runtime.kind!r} cannot be run by this version")

@@ -1,0 +1,291 @@
+"""One worker of a stage after another: started, watched, started again when it died."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from engine.interface.described_error import described
+from stages.remote.connection import Connect, Connection, WorkerGone
+from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
+from stages.stage import StageStats
+
+__all__ = ["MOST_STARTS", "Ended", "WorkerLife"]
+
+_logger = logging.getLogger(f"omni.{__name__}")
+
+MOST_STARTS = 6
+"""How often in a row a worker is started without finishing any request in between."""
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
+_GRACE_S = 5.0
+_BEAT_PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """In the place of a message: the worker has ended.
+
+    Attributes:
+        reason: what it died of.
+        is_final: whether none is started in its place.
+    """
+
+    reason: str
+    is_final: bool
+
+
+class WorkerLife:
+    """Keeps a worker running. ::
+
+        start ──► Built ──► ... ──► ended ──► (delay) ──► start ──► Built ──► ...
+                                      └── MOST_STARTS in a row that finished nothing: final
+
+    What a worker says comes out of :meth:`news` in order, with the number of the life that it is
+    of; a call that is under way when its worker ends fails.
+
+    Args:
+        spec: what the workers build.
+        connect: starts one.
+        stall_timeout_s: seconds without a sign of life after which a worker that has something to
+            do counts as dead.
+    """
+
+    def __init__(self, spec: WorkerSpec, connect: Connect, stall_timeout_s: float) -> None:
+        self.spec = spec
+        self._connect = connect
+        self._stall_timeout_s = stall_timeout_s
+        self._news: deque[Any] = deque()
+        self._lock = threading.Lock()  # over all below
+        self._connection: Connection | None = None
+        self._life = 0
+        self._is_connected = threading.Event()
+        self._is_up = False
+        self._is_closed = False
+        self._num_starts = 0
+        self._numbers = count()
+        self._calls: dict[int, Future[Any]] = {}
+        self._heard_at = time.monotonic()
+        self._settings: dict[str, Call] = {}
+        self._on_news: Callable[[], None] = lambda: None
+        self._timer: threading.Timer | None = None
+        self.facts: StageFacts | None = None
+        self._beat: Beat | None = None
+        self._counted = StageStats()
+
+    def tell_news(self, on_news: Callable[[], None]) -> None:
+        """Have a function called, in any thread, when :meth:`news` may have something."""
+        self._on_news = on_news
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`news` has something."""
+        return bool(self._news)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a worker that takes commands."""
+        return self._is_up
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker that is up; None without one that this machine knows."""
+        return None if self._connection is None else self._connection.pid
+
+    def start(self) -> None:
+        """Begin to start a worker; its ``Built``, or that it ended, comes as news."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._life += 1
+            life = self._life
+            self._num_starts += 1
+            self._heard_at = time.monotonic()
+            self._is_connected.clear()
+        try:
+            connection = self._connect(
+                self.spec,
+                lambda message: self._hear(life, message),
+                lambda reason: self._end(life, reason),
+            )
+        except Exception as error:  # whatever keeps a worker from being started, later ones may be
+            self._end(life, f"it could not be started: {described(error)}")
+            return
+        with self._lock:
+            has_ended = self._is_over(life)
+            if not has_ended:
+                self._connection = connection
+            self._is_connected.set()
+        if has_ended:
+            connection.kill("it is not needed any more")
+
+    def send(self, message: Any) -> None:
+        """Hand a command to the worker that is up.
+
+        Raises:
+            WorkerGone: there is none.
+            ValueError: the message holds what cannot be sent.
+            MemoryError: there is no room for its tensors.
+        """
+        connection = self._connection
+        if connection is None or not self._is_up:
+            raise WorkerGone("no worker is up")
+        connection.send(message)
+
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+        is_setting: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Ask the stage, and wait for what it answers, or for the end of its worker.
+
+        Args:
+            method: see :class:`~stages.remote.worker_calls.WorkerCalls`.
+            arguments: of it.
+            is_setting: whether workers that are started later are to be told as well.
+            timeout_s: how long to wait at most; None as long as it takes.
+
+        Raises:
+            RuntimeError: the worker has ended, or what the stage raised, if that is no ValueError.
+            TimeoutError: there was no answer in time.
+            ValueError: the stage raised one.
+        """
+        answer: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._calls[number] = answer
+        message = Call(number, method, arguments)
+        if is_setting:
+            self._settings[method] = message
+        try:
+            self.send(message)
+        except WorkerGone:
+            self._resolve(Returned(number, None, "its worker is being started again", ""))
+        if timeout_s is not None:
+            return answer.result(timeout_s)
+        while True:
+            try:
+                return answer.result(_BEAT_PATIENCE_S)
+            except TimeoutError:
+                self.check_alive()
+
+    def stats(self) -> StageStats:
+        """What its workers have counted; of one that does not answer, what it told last."""
+        try:
+            counted: StageStats = self.call("stats")
+        except RuntimeError:
+            return self._counted
+        return counted.following(self._counted)
+
+    def note_success(self) -> None:
+        """A request came to its end: the worker is a good one."""
+        self._num_starts = 0
+
+    def news(self) -> list[Any]:
+        """What the workers said since this was last called, and :class:`Ended` where one did."""
+        taken = []
+        while self._news:
+            taken.append(self._news.popleft())
+        return taken
+
+    def time_to_stall(self) -> float:
+        """Seconds after which a worker that says nothing counts as dead."""
+        return self._heard_at + self._stall_timeout_s - time.monotonic()
+
+    def check_alive(self) -> None:
+        """End a worker that has said nothing for too long."""
+        connection = self._connection
+        if connection is not None and self.time_to_stall() <= 0:
+            self._heard_at = time.monotonic()
+            connection.kill(f"gave no sign of life for {self._stall_timeout_s:g} s")
+
+    def close(self) -> None:
+        """End the worker, and start no more. May be called again."""
+        with self._lock:
+            self._is_closed, self._is_up = True, False
+            connection, self._connection = self._connection, None
+            timer = self._timer
+        if timer is not None:
+            timer.cancel()
+        if connection is not None:
+            connection.close(_GRACE_S)
+        self._fail_calls("the stage is closed")
+
+    def _hear(self, life: int, message: Any) -> None:
+        """Take what a worker says, in its connection's thread."""
+        if life != self._life:
+            return
+        self._heard_at = time.monotonic()
+        match message:
+            case Returned():
+                self._resolve(message)
+                return
+            case Beat():
+                self._beat = message
+                return
+            case Built():
+                # A worker may speak before whoever started it has hung up.
+                self._is_connected.wait()
+                self.facts = message.facts
+                with self._lock:
+                    connection = self._connection
+                if connection is None:
+                    return
+                for setting in self._settings.values():
+                    connection.send(setting)
+                self._is_up = True
+        self._news.append(message)
+        self._on_news()
+
+    def _is_over(self, life: int) -> bool:
+        """Whether a worker of another life is wanted by now, or none."""
+        return self._is_closed or life != self._life
+
+    def _end(self, life: int, reason: str) -> None:
+        with self._lock:
+            if self._is_over(life):
+                return
+            self._life += 1
+            self._is_up, self._connection = False, None
+            if self._beat is not None:
+                self._counted, self._beat = self._beat.stats.following(self._counted), None
+            is_final = self._num_starts >= MOST_STARTS or self.facts is None
+        self._fail_calls(f"its worker {reason}")
+        # Told before another one is started, which might speak at once.
+        self._news.append(Ended(reason, is_final))
+        self._on_news()
+        if not is_final:
+            told = "the worker of stage %r %s; it is started again"
+            _logger.warning(told, self.spec.label, reason)
+            delay_s = min(_FIRST_DELAY_S * 2**self._num_starts, _LONGEST_DELAY_S)
+            self._timer = threading.Timer(delay_s, self.start)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _resolve(self, returned: Returned) -> None:
+        with self._lock:
+            answer = self._calls.pop(returned.number, None)
+        if answer is None:
+            return
+        if returned.error is None:
+            answer.set_result(returned.value)
+        elif returned.error_type == "ValueError":
+            answer.set_exception(ValueError(returned.error))
+        else:
+            kind = f"{returned.error_type}: " if returned.error_type else ""
+            answer.set_exception(RuntimeError(f"stage {self.spec.label!r}: {kind}{returned.error}"))
+
+    def _fail_calls(self, reason: str) -> None:
+        with self._lock:
+            numbers = list(self._calls)
+        for number in numbers:
+            self._resolve(Returned(number, None, reason, ""))

@@ -1,0 +1,219 @@
+"""A worker in a process of its own: builds its stage, and drives it until its link is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from stages.portable import load_by_name
+from stages.remote.control import (
+    Beat,
+    Built,
+    Call,
+    Grown,
+    Idle,
+    News,
+    NotBuilt,
+    Orders,
+    WorkerMessage,
+    WorkerSpec,
+)
+from stages.remote.growing_output import OutputTails
+from stages.remote.worker_calls import WorkerCalls, facts_of
+from stages.stage import Stage, Transform
+from stages.stage_config import StageConfig
+from stages.transforms.registry import resolve_transform
+from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
+from stages.worker.stage_worker import StageWorker
+
+__all__ = ["WorkerLoop", "build_stage"]
+
+_logger = logging.getLogger(f"omni.{__name__}")
+
+_BEAT_S = 0.5
+# How long a worker sleeps whose requests all wait for something: longer and longer.
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
+
+Send = Callable[[WorkerMessage], None]
+
+
+def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
+    """Build the stage of a worker, and find the transform that makes its prompts.
+
+    Raises:
+        ValueError: it cannot be built, or the transform cannot be found here.
+    """
+    kind: type[StageConfig] = load_by_name(spec.kind)
+    config = kind.model_validate_json(spec.config)
+    transform = None if spec.transform is None else resolve_transform(spec.transform)
+    return config.build_stage(spec.name), transform
+
+
+class WorkerLoop:
+    """Turns a :class:`~stages.worker.stage_worker.StageWorker` by what comes over a connection. ::
+
+        connection's thread ──► inbox ──► turn: commands, calls, one unit of work ──► send
+                       └──► answers at once what only looks
+
+    Args:
+        spec: what to build.
+        send: to the link; from any thread. It raises ``ConnectionError`` when nobody listens.
+        build: makes the stage and its transform.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        send: Send,
+        build: Callable[[WorkerSpec], tuple[Stage, Transform | None]] = build_stage,
+    ) -> None:
+        self._spec = spec
+        self._build = build
+        self._send = send
+        self._inbox: deque[Command | Call] = deque()
+        self._changed = threading.Condition()
+        self._has_changed = False
+        self._is_over = False
+        self._calls: WorkerCalls | None = None
+        self._tails = OutputTails()
+        self._tickets: dict[str, int] = {}
+        self._num_commands = 0
+        self._was_idle = False
+        self._nap_s = _SHORTEST_NAP_S
+        self._sent_at = 0.0
+
+    def take(self, message: Any) -> None:
+        """Take a command or a call, in the connection's thread."""
+        if isinstance(message, Call) and self._calls and message.method in self._calls.at_once:
+            self._send(self._calls.answer(message))
+            return
+        with self._changed:
+            if isinstance(message, Orders):
+                self._inbox.extend(message.commands)
+            else:
+                self._inbox.append(message)
+            self._has_changed = True
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Have :meth:`run` return before its next turn."""
+        with self._changed:
+            self._is_over = self._has_changed = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Build the stage and drive it until the end."""
+        try:
+            stage, transform = self._build(self._spec)
+            worker = StageWorker(stage, transform, self._spec.edges)
+            self._calls = WorkerCalls(stage)
+            facts = facts_of(stage)
+        except Exception as error:  # told once, to whoever asked for the stage
+            _logger.debug("stage %r cannot be built", self._spec.name, exc_info=True)
+            is_told = isinstance(error, ValueError)
+            told = str(error) if is_told else f"{type(error).__name__}: {error}"
+            self._send(NotBuilt(told, is_told))
+            return
+        worker.tell_news(self._wake)
+        worker.prepare_aside()
+        self._send(Built(facts))
+        try:
+            while not self._is_over:
+                self._turn(worker)
+        finally:
+            worker.close()
+            stage.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._has_changed = True
+            self._changed.notify()
+
+    def _turn(self, worker: StageWorker) -> None:
+        """Take what came; one unit of work; tell what is new, or sleep if nothing is."""
+        had_commands = self._take_in(worker)
+        worker.work()
+        events = worker.news()
+        if events:
+            self._tell(worker, events)
+        if events or had_commands:
+            self._was_idle = False
+            self._nap_s = _SHORTEST_NAP_S
+        elif not worker.has_work:
+            self._sleep(worker.time_to_work)
+        elif worker.check_idle():
+            if not self._was_idle:
+                self._was_idle = True
+                self._tell_link(Idle(self._num_commands))
+            self._sleep(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
+        if time.monotonic() - self._sent_at > _BEAT_S:
+            self._tell_link(Beat(worker.stage.stats()))
+
+    def _take_in(self, worker: StageWorker) -> bool:
+        """Do what was commanded and asked so far; whether there was a command."""
+        has_any = False
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Call):
+                assert self._calls is not None
+                self._tell_link(self._calls.answer(message))
+                continue
+            if isinstance(message, Enter):
+                self._tickets[message.request_id] = message.ticket
+            elif isinstance(message, Abort):
+                self._forget(message.request_id)
+            worker.send(message)
+            self._num_commands += 1
+            has_any = True
+        return has_any
+
+    def _tell(self, worker: StageWorker, events: list[Event]) -> None:
+        short = [self._tails.shorten(e) if isinstance(e, Moved) else e for e in events]
+        try:
+            self._tell_link(News(tuple(short)))
+        except (MemoryError, ValueError):
+            # Something does not fit into shared memory, or is no type that can be sent.
+            for event in short:
+                self._tell_alone(worker, event)
+        for event in events:
+            if isinstance(event, Moved) and event.output is not None and event.output.finished:
+                self._tickets.pop(event.output.request_id, None)
+            elif isinstance(event, Failed):
+                for request_id, ticket in list(self._tickets.items()):
+                    if ticket == event.ticket:
+                        self._forget(request_id)
+
+    def _tell_alone(self, worker: StageWorker, event: Event | Grown) -> None:
+        try:
+            self._tell_link(News((event,)))
+        except (MemoryError, ValueError) as error:
+            name = self._spec.name
+            told = (
+                f"stage {name!r}: its output cannot be handed on: {type(error).__name__}: {error}"
+            )
+            _logger.exception("an output of stage %r cannot be handed on", name)
+            if isinstance(event, Moved | Grown) and event.output is not None:
+                worker.send(Abort(event.output.request_id))
+            self._tell_link(News((Failed(event.ticket, told),)))
+
+    def _tell_link(self, message: WorkerMessage) -> None:
+        self._sent_at = time.monotonic()
+        self._send(message)
+
+    def _forget(self, request_id: str) -> None:
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            self._tails.forget(ticket)
+
+    def _sleep(self, longest_s: float | None) -> None:
+        """Sleep until something comes, or it is time for a sign of life."""
+        longest_s = _BEAT_S if longest_s is None else min(longest_s, _BEAT_S)
+        with self._changed:
+            if not self._has_changed:
+                self._changed.wait(longest_s)
+            self._has_changed = False

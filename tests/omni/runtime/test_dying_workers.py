@@ -1,0 +1,229 @@
+"""Whatever worker dies, and whenever: every request ends, as if nothing had happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.stage_links import streamed_edges
+from stages import Stage
+from stages.remote import worker_life
+from stages.remote.control import WorkerSpec
+from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from tests.support.fake_stage import FakeStage
+from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
+from tests.support.thread_workers import ThreadWorkers
+
+Make = Callable[[], list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(worker_life, "MOST_STARTS", 100)
+
+
+class Rig:
+    """A pipeline whose workers build stages of their own, each time they are started."""
+
+    def __init__(self, make: Make, policy: WorkerPolicy) -> None:
+        shapes: list[Stage] = make()
+        plain = Pipeline(shapes)
+        edges = streamed_edges(plain)
+        self.transforms = plain.transforms
+        self.make = make
+        self.built: list[Stage] = []
+        self.workers = ThreadWorkers(self._build)
+        starting = [
+            StartingStage(
+                shape,
+                [WorkerSpec(shape.name, "", "", None, edges[shape.name])],
+                self.workers.connect,
+                policy,
+            )
+            for shape in shapes
+        ]
+        self.stages: list[RemoteStage] = [each.wait() for each in starting]
+        self.orchestrator = Orchestrator(Pipeline(self.stages))
+
+    def _build(self, spec: WorkerSpec) -> tuple[Stage, Any]:
+        (stage,) = (each for each in self.make() if each.name == spec.name)
+        self.built.append(stage)
+        return stage, self.transforms.get(spec.name)
+
+    def add(self, prompts: Mapping[str, str]) -> None:
+        for request_id, prompt in prompts.items():
+            self.orchestrator.add_request(OmniRequest(prompt, request_id))
+
+
+@contextmanager
+def rig(make: Make, **policy: Any) -> Iterator[Rig]:
+    made = Rig(make, WorkerPolicy(**policy))
+    try:
+        yield made
+    finally:
+        for stage in made.stages:
+            stage.close()
+        made.workers.join()
+
+
+def assert_told_once(outputs: list[OmniOutput]) -> None:
+    """What the user was told piece by piece is what the request came to."""
+    last = outputs[-1]
+    for name, stage in last.stages.items():
+        pieces = [each.stages[name] for each in outputs if name in each.stages]
+        if stage.text is not None:
+            assert "".join(piece.delta for piece in pieces) == stage.text
+        if stage.audio is not None:
+            heard = [each.audio_delta.samples for each in pieces if each.audio_delta is not None]
+            assert torch.equal(torch.cat(heard), stage.audio.samples)
+
+
+kills = st.lists(
+    st.tuples(st.integers(0, 60), st.sampled_from(["thinker", "talker", "code2wav"])), max_size=6
+)
+
+
+@settings(max_examples=12)
+@given(
+    schedule=kills,
+    chunks=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
+    slow=st.integers(1, 3),
+)
+def test_a_second_run_goes_on_where_the_first_one_ended(
+    schedule: list[tuple[int, str]], chunks: tuple[int | None, int | None], slow: int
+) -> None:
+    def make() -> list[Any]:
+        return speech_stages(chunks, code2wav={"steps_per_token": slow, "max_pending": 1})
+
+    turn = 0
+    with rig(make, max_retries=20) as pipeline:
+        pipeline.add(PROMPTS)
+
+        def each_turn() -> None:
+            nonlocal turn
+            turn += 1
+            for when, victim in schedule:
+                if when == turn:
+                    pipeline.workers.kill(victim)
+
+        outputs = drain(pipeline.orchestrator, each_turn)
+        expected = whole()
+        for request_id, of_request in outputs.items():
+            assert of_request[-1].error is None
+            assert told(of_request[-1]) == told(expected[request_id])
+            assert_told_once(of_request)
+
+
+def chain(**options: Any) -> Make:
+    def make() -> list[Any]:
+        return [FakeStage("a", steps=3), FakeStage("b", ("a",), **{"steps": 4, **options})]
+
+    return make
+
+
+def until(pipeline: Rig, condition: Callable[[], bool]) -> list[OmniOutput]:
+    outputs: list[OmniOutput] = []
+    for _ in range(10_000):
+        if condition():
+            return outputs
+        outputs += pipeline.orchestrator.step()
+    raise AssertionError("it never came to be")
+
+
+def test_past_the_last_retry_the_requests_in_the_worker_fail_and_no_others() -> None:
+    """The gate holds b's requests until its worker has died twice."""
+    with rig(chain(steps=10**6), max_retries=1) as pipeline:
+        pipeline.add({"x": "x"})
+        for run in (1, 2):
+            until(pipeline, lambda: holds(pipeline, "b", run))  # noqa: B023
+            pipeline.workers.kill("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert last.error == (
+            "stage 'b': its worker was killed by a test while it had this request; "
+            "it was run 2 times"
+        )
+        assert last.stages["a"].text == "a(x)"
+
+
+def holds(pipeline: Rig, name: str, run: int) -> bool:
+    """Whether the n-th worker of a stage has a request."""
+    built = [stage for stage in pipeline.built if stage.name == name]
+    return len(built) == run and built[-1].has_unfinished_requests
+
+
+def test_a_worker_that_dies_idle_is_started_again_and_nobody_notices() -> None:
+    with rig(chain(), max_retries=0) as pipeline:
+        pipeline.workers.kill("a")
+        pipeline.add({"x": "x"})
+        assert drain(pipeline.orchestrator)["x"][-1].error is None
+        assert pipeline.workers.started == ["a", "b", "a"]
+
+
+def test_an_abort_while_the_worker_is_down_ends_the_request() -> None:
+    with rig(chain(), max_retries=3) as pipeline:
+        pipeline.add({"x": "x", "y": "y"})
+        pipeline.workers.kill("a")
+        output = pipeline.orchestrator.abort("x")
+        assert output is not None and output.error == "aborted"
+        outputs = drain(pipeline.orchestrator)
+        assert list(outputs) == ["y"] and outputs["y"][-1].error is None
+
+
+def test_an_id_may_be_used_again_right_after_an_abort() -> None:
+    with rig(chain(), max_retries=3) as pipeline:
+        for prompt in ("one", "two", "three"):
+            pipeline.add({"x": prompt})
+            pipeline.orchestrator.step()
+            pipeline.orchestrator.abort("x")
+        pipeline.add({"x": "last"})
+        outputs = drain(pipeline.orchestrator)["x"]
+        assert outputs[-1].stages["b"].text == "b(a(last))"
+        assert_told_once(outputs)
+
+
+def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_life, "MOST_STARTS", 3)
+    with rig(chain(), max_retries=9) as pipeline:
+        build = pipeline._build
+
+        def refuse(spec: WorkerSpec) -> tuple[Stage, Any]:
+            raise MemoryError("no room")
+
+        pipeline.workers._build = refuse
+        pipeline.workers.kill("b")
+        pipeline.add({"x": "x"})
+        error = str(drain(pipeline.orchestrator)["x"][-1].error)
+        assert error.startswith("stage 'b': it cannot be used any more: its worker ended")
+        pipeline.workers._build = build
+
+
+def test_a_worker_that_says_nothing_counts_as_dead() -> None:
+    """Its loop is held up in a step; nobody reads a clock but the link."""
+    with rig(chain(), max_retries=1, stall_timeout_s=0.5) as pipeline:
+        (first,) = (stage for stage in pipeline.built if stage.name == "b")
+        gate = threading.Event()
+        step = type(first).step
+
+        def held_up() -> Any:
+            gate.wait()
+            return step(first)
+
+        first.step = held_up  # type: ignore[method-assign]
+        pipeline.add({"x": "x"})
+        last = drain(pipeline.orchestrator)["x"][-1]
+        gate.set()
+        assert last.error is None and last.stages["b"].text == "b(a(x))"
+        assert pipeline.workers.started.count("b") == 2

@@ -1,0 +1,216 @@
+"""The same pipelines in processes of their own: the same outputs, whatever dies, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omni import Omni, OmniOutput, OmniRequest, verify
+from omni.pipelines.pipeline_config import PipelineConfig
+from stages.remote.remote_stage import RemoteStage
+from tests.support.patience import PATIENCE_S
+
+PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
+SPOKEN = ["hello there", "what is it"]
+
+
+@contextmanager
+def in_processes(config: Any, **options: Any) -> Iterator[Omni]:
+    """An Omni whose workers are gone when it is closed."""
+    with Omni(config, runtime="processes", **options) as omni:
+        pids = [pid for name in omni.pipeline.stages for pid in pids_of(omni, name)]
+        assert len(set(pids)) == len(pids)
+        yield omni
+        pids += [pid for name in omni.pipeline.stages for pid in pids_of(omni, name)]
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def pids_of(omni: Omni, name: str) -> list[int]:
+    stage = omni.pipeline.stages[name]
+    assert isinstance(stage, RemoteStage)
+    return [pid for worker in stage.workers if (pid := worker.pid) is not None]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it never came to be"
+        time.sleep(0.01)
+
+
+def assert_same(found: list[OmniOutput], expected: list[OmniOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.error is None, ours.error
+        assert ours.stages.keys() == theirs.stages.keys()
+        for name, stage in theirs.stages.items():
+            mine = ours.stages[name]
+            assert (mine.token_ids, mine.text) == (stage.token_ids, stage.text)
+            assert (mine.finish_reason, mine.completions) == (
+                stage.finish_reason,
+                stage.completions,
+            )
+            assert mine.tensors.keys() == stage.tensors.keys()
+            for tensor, rows in stage.tensors.items():
+                torch.testing.assert_close(mine.tensors[tensor], rows, atol=1e-5, rtol=0)
+            if stage.audio is not None:
+                assert mine.audio is not None
+                torch.testing.assert_close(mine.audio.samples, stage.audio.samples)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[OmniOutput]:
+    with Omni("two_step") as omni:
+        return omni.generate(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def speeches() -> list[OmniOutput]:
+    with Omni("omni_speech") as omni:
+        return omni.generate(SPOKEN)
+
+
+def test_text_is_that_of_one_process_and_prefixes_hit(texts: list[OmniOutput]) -> None:
+    with in_processes("two_step") as omni:
+        assert_same(omni.generate(PROMPTS), texts)
+        assert_same(omni.generate(PROMPTS), texts)
+        assert omni.stats()["reader"].cached_tokens > 0
+        assert not omni.pipeline.stages["writer"].has_unfinished_requests
+        with omni.paused() as pipeline:
+            for stage in pipeline.stages.values():
+                stage.check_integrity()
+
+
+def test_streamed_speech_is_that_of_one_process(speeches: list[OmniOutput]) -> None:
+    with in_processes("omni_speech") as omni:
+        heard: dict[str, list[torch.Tensor]] = {}
+        last: dict[str, OmniOutput] = {}
+        for output in omni.stream([OmniRequest(text, text) for text in SPOKEN]):
+            piece = output.stages.get("code2wav")
+            if piece is not None and piece.audio_delta is not None:
+                heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
+            if output.finished:
+                last[output.request_id] = output
+        assert_same([last[text] for text in SPOKEN], speeches)
+        for text in SPOKEN:
+            audio = last[text].stages["code2wav"].audio
+            assert audio is not None and torch.equal(torch.cat(heard[text]), audio.samples)
+
+
+def test_nothing_is_left_when_it_is_closed() -> None:
+    def run() -> int:
+        with in_processes("two_step") as omni:
+            for pid in pids_of(omni, "writer"):
+                os.kill(pid, signal.SIGKILL)
+            omni.generate(PROMPTS)
+        return len(os.listdir("/proc/self/fd"))
+
+    shared = os.listdir("/dev/shm")
+    first = run()  # the process that workers are forked from stays
+    wait_for(lambda: run() <= first)
+    assert os.listdir("/dev/shm") == shared
+
+
+def test_cached_equals_uncached_there(texts: list[OmniOutput]) -> None:
+    with in_processes("two_step") as omni:
+        report = verify(omni, PROMPTS)
+        assert report.equal, report
+
+
+@pytest.mark.parametrize("victim", ["thinker", "talker", "code2wav"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_worker_that_is_killed_while_it_works_is_missed_by_nobody(
+    victim: str, after: int, speeches: list[OmniOutput]
+) -> None:
+    with in_processes("omni_speech") as omni:
+        last: dict[str, OmniOutput] = {}
+        for number, output in enumerate(omni.stream([OmniRequest(t, t) for t in SPOKEN])):
+            if number == after:
+                for pid in pids_of(omni, victim):
+                    os.kill(pid, signal.SIGKILL)
+            if output.finished:
+                last[output.request_id] = output
+        assert_same([last[text] for text in SPOKEN], speeches)
+        assert_same(omni.generate(SPOKEN), speeches)
+
+
+def test_a_worker_that_stands_still_is_replaced(texts: list[OmniOutput]) -> None:
+    config = PipelineConfig.load("two_step", {"runtime.stall_timeout_s": 1.0})
+    with in_processes(config) as omni:
+        (pid,) = pids_of(omni, "writer")
+        os.kill(pid, signal.SIGSTOP)
+        assert_same(omni.generate(PROMPTS), texts)
+        assert pids_of(omni, "writer") != [pid]
+
+
+def test_past_the_last_retry_a_request_fails_and_says_what_of() -> None:
+    config = PipelineConfig.load(
+        "two_step", {"runtime.max_retries": 0, "stages.writer.sampling.max_tokens": 400}
+    )
+    with in_processes(config) as omni:
+        results: list[OmniOutput] = []
+        waiting = threading.Thread(target=lambda: results.extend(omni.generate("Hello")))
+        waiting.start()
+        wait_for(lambda: omni.stats()["writer"].num_steps > 1)
+        for pid in pids_of(omni, "writer"):
+            os.kill(pid, signal.SIGKILL)
+        waiting.join()
+        assert results[0].error == (
+            "stage 'writer': its worker was killed by SIGKILL while it had this request; "
+            "it was run once"
+        )
+
+
+def test_replicas_share_the_requests(texts: list[OmniOutput]) -> None:
+    overrides = {"stages.writer.placement.replicas": 2, "runtime.kind": "processes"}
+    config = PipelineConfig.load("two_step", overrides)
+    with in_processes(config) as omni:
+        assert len(pids_of(omni, "writer")) == 2
+        assert_same(omni.generate(PROMPTS), texts)
+        for pid in pids_of(omni, "writer")[:1]:
+            os.kill(pid, signal.SIGKILL)
+        assert_same(omni.generate(PROMPTS), texts)
+
+
+def test_a_stage_that_cannot_be_built_is_one_error_and_ends_the_others() -> None:
+    config = PipelineConfig.load("two_step", {"stages.reader.engine.max_model_len": 10**6})
+    with pytest.raises(ValueError, match=r"^stage 'reader': .*max_model_len"):
+        Omni(config, runtime="processes")
+
+
+_CHILD = """
+import sys, time
+from omni import Omni
+omni = Omni("two_step", runtime="processes")
+stages = omni.pipeline.stages.values()
+print(*(worker.pid for stage in stages for worker in stage.workers), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_workers_end_with_whoever_started_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", _CHILD], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
+        os.kill(pids[0], signal.SIGSTOP)
+        parent.kill()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
