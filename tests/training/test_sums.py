@@ -1,0 +1,121 @@
+"""Questions and answers against a table by hand, and what is kept from training."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from training.spoken_sums.conversations import draw_conversation
+from training.spoken_sums.held_out import COUNTS, held_out_questions
+from training.spoken_sums.number_words import in_words
+from training.spoken_sums.question_texts import question_texts
+from training.spoken_sums.sums import (
+    NOT_A_SUM,
+    SIGNS,
+    Sum,
+    follow_ups,
+    held_out_sums,
+    is_held_out,
+    training_sums,
+)
+from training.spoken_sums.understanding import right_reply, understood, written
+
+CALCULATED = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (30, "thirty"),
+        (42, "forty two"),
+        (100, "one hundred"),
+        (107, "one hundred seven"),
+        (154, "one hundred fifty four"),
+        (200, "two hundred"),
+    ],
+)
+def test_numbers_are_said_without_hyphen_and_and(number: int, words: str) -> None:
+    assert in_words(number) == words
+
+
+def test_every_number_has_words_of_its_own() -> None:
+    assert len({in_words(number) for number in range(201)}) == 201
+
+
+@pytest.mark.parametrize("number", [-1, 201])
+def test_a_number_out_of_range_is_told(number: int) -> None:
+    with pytest.raises(ValueError, match=f"from 0 to 200, got {number}"):
+        in_words(number)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_all_sums_in_range_are_in_training_or_held_out_and_none_in_both(sign: str) -> None:
+    table = {
+        Sum(left, sign, right)
+        for left in range(100)
+        for right in range(100)
+        if 0 <= CALCULATED[sign](left, right) <= 200
+    }
+    known, kept = set(training_sums(sign)), set(held_out_sums(sign))
+    assert known | kept == table
+    assert not known & kept
+    assert 0.03 < len(kept) / len(table) < 0.06
+    assert all(
+        one.reply.endswith(f"= {in_words(CALCULATED[sign](one.left, one.right))}") for one in table
+    )
+
+
+def test_no_follow_up_of_training_is_held_out() -> None:
+    for left in range(0, 201, 7):
+        for sign in SIGNS:
+            assert not any(is_held_out(one) for one in follow_ups(left, sign, training=True))
+
+
+def test_a_result_out_of_range_is_no_sum_that_is_known() -> None:
+    assert Sum(3, "-", 5).reply == f"3 - 5 = {NOT_A_SUM}"
+    assert Sum(99, "*", 99).result is None
+
+
+@pytest.mark.parametrize(
+    ("words", "last", "reply"),
+    [
+        ("twelve plus thirty", None, "12 + 30 = forty two"),
+        ("what is six times seven", None, "6 * 7 = forty two"),
+        ("and times two", 42, "42 * 2 = eighty four"),
+        ("minus one", 200, "200 - 1 = one hundred ninety nine"),
+        ("and times two", None, NOT_A_SUM),
+        ("twelve plus", None, NOT_A_SUM),
+        ("twelve thirty", None, NOT_A_SUM),
+        ("one plus two plus three", None, NOT_A_SUM),
+        ("one hundred plus three", None, NOT_A_SUM),
+        ("hello", 3, NOT_A_SUM),
+    ],
+)
+def test_a_question_has_one_right_reply(words: str, last: int | None, reply: str) -> None:
+    assert right_reply(words, last)[0] == reply
+
+
+def test_conversations_of_training_say_what_the_rule_says() -> None:
+    draw = random.Random(7)
+    for _ in range(500):
+        last: int | None = None
+        for turn in draw_conversation(draw):
+            assert turn.reply == right_reply(turn.words, last)[0]
+            one = written(turn.reply)
+            assert one is None or not is_held_out(one)
+            last = None if one is None else one.result
+
+
+def test_no_question_that_is_said_in_training_is_held_out() -> None:
+    asked = (understood(words) for words in question_texts(3000, seed=1))
+    assert not any(is_held_out(one) for one in asked if one is not None)
+
+
+def test_figures_are_about_sums_that_are_held_out() -> None:
+    questions = held_out_questions()
+    assert len(questions) == sum(COUNTS.values()) == 300
+    assert all(is_held_out(question.sum) for question in questions)
+    assert all(understood(question.words) == question.sum for question in questions)

@@ -1,0 +1,3 @@
+"""Trains the checkpoint of ``stage_configs/spoken_sums``; see README.md beside this file."""
+
+__all__: list[str] = []

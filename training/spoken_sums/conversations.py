@@ -1,0 +1,104 @@
+"""Conversations: what a user asks, turn by turn, and what is to be replied."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from training.spoken_sums.other_words import draw_other
+from training.spoken_sums.sums import (
+    LARGEST_ASKED,
+    NOT_A_SUM,
+    SIGNS,
+    Sum,
+    follow_ups,
+    training_sums,
+)
+
+__all__ = ["Turn", "draw_conversation", "draw_sum", "follow_up_words", "spoken_form", "typed_form"]
+
+_SIGN_WEIGHTS = (4, 3, 3)
+_SPOKEN = ("{}", "{}", "{}", "{}", "what is {}", "what is {}", "how much is {}", "and {}")
+_TYPED = ("{}", "{}", "{}?", "what is {}", "what is {}?", "how much is {}?", "and {}", "and {}?")
+_SIGNS = {"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "times", "×", "x")}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question with its reply.
+
+    Attributes:
+        words: as it is said; lower case, no punctuation.
+        typed: as it is typed, in words or in figures.
+        reply: what is to be written.
+    """
+
+    words: str
+    typed: str
+    reply: str
+
+
+def draw_sum(draw: random.Random) -> Sum:
+    """A sum of training; every operation's sums are as likely as each other."""
+    if draw.random() < 0.03:
+        small, large = sorted(draw.sample(range(15, LARGEST_ASKED + 1), 2))
+        return draw.choice((Sum(small, "-", large), Sum(large, "*", small)))
+    return draw.choice(training_sums(draw.choices(SIGNS, _SIGN_WEIGHTS)[0]))
+
+
+def spoken_form(one: Sum, draw: random.Random) -> str:
+    """One of the ways to ask a sum."""
+    return draw.choice(_SPOKEN).format(one.words)
+
+
+def typed_form(one: Sum, draw: random.Random) -> str:
+    """One of the ways to type a sum, in words or in figures."""
+    if draw.random() < 0.7:
+        return draw.choice(_TYPED).format(one.words)
+    sign = draw.choice(_SIGNS[one.sign])
+    space = "" if len(sign) == 1 and sign != "x" and draw.random() < 0.3 else " "
+    return draw.choice(_TYPED).format(f"{one.left}{space}{sign}{space}{one.right}")
+
+
+def follow_up_words(one: Sum, draw: random.Random) -> str:
+    """How a sum is asked whose first number is the last result."""
+    words = one.words.split(one.name)[1].strip()
+    return draw.choice(("{} {}", "and {} {}")).format(one.name, words)
+
+
+def _typed_follow_up(one: Sum, words: str, draw: random.Random) -> str:
+    if draw.random() < 0.3:
+        return draw.choice(("{}{}", "{} {}", "and {} {}", "and {} {}?")).format(
+            draw.choice(_SIGNS[one.sign][:2]), one.right
+        )
+    return words + draw.choice(("", "?"))
+
+
+def draw_conversation(draw: random.Random) -> list[Turn]:
+    """One to four turns, of which the first is a sum more often than not."""
+    turns: list[Turn] = []
+    last: int | None = None
+    for _ in range(draw.choices((1, 2, 3, 4), (30, 25, 20, 25))[0]):
+        turn, last = _draw_turn(draw, last, is_first=not turns)
+        turns.append(turn)
+    return turns
+
+
+def _draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple[Turn, int | None]:
+    kind = draw.random()
+    if kind < 0.06:
+        words = draw_other(draw)
+        return Turn(words, words + draw.choice(("", "", "?", ".")), NOT_A_SUM), None
+    if (is_first and kind < 0.09) or (last is None and not is_first and kind < 0.2):
+        one = Sum(0, draw.choice(SIGNS), draw.randint(0, 99))
+        words = follow_up_words(one, draw)
+        return Turn(words, _typed_follow_up(one, words, draw), NOT_A_SUM), None
+    if not is_first and last is not None and kind < 0.4:
+        sign = draw.choices(SIGNS, _SIGN_WEIGHTS)[0]
+        known = follow_ups(last, sign, training=True)
+        one = draw.choice(known) if known and draw.random() > 0.05 else Sum(last, sign, 97)
+        if one.result is None or one in known:
+            words = follow_up_words(one, draw)
+            return Turn(words, _typed_follow_up(one, words, draw), one.reply), one.result
+    one = draw_sum(draw)
+    return Turn(spoken_form(one, draw), typed_form(one, draw), one.reply), one.result

@@ -1,0 +1,28 @@
+"""The questions that ship for the demo, the examples and the tests, in voices never trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import soundfile
+
+from training.spoken_sums.log_mel import SAMPLE_RATE
+from training.spoken_sums.questions import Voice, speak
+
+__all__ = ["write_demo_questions"]
+
+_QUESTIONS = {
+    "twelve plus thirty": Voice("en-gb+f2", 155, 50),
+    "and times two": Voice("en-gb+f2", 155, 50),
+    "what is ninety one minus thirty eight": Voice("en-us+m2", 158, 45),
+    "seventeen plus sixty four": Voice("en-gb-scotland+Mario", 152, 50),
+    "hello how are you": Voice("en-us+steph2", 156, 50),
+}
+
+
+def write_demo_questions(folder: Path) -> None:
+    """Write a small FLAC file of each, named by its words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for words, voice in _QUESTIONS.items():
+        path = folder / f"{words.replace(' ', '_')}.flac"
+        soundfile.write(path, speak(words, voice, cut=False).numpy(), SAMPLE_RATE)

@@ -1,0 +1,27 @@
+"""Which questions are said for training."""
+
+from __future__ import annotations
+
+import random
+
+from training.spoken_sums.conversations import draw_sum, follow_up_words, spoken_form
+from training.spoken_sums.other_words import draw_other
+from training.spoken_sums.sums import LARGEST_ASKED, SIGNS, Sum
+
+__all__ = ["question_texts"]
+
+
+def question_texts(count: int, *, seed: int) -> list[str]:
+    """Texts to be said: four in six are sums, one follows up, and one is no sum."""
+    draw = random.Random(seed)
+    texts: list[str] = []
+    for _ in range(count):
+        kind = draw.random()
+        if kind < 0.66:
+            texts.append(spoken_form(draw_sum(draw), draw))
+        elif kind < 0.84:
+            one = Sum(0, draw.choice(SIGNS), draw.randint(0, LARGEST_ASKED))
+            texts.append(follow_up_words(one, draw))
+        else:
+            texts.append(draw_other(draw))
+    return texts

@@ -1,0 +1,25 @@
+"""How well it goes, in a line now and then."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Shares of tokens that were right since the last line, by name."""
+
+    def __init__(self) -> None:
+        self._right: dict[str, list[float]] = {}
+
+    def add(self, **hits: Tensor) -> None:
+        """Take in which tokens of a batch were right."""
+        for name, hit in hits.items():
+            self._right.setdefault(name, []).append(hit.float().mean().item())
+
+    def line(self) -> str:
+        """The shares; they begin anew."""
+        parts = [f"{name} {sum(every) / len(every):.4f}" for name, every in self._right.items()]
+        self._right.clear()
+        return "tokens right: " + ", ".join(parts)

@@ -1,0 +1,73 @@
+"""Training by the clock: how far a part is, and what it goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["TrainingRun"]
+
+_SAVE_EVERY_S = 60.0
+
+
+class TrainingRun:
+    """One part's training: steps until its time is up, saved on the way, and taken up again.
+
+    Args:
+        path: where it saves to.
+        seconds: how long it trains, over all calls; ``0`` makes no step.
+        most_steps: an end before that, for a trial.
+        state: what has a ``state_dict`` and is trained, by name.
+    """
+
+    def __init__(
+        self, path: Path, seconds: float, *, most_steps: int | None = None, **state: Any
+    ) -> None:
+        self._path, self._seconds, self._most_steps = path, seconds, most_steps
+        self._state = state
+        self.num_steps, self.elapsed_s = 0, 0.0
+        self.saves = True
+        if path.exists():
+            saved = torch.load(path, weights_only=True)
+            self.num_steps, self.elapsed_s = saved["num_steps"], saved["elapsed_s"]
+            for name, item in state.items():
+                item.load_state_dict(saved[name])
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        return min(1.0, self.elapsed_s / self._seconds) if self._seconds else 1.0
+
+    def steps(self) -> Iterator[float]:
+        """Give the progress before each step; save every minute and at the end."""
+        last_saved = before = time.monotonic()
+        while self.progress < 1.0 and self.num_steps != self._most_steps:
+            yield self.progress
+            now = time.monotonic()
+            self.num_steps += 1
+            self.elapsed_s += now - before
+            before = now
+            if now - last_saved > _SAVE_EVERY_S:
+                self.save()
+                last_saved = now
+        self.save()
+
+    def save(self) -> None:
+        """Write all state, whole or not at all; not where ``saves`` is False."""
+        if not self.saves:
+            return
+        saved = {name: item.state_dict() for name, item in self._state.items()}
+        saved |= {"num_steps": self.num_steps, "elapsed_s": self.elapsed_s}
+        partial = self._path.with_suffix(".partial")
+        torch.save(saved, partial)
+        partial.rename(self._path)
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, peak: float, *, warmup: int = 100) -> None:
+        """Set the learning rate: up for some steps, then down in a line to a fiftieth of it."""
+        rate = peak * min(1.0, (self.num_steps + 1) / warmup) * max(0.02, 1.0 - self.progress)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
