@@ -34,7 +34,9 @@ def build_pipeline(config: PipelineConfig, connect: Connect | None = None) -> Pi
         return Pipeline.from_config(config)
     check_graph(config.stages)
     if connect is None:
-        connect = _connect_of(config)
+        from stages.remote.process_connection import connect_process  # only where it is used
+
+        connect = connect_process
     policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
     names = config.topological_order()
     threads = resolve_threads(config, available_cores())
@@ -93,11 +95,3 @@ def worker_specs(pipeline: PipelineConfig, name: str, threads: int) -> list[Work
             )
         )
     return specs
-
-
-def _connect_of(config: PipelineConfig) -> Connect:
-    if config.runtime.kind == "processes":
-        from stages.remote.process_connection import connect_process  # only where it is used
-
-        return connect_process
-    raise ValueError(f"runtime.kind: {config.runtime.kind!r} cannot be run by this version")
