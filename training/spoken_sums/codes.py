@@ -1,0 +1,61 @@
+"""The codec: the nearest of 1023 patches of two frames, so 50 codes a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.spoken_sums.mel import NUM_BANDS
+from training.spoken_sums.mouth_sizes import NUM_CODES
+
+__all__ = ["FRAMES_PER_CODE", "Codebook", "learn_codebook"]
+
+FRAMES_PER_CODE = 2
+_ROUNDS = 25
+_PIECE = 8192
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codebook:
+    """What codes 1 to 1023 stand for. Code 0 is nobody's: the flow takes it for "no code".
+
+    Attributes:
+        patches: ``(1023, 160)`` float32, two frames each.
+    """
+
+    patches: Tensor
+
+    def encode(self, mel: Tensor) -> Tensor:
+        """Codes ``(frames / 2,)`` int64 of a spectrogram ``(frames, 80)``."""
+        return _nearest(mel.reshape(-1, FRAMES_PER_CODE * NUM_BANDS), self.patches) + 1
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The spectrogram ``(frames, 80)`` of what the codes stand for."""
+        return self.patches[codes - 1].reshape(-1, NUM_BANDS)
+
+
+def learn_codebook(mels: list[Tensor], file: Path, seed: int = 0) -> Codebook:
+    """k-means over spectrograms ``(frames, 80)``, or what an earlier run kept of it."""
+    if file.is_file():
+        return Codebook(torch.load(file, weights_only=True))
+    rows = torch.cat([mel.reshape(-1, FRAMES_PER_CODE * NUM_BANDS) for mel in mels])
+    generator = torch.Generator().manual_seed(seed)
+    patches = rows[torch.randperm(len(rows), generator=generator)[: NUM_CODES - 1]].clone()
+    for _ in range(_ROUNDS):
+        nearest = _nearest(rows, patches)
+        counts = torch.bincount(nearest, minlength=len(patches))
+        sums = torch.zeros_like(patches).index_add_(0, nearest, rows)
+        # A patch that nobody chose starts again from a row drawn at random.
+        drawn = torch.randint(len(rows), (len(patches),), generator=generator)
+        means = sums / counts.clamp_min(1)[:, None]
+        patches = torch.where(counts[:, None] > 0, means, rows[drawn])
+    torch.save(patches, file)
+    return Codebook(patches)
+
+
+def _nearest(rows: Tensor, patches: Tensor) -> Tensor:
+    squares = patches.square().sum(1)
+    return torch.cat([(squares - 2 * part @ patches.T).argmin(1) for part in rows.split(_PIECE)])

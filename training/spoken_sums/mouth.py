@@ -1,0 +1,87 @@
+"""The mouth's parts put together: what the talker is taught, and the checkpoint of all parts."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2_5OmniThinkerForConditionalGeneration
+
+from training.spoken_sums.checkpoint import SPEAKERS, write_checkpoint
+from training.spoken_sums.codes import learn_codebook
+from training.spoken_sums.dit import voices_of
+from training.spoken_sums.questions import load_questions
+from training.spoken_sums.replies import draw_typed, draw_with_sound, replies_of
+from training.spoken_sums.sizes import omni_config
+from training.spoken_sums.speech import answers_spoken
+from training.spoken_sums.talker import Renditions, TalkerBudget, train_talker
+from training.spoken_sums.thinker import embedding_of
+
+__all__ = ["renditions_of", "train_mouth_talker", "write_trained"]
+
+_NUM_TYPED, _NUM_SPOKEN = 1600, 800
+
+
+def renditions_of(
+    folder: Path,
+    thinker: Qwen2_5OmniThinkerForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Renditions:
+    """How both voices say the answers, in codes, and the thinker's rows that stand beside.
+
+    Args:
+        folder: of training; codes are learnt if they are not there yet.
+        thinker: whose embeddings are read.
+        tokenizer: its.
+    """
+    speeches = answers_spoken(folder)
+    codebook = learn_codebook([speech.mel for speech in speeches], folder / "codebook.pt")
+    embeddings, ids = embedding_of(thinker).detach(), tokenizer.get_vocab()
+    return Renditions(
+        {
+            (speech.utterance.text, speech.utterance.voice): codebook.encode(speech.mel)
+            for speech in speeches
+        },
+        {voice: embeddings[ids[token]] for voice, token in SPEAKERS.values()},
+        embeddings[ids["<tts_eos>"]],
+        embeddings[ids["<tts_pad>"]],
+    )
+
+
+def train_mouth_talker(
+    folder: Path,
+    thinker: Qwen2_5OmniThinkerForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+    budget: TalkerBudget,
+) -> None:
+    """Train the talker on a thinker's rows; its state is ``talker.pt`` in the folder."""
+    draw = random.Random(budget.seed)
+    torch.manual_seed(budget.seed)
+    talks = list(draw_typed(_NUM_TYPED, draw))
+    talks += islice(draw_with_sound(load_questions(folder / "questions"), draw), _NUM_SPOKEN)
+    train_talker(
+        omni_config(tokenizer).talker_config,
+        replies_of(thinker, tokenizer, talks),
+        renditions_of(folder, thinker, tokenizer),
+        budget,
+        folder / "talker.pt",
+    )
+
+
+def write_trained(
+    folder: Path,
+    checkpoint: Path,
+    thinker: Qwen2_5OmniThinkerForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Write the checkpoint of what a folder of training holds."""
+
+    def trained(name: str) -> Any:
+        return torch.load(folder / f"{name}.pt", weights_only=True)["module"]
+
+    parts = {"thinker": thinker.state_dict()}
+    parts |= {name: trained(name) for name in ("talker", "dit", "bigvgan")}
+    write_checkpoint(checkpoint, parts, voices_of(answers_spoken(folder)), tokenizer)

@@ -1,0 +1,203 @@
+"""The talker: from a thinker's rows to codes, one rendition for each answer and voice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniTalkerForConditionalGeneration,
+)
+
+from training.spoken_sums.timed_training import TimedTraining
+
+__all__ = [
+    "Renditions",
+    "Reply",
+    "TalkerBudget",
+    "codes_said",
+    "make_talker",
+    "rows_beside",
+    "train_talker",
+]
+
+_WRONG_CODES = 0.03
+_ROW_NOISE = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """A thinker's reply and what it replies to, as a talker reads them.
+
+    Attributes:
+        answer: what is to be said.
+        prompt_rows: ``(n, width)``, hidden states and embeddings added; those of sound alone.
+        reply_rows: ``(k, width)`` of all the reply's tokens but the last, which ends it.
+    """
+
+    answer: str
+    prompt_rows: Tensor
+    reply_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Renditions:
+    """How the answers are said, and with which rows beside.
+
+    Attributes:
+        codes: by answer and voice.
+        voice_rows: the thinker's embedding that opens a reply, ``(width,)`` by voice.
+        end_row: the embedding after a reply's last row, ``(width,)``.
+        pad_row: the embedding of all that follows, ``(width,)``.
+    """
+
+    codes: Mapping[tuple[str, str], Tensor]
+    voice_rows: Mapping[str, Tensor]
+    end_row: Tensor
+    pad_row: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerBudget:
+    """How long it trains, and at what.
+
+    Attributes:
+        seconds: of the clock, on one thread.
+        rate: the highest learning rate.
+        batch: replies.
+        half: whether products are in bfloat16.
+        seed: of weights and batches.
+    """
+
+    seconds: float
+    rate: float = 2e-3
+    batch: int = 16
+    half: bool = True
+    seed: int = 0
+
+
+def make_talker(config: Any, seed: int) -> Any:
+    """The network as it begins."""
+    torch.manual_seed(seed)
+    config._attn_implementation = "sdpa"
+    network = Qwen2_5OmniTalkerForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.4)
+        network.model.embed_tokens.weight.normal_(0, 0.5)
+    return network
+
+
+def train_talker(
+    config: Any,
+    replies: Sequence[Reply],
+    renditions: Renditions,
+    budget: TalkerBudget,
+    file: Path,
+) -> None:
+    """Train on replies in both voices; answers are drawn as often as each other."""
+    network = make_talker(config, budget.seed)
+    training = TimedTraining(network, file, budget.seconds, budget.rate)
+    by_answer: dict[str, list[Reply]] = {}
+    for reply in replies:
+        by_answer.setdefault(reply.answer, []).append(reply)
+    answers, voices = sorted(by_answer), sorted(renditions.voice_rows)
+
+    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
+        generator = torch.Generator().manual_seed(budget.seed + step)
+
+        def draw(count: int) -> int:
+            return int(torch.randint(count, (), generator=generator))
+
+        inputs, targets = [], []
+        for _ in range(budget.batch):
+            rows = by_answer[answers[draw(len(answers))]]
+            reply, voice = rows[draw(len(rows))], voices[draw(len(voices))]
+            codes = renditions.codes[reply.answer, voice]
+            beside = torch.rand(len(codes), generator=generator) < _WRONG_CODES
+            heard = torch.where(
+                beside, codes[torch.randperm(len(codes), generator=generator)], codes
+            )
+            rows_in = rows_beside(network, reply, renditions, voice, heard)
+            noise = torch.randn(rows_in.shape, generator=generator)
+            inputs.append(rows_in + _ROW_NOISE * noise)
+            end = torch.tensor([network.codec_eos_token])
+            targets.append(torch.cat([codes, end]))
+        half = torch.autocast("cpu", torch.bfloat16, enabled=budget.half)
+        with half, sdpa_kernel(SDPBackend.MATH):
+            logits = _logits(network, inputs, [len(target) for target in targets])
+        wanted = torch.cat(targets)
+        right = (logits.argmax(-1) == wanted).float().mean().item()
+        return cross_entropy(logits.float(), wanted), {"right": right}
+
+    training.run(loss_of)
+
+
+def codes_said(
+    network: Any,
+    reply: Reply,
+    renditions: Renditions,
+    voice: str,
+    most: int = 160,
+) -> Tensor:
+    """What it says, greedily, ``(codes,)`` int64; pad and end end it, bos is never said."""
+    said: list[int] = []
+    ends = {network.codec_eos_token, network.codec_pad_token}
+    cache = None
+    with torch.no_grad():
+        rows = rows_beside(network, reply, renditions, voice, torch.tensor(said, dtype=torch.long))
+        while len(said) < most:
+            hidden = network.thinker_to_talker_proj(
+                rows[None] if cache is None else rows[None, -1:]
+            )
+            output = network.model(inputs_embeds=hidden, use_cache=True, past_key_values=cache)
+            cache = output.past_key_values
+            logits = network.codec_head(output.last_hidden_state[0, -1])
+            logits[network.codec_bos_token] = -torch.inf
+            code = int(logits.argmax())
+            if code in ends:
+                break
+            said.append(code)
+            rows = rows_beside(network, reply, renditions, voice, torch.tensor(said))
+    return torch.tensor(said, dtype=torch.long)
+
+
+def rows_beside(
+    network: Any,
+    reply: Reply,
+    renditions: Renditions,
+    voice: str,
+    codes: Tensor,
+) -> Tensor:
+    """Inputs ``(n + 2 + codes, width)``, laid out as the family's ``generate`` does."""
+    following = torch.cat([reply.reply_rows, renditions.end_row[None]])
+    missing = len(codes) + 1 - len(following)
+    if missing > 0:
+        following = torch.cat([following, renditions.pad_row.expand(missing, -1)])
+    beside = torch.cat([renditions.voice_rows[voice][None], following[: len(codes) + 1]])
+    special = torch.tensor([network.codec_pad_token, network.codec_bos_token])
+    embedded = network.model.embed_tokens(torch.cat([special, codes]))
+    return torch.cat([reply.prompt_rows, embedded + beside])
+
+
+def _logits(network: Any, inputs: Sequence[Tensor], counts: list[int]) -> Tensor:
+    """Logits of the last rows of each input, so many as ``counts`` says, all in one table."""
+    longest = max(map(len, inputs))
+    padded = [torch.nn.functional.pad(rows, (0, 0, 0, longest - len(rows))) for rows in inputs]
+    hidden = network.thinker_to_talker_proj(torch.stack(padded))
+    output = network.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+    picked = [
+        row[len(rows) - count : len(rows)]
+        for row, rows, count in zip(output, inputs, counts, strict=True)
+    ]
+    logits: Tensor = network.codec_head(torch.cat(picked))
+    return logits
