@@ -15,9 +15,9 @@ def _reply(generator):
     def rows(count):
         return torch.randn(count, WIDTH, generator=generator)
 
-    reply = Reply("three", rows(5), rows(3))
+    reply = Reply("three", rows(5), rows(3), rows(3))
     voices = {"slt": rows(1)[0], "rms": rows(1)[0]}
-    return reply, Renditions({}, voices, rows(1)[0], rows(1)[0])
+    return reply, Renditions({}, voices, rows(1)[0], rows(1)[0], torch.zeros(1, 1))
 
 
 def _network():

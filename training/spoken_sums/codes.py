@@ -32,6 +32,12 @@ class Codebook:
         """Codes ``(frames / 2,)`` int64 of a spectrogram ``(frames, 80)``."""
         return _nearest(mel.reshape(-1, FRAMES_PER_CODE * NUM_BANDS), self.patches) + 1
 
+    def similar(self, count: int) -> Tensor:
+        """Of every code the nearest other ones, ``(1024, count)`` int64; code 0 has itself."""
+        distances = torch.cdist(self.patches, self.patches).fill_diagonal_(torch.inf)
+        nearest = distances.topk(count, largest=False).indices + 1
+        return torch.cat([nearest.new_zeros(1, count), nearest])
+
     def decode(self, codes: Tensor) -> Tensor:
         """The spectrogram ``(frames, 80)`` of what the codes stand for."""
         return self.patches[codes - 1].reshape(-1, NUM_BANDS)

@@ -22,6 +22,7 @@ from training.spoken_sums.thinker import embedding_of
 
 __all__ = ["renditions_of", "train_mouth_talker", "write_trained"]
 
+_NUM_SIMILAR = 6
 _NUM_TYPED, _NUM_SPOKEN = 1600, 800
 
 
@@ -48,6 +49,7 @@ def renditions_of(
         {voice: embeddings[ids[token]] for voice, token in SPEAKERS.values()},
         embeddings[ids["<tts_eos>"]],
         embeddings[ids["<tts_pad>"]],
+        codebook.similar(_NUM_SIMILAR),
     )
 
 

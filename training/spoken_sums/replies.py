@@ -95,18 +95,18 @@ def _piece(
     # A talker never reads what the tower made, only what the thinker made of it.
     both = hidden + embeds.masked_fill(is_sound[..., None], 0)
     return [
-        _last_reply(turns[-1], row, rows_of)
-        for (turns, _), row, rows_of in zip(talks, rows, both, strict=True)
+        _last_reply(turns[-1], row, rows_of, embeds_of)
+        for (turns, _), row, rows_of, embeds_of in zip(talks, rows, both, embeds, strict=True)
     ]
 
 
-def _last_reply(turn: Turn, row: Rendered, rows: Tensor) -> Reply:
+def _last_reply(turn: Turn, row: Rendered, rows: Tensor, embeds: Tensor) -> Reply:
     stop = max(place for place, learnt in enumerate(row.learnt) if learnt)
     start = stop
     while row.learnt[start - 1]:
         start -= 1
     answer = turn.reply.split(_EQUALS)[-1]
-    return Reply(answer, rows[:start].clone(), rows[start:stop].clone())
+    return Reply(answer, rows[:start].clone(), rows[start:stop].clone(), embeds[start:stop].clone())
 
 
 def _ending_in(result: int, draw: random.Random) -> list[Turn]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ __all__ = [
     "train_talker",
 ]
 
-_WRONG_CODES = 0.03
+_HIDDEN, _OFF = 0.25, 0.4
+_OTHER_STATES = 3  # one reply in so many
 _ROW_NOISE = 0.05
 
 
@@ -39,11 +40,13 @@ class Reply:
         answer: what is to be said.
         prompt_rows: ``(n, width)``, hidden states and embeddings added; those of sound alone.
         reply_rows: ``(k, width)`` of all the reply's tokens but the last, which ends it.
+        reply_embeds: the embeddings alone that are in them.
     """
 
     answer: str
     prompt_rows: Tensor
     reply_rows: Tensor
+    reply_embeds: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +58,14 @@ class Renditions:
         voice_rows: the thinker's embedding that opens a reply, ``(width,)`` by voice.
         end_row: the embedding after a reply's last row, ``(width,)``.
         pad_row: the embedding of all that follows, ``(width,)``.
+        similar: ``(codes, n)`` int64, of each code the n that sound most like it.
     """
 
     codes: Mapping[tuple[str, str], Tensor]
     voice_rows: Mapping[str, Tensor]
     end_row: Tensor
     pad_row: Tensor
+    similar: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ def train_talker(
     by_answer: dict[str, list[Reply]] = {}
     for reply in replies:
         by_answer.setdefault(reply.answer, []).append(reply)
+    states = torch.cat([reply.reply_rows - reply.reply_embeds for reply in replies])
     answers, voices = sorted(by_answer), sorted(renditions.voice_rows)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -123,11 +129,11 @@ def train_talker(
             rows = by_answer[answers[draw(len(answers))]]
             reply, voice = rows[draw(len(rows))], voices[draw(len(voices))]
             codes = renditions.codes[reply.answer, voice]
-            beside = torch.rand(len(codes), generator=generator) < _WRONG_CODES
-            heard = torch.where(
-                beside, codes[torch.randperm(len(codes), generator=generator)], codes
+            heard = _mistaken(codes, renditions.similar, network.codec_mask_token, generator)
+            read = (
+                _with_other_states(reply, states, generator) if draw(_OTHER_STATES) == 0 else reply
             )
-            rows_in = rows_beside(network, reply, renditions, voice, heard)
+            rows_in = rows_beside(network, read, renditions, voice, heard)
             noise = torch.randn(rows_in.shape, generator=generator)
             inputs.append(rows_in + _ROW_NOISE * noise)
             end = torch.tensor([network.codec_eos_token])
@@ -137,7 +143,10 @@ def train_talker(
             logits = _logits(network, inputs, [len(target) for target in targets])
         wanted = torch.cat(targets)
         right = (logits.argmax(-1) == wanted).float().mean().item()
-        return cross_entropy(logits.float(), wanted), {"right": right}
+        losses = cross_entropy(logits.float(), wanted, reduction="none")
+        # Most codes follow from the one before; a word's first ones count, which do not.
+        doubt = 1 - (-losses.detach()).exp()
+        return (losses * doubt).mean(), {"right": right}
 
     training.run(loss_of)
 
@@ -169,6 +178,30 @@ def codes_said(
             said.append(code)
             rows = rows_beside(network, reply, renditions, voice, torch.tensor(said))
     return torch.tensor(said, dtype=torch.long)
+
+
+def _with_other_states(reply: Reply, states: Tensor, generator: torch.Generator) -> Reply:
+    """The reply's words beside hidden states of any other words.
+
+    What is said must follow from the embeddings, which stay as they are: hidden states change with
+    every minute that the thinker is trained.
+    """
+    drawn = torch.randint(len(states), (len(reply.reply_embeds),), generator=generator)
+    return replace(reply, reply_rows=reply.reply_embeds + states[drawn])
+
+
+def _mistaken(codes: Tensor, similar: Tensor, mask: int, generator: torch.Generator) -> Tensor:
+    """Codes as they might have been said: some a little off, or, of every fourth reply, hidden.
+
+    From codes that are always right nearly all is learnt from the code before and little from the
+    text, and one slip ends in another word.
+    """
+    chance, share = torch.rand(2, generator=generator).tolist()
+    drawn = torch.rand(len(codes), generator=generator)
+    if chance < _HIDDEN:
+        return codes.masked_fill(drawn < share, mask)
+    row = torch.randint(similar.shape[1], (len(codes),), generator=generator)
+    return torch.where(drawn < _OFF * share, similar[codes, row], codes)
 
 
 def rows_beside(
