@@ -71,7 +71,9 @@ def run(options: RunOptions) -> bool:
     from omni.commands.run_command import run_requests
 
     with _writer(pipeline, given, options) as writer:
-        return run_requests(pipeline, given.requests, writer=writer, quiet=options.quiet)
+        return run_requests(
+            pipeline, given.requests, writer=writer, quiet=options.quiet, trace=options.trace
+        )
 
 
 @command(app, ValidateOptions)

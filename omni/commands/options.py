@@ -139,6 +139,14 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the outputs that --output-dir has.")
     ] = False
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a timeline of every request, which Perfetto (ui.perfetto.dev) and "
+            "chrome://tracing show.",
+        ),
+    ] = None
     speaker: Speaker = None
     overrides: Overrides = None
 

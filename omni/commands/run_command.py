@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from omni.requests.output_writer import OutputWriter
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.requests.request_file import RequestError
 from omni.runtime.omni import Omni
+from omni.runtime.trace import TraceError
 from stages import StageOutput, StageStats
 
 __all__ = ["format_output", "run_requests", "summary_table"]
@@ -28,6 +30,7 @@ def run_requests(
     *,
     writer: OutputWriter | None = None,
     quiet: bool = False,
+    trace: Path | None = None,
 ) -> bool:
     """Run what can be run and is not done yet, and tell what became of every request as it ends.
 
@@ -39,6 +42,7 @@ def run_requests(
         requests: each has a request id; those of runnable ones are unique.
         writer: where to write, instead of printing the texts.
         quiet: neither progress bar nor summary.
+        trace: a file that gets a timeline of every request.
 
     Returns:
         Whether every request came through.
@@ -49,7 +53,7 @@ def run_requests(
     """
     run = _Run(requests, writer, quiet=quiet)
     if writer is None or writer.num_done < len(requests):
-        run.through(config)
+        run.through(config, trace)
     if writer is not None:
         run.finish(writer)
     return not run.num_failed
@@ -71,12 +75,12 @@ class _Run:
         self.num_done = self._num_kept = writer.num_done if writer else 0
         self.num_failed = self._num_failed_before = writer.num_failed if writer else 0
 
-    def through(self, config: PipelineConfig) -> None:
+    def through(self, config: PipelineConfig, trace: Path | None) -> None:
         """Run what is not done."""
         start = time.perf_counter()
         progress = RunProgress(len(self._requests), self._num_kept, shown=not self._quiet)
         try:
-            with progress, Omni(config) as omni:
+            with progress, Omni(config, trace=trace) as omni:
                 progress.begin()
                 for position, output in self._outputs(omni):
                     self._take(position, output, progress)
@@ -84,6 +88,8 @@ class _Run:
         except KeyboardInterrupt as interrupt:
             message = f"interrupted: {self._what_was_done()}"
             raise Stopped(message, exit_status(interrupt)) from interrupt
+        except TraceError as error:
+            raise self._not_written(error) from error
         if not self._quiet:
             seconds = time.perf_counter() - start
             num_run = len(self._requests) - self._num_kept

@@ -103,8 +103,11 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
             f"omni serve needs packages that are not installed ({error.name}): "
             "pip install 'omni-pipeline[serve]'"
         ) from error
+    from omni.pipelines.runtime_checks import check_runtime
     from omni.server.serving.pipeline_server import PipelineServer
 
+    for config in configs:
+        check_runtime(config)
     settings = _settings(options)
     server = PipelineServer(configs, settings)
     listener = bind(settings)

@@ -7,7 +7,7 @@ import queue
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -20,6 +20,7 @@ from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Ticket
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline
+from omni.runtime.trace import Trace
 from stages import StageStats
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
@@ -44,9 +45,12 @@ class Omni:
             those of the YAML file.
         runtime: where the stages run, in the place of what the config says: ``"inline"``,
             ``"processes"``, ``"ray"``, or a :class:`~omni.pipelines.runtime_config.RuntimeConfig`.
+        trace: a file that gets a timeline of every request, for Perfetto or chrome://tracing; it
+            is complete when this is closed.
 
     Raises:
         ValueError: the config is wrong, or a stage cannot be built where it is to run.
+        OSError: the trace cannot be written.
         RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
 
@@ -56,6 +60,7 @@ class Omni:
         *,
         overrides: Mapping[str, Any] | None = None,
         runtime: str | RuntimeConfig | None = None,
+        trace: str | Path | None = None,
     ) -> None:
         given: object = config
         if not isinstance(given, str | Path | PipelineConfig | Pipeline):
@@ -73,14 +78,23 @@ class Omni:
                 "give a PipelineConfig, whose stages may be configs composed in Python"
             )
         if isinstance(config, PipelineConfig):
-            config = build_pipeline(config.with_runtime(runtime))
-        self._ownership = Ownership("this Omni")
-        config.ownership.claim(self, "another Omni")
+            config = config.with_runtime(runtime)
+        # Before any model is loaded: a file that cannot be written is found at once.
+        opened = None if trace is None else Trace(trace, _order(config))
+        try:
+            if isinstance(config, PipelineConfig):
+                config = build_pipeline(config, is_traced=trace is not None)
+            self._ownership = Ownership("this Omni")
+            config.ownership.claim(self, "another Omni")
+        except BaseException:
+            if opened is not None:
+                opened.discard()
+            raise
         self.pipeline = config
-        self._driver = Driver(Orchestrator(self.pipeline))
+        self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
-            self, _close, self._ownership, self._driver, self.pipeline
+            self, _close, self._ownership, self._driver, self.pipeline, opened
         )
 
     def generate(
@@ -203,6 +217,10 @@ class Omni:
                 )
 
 
+def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
+    return config.order if isinstance(config, Pipeline) else config.topological_order()
+
+
 def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:
     post((position, news))
 
@@ -217,8 +235,9 @@ def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
     return position, output
 
 
-def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline) -> None:
+def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trace | None) -> None:
     if not ownership.is_over:
         ownership.close()
-        driver.stop()
-        pipeline.close()
+        with nullcontext() if trace is None else trace:
+            driver.stop()
+            pipeline.close()

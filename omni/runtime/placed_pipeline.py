@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,12 +20,15 @@ from stages.worker.messages import StreamedEdge
 __all__ = ["build_pipeline", "worker_specs"]
 
 
-def build_pipeline(config: PipelineConfig, connect: Connect | None = None) -> Pipeline:
+def build_pipeline(
+    config: PipelineConfig, connect: Connect | None = None, *, is_traced: bool = False
+) -> Pipeline:
     """Build a pipeline; its stages are in this process, or in workers that are started for them.
 
     Args:
         config: ``config.runtime`` says which.
         connect: starts a worker; None takes what the runtime is made for.
+        is_traced: whether workers tell what they do when.
 
     Raises:
         ValueError: a stage cannot be built, or the graph is wrong. Nothing is left running.
@@ -43,7 +47,7 @@ def build_pipeline(config: PipelineConfig, connect: Connect | None = None) -> Pi
     with ExitStack() as built:
         starting = {}
         for name in names:
-            specs = worker_specs(config, name, threads[name])
+            specs = worker_specs(config, name, threads[name], is_traced=is_traced)
             starting[name] = StartingStage(config.resolved(name), specs, connect, policy)
             built.callback(starting[name].close)
         stages = []
@@ -57,13 +61,16 @@ def build_pipeline(config: PipelineConfig, connect: Connect | None = None) -> Pi
     return pipeline
 
 
-def worker_specs(pipeline: PipelineConfig, name: str, threads: int) -> list[WorkerSpec]:
+def worker_specs(
+    pipeline: PipelineConfig, name: str, threads: int, *, is_traced: bool = False
+) -> list[WorkerSpec]:
     """What each worker of a stage is told.
 
     Args:
         pipeline: of the stage.
         name: of the stage.
         threads: of each worker.
+        is_traced: whether they tell what they do when.
 
     Raises:
         ValueError: its transform has no name that another process finds.
@@ -92,6 +99,8 @@ def worker_specs(pipeline: PipelineConfig, name: str, threads: int) -> list[Work
                 replica=replica,
                 num_replicas=num_replicas,
                 threads=threads,
+                is_traced=is_traced,
+                log_level=logging.getLogger("omni").getEffectiveLevel(),
             )
         )
     return specs

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from engine import SamplingParams
+from stages.remote.worker_log import Logged
 from stages.stage import StageOutput, StageStats
+from stages.trace_events import Traced
 from stages.worker.messages import Chunk, Command, Event, StreamedEdge
 
 __all__ = [
@@ -39,6 +42,8 @@ class WorkerSpec:
         replica: which of the stage's workers it is, from 0.
         num_replicas: how many there are.
         threads: CPU threads that it computes with.
+        is_traced: whether it tells what it does when.
+        log_level: of ``logging``, below which it tells nothing of what it logs.
     """
 
     name: str
@@ -49,6 +54,8 @@ class WorkerSpec:
     replica: int = 0
     num_replicas: int = 1
     threads: int = 1
+    is_traced: bool = False
+    log_level: int = logging.WARNING
 
     @property
     def label(self) -> str:
@@ -159,7 +166,7 @@ class Orders:
 class News:
     """What happened in one turn of a worker."""
 
-    events: tuple[Event | Grown, ...]
+    events: tuple[Event | Grown | Traced, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,5 +183,5 @@ class Beat:
     stats: StageStats
 
 
-WorkerMessage: TypeAlias = Built | NotBuilt | Returned | News | Idle | Beat
+WorkerMessage: TypeAlias = Built | NotBuilt | Returned | News | Idle | Beat | Logged
 """All that a worker says."""

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from engine.interface.log_fields import LogFields
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import WorkerSpec
 from stages.remote.segments import SegmentPool
 from stages.remote.wire import wire_codec
+from stages.remote.worker_log import forward_log
 from stages.remote.worker_main import WorkerLoop
 from stages.remote.worker_process import WorkerProcess, start_worker
 
@@ -48,6 +50,7 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
     channel = Channel(sock, codec, SegmentPool(), "the pipeline")
     loop = WorkerLoop(spec, channel.send)
     channel.start(loop.take, lambda reason: loop.end())
+    forward_log(channel.send, spec.log_level, LogFields(spec.name, spec.replica))
     try:
         loop.run()
         channel.wait_until_sent(_EXIT_PATIENCE_S)

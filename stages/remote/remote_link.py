@@ -14,6 +14,7 @@ from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders
 from stages.remote.prefix_router import PrefixRouter
 from stages.remote.visit import ContradictionError, Visit
 from stages.remote.worker_life import Ended, WorkerLife
+from stages.trace_events import Traced
 from stages.worker.messages import (
     Abort,
     CloseStream,
@@ -64,6 +65,7 @@ class RemoteLink(StageLink):
         self._by_ticket: dict[int, Visit] = {}
         self._tickets = count()
         self._news: list[Event] = []
+        self._traces: list[Traced] = []
         # The stage is built by the time that a link is made.
         self._is_up = [True] * len(self._lives)
         self._outboxes: list[list[Command]] = [[] for _ in self._lives]
@@ -142,6 +144,11 @@ class RemoteLink(StageLink):
         self._has_moved |= bool(news)
         return news
 
+    def traces(self) -> list[Traced]:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        traces, self._traces = self._traces, []
+        return traces
+
     def _enter(self, enter: Enter) -> None:
         visit = Visit.of(self._with_seed(enter), next(self._tickets), self._edges)
         self._visits[enter.request_id] = self._by_ticket[visit.ticket] = visit
@@ -209,7 +216,10 @@ class RemoteLink(StageLink):
         match message:
             case News():
                 for event in message.events:
-                    self._take(event)
+                    if isinstance(event, Traced):
+                        self._traces.append(event)
+                    else:
+                        self._take(event)
             case Idle():
                 self._idle_at[replica] = message.num_commands
             case Built():

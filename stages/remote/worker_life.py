@@ -15,6 +15,7 @@ from typing import Any
 from engine.interface.described_error import described
 from stages.remote.connection import Connect, Connection, WorkerGone
 from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
+from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 
 __all__ = ["MOST_STARTS", "Ended", "WorkerLife"]
@@ -231,6 +232,9 @@ class WorkerLife:
                 return
             case Beat():
                 self._beat = message
+                return
+            case Logged():
+                relay(message)
                 return
             case Built():
                 # A worker may speak before whoever started it has hung up.

@@ -26,9 +26,10 @@ from stages.remote.growing_output import OutputTails
 from stages.remote.worker_calls import WorkerCalls, facts_of
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
-from stages.transforms.registry import resolve_transform
+from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
 from stages.worker.stage_worker import StageWorker
+from stages.worker.traced_worker import TracedWorker
 
 __all__ = ["WorkerLoop", "build_stage"]
 
@@ -49,7 +50,7 @@ def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
     """
     kind: type[StageConfig] = load_by_name(spec.kind)
     config = kind.model_validate_json(spec.config)
-    transform = None if spec.transform is None else resolve_transform(spec.transform)
+    transform = None if spec.transform is None else load_by_name(spec.transform)
     return config.build_stage(spec.name), transform
 
 
@@ -109,7 +110,7 @@ class WorkerLoop:
         """Build the stage and drive it until the end."""
         try:
             stage, transform = self._build(self._spec)
-            worker = StageWorker(stage, transform, self._spec.edges)
+            worker = self._worker(stage, transform)
             self._calls = WorkerCalls(stage)
             facts = facts_of(stage)
         except Exception as error:  # told once, to whoever asked for the stage
@@ -128,6 +129,12 @@ class WorkerLoop:
             worker.close()
             stage.close()
 
+    def _worker(self, stage: Stage, transform: Transform | None) -> StageWorker:
+        if self._spec.is_traced:
+            replica = self._spec.replica
+            return TracedWorker(stage, transform, self._spec.edges, replica=replica)
+        return StageWorker(stage, transform, self._spec.edges)
+
     def _wake(self) -> None:
         with self._changed:
             self._has_changed = True
@@ -137,9 +144,10 @@ class WorkerLoop:
         """Take what came; one unit of work; tell what is new, or sleep if nothing is."""
         had_commands = self._take_in(worker)
         worker.work()
+        traces = worker.traces()
         events = worker.news()
-        if events:
-            self._tell(worker, events)
+        if events or traces:
+            self._tell(worker, traces, events)
         if events or had_commands:
             self._was_idle = False
             self._nap_s = _SHORTEST_NAP_S
@@ -172,10 +180,10 @@ class WorkerLoop:
             has_any = True
         return has_any
 
-    def _tell(self, worker: StageWorker, events: list[Event]) -> None:
+    def _tell(self, worker: StageWorker, traces: list[Traced], events: list[Event]) -> None:
         short = [self._tails.shorten(e) if isinstance(e, Moved) else e for e in events]
         try:
-            self._tell_link(News(tuple(short)))
+            self._tell_link(News((*traces, *short)))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
             for event in short:

@@ -153,15 +153,18 @@ class StageTracer:
             self._span("resting", track, track.rests_since, now_s, request_id)
             track.rests_since = None
 
-    def _ran(self, request_id: str, output: StageOutput, start_s: float, end_s: float) -> None:
-        """A step has moved a request."""
+    def _ran(
+        self, request_id: str, output: StageOutput | None, start_s: float, end_s: float
+    ) -> None:
+        """A step has moved a request, be it that only chunks came of it."""
         track = self._tracks[request_id]
         self._end_lack(track, start_s, request_id)
         if not track.has_run:
             track.has_run = True
-            self._waited(track, output, start_s)
+            queue_s = None if output is None else output.metrics.queue_s
+            self._waited(track, request_id, queue_s, start_s)
         self._span("step", track, start_s, end_s, request_id)
-        if output.finished:
+        if output is not None and output.finished:
             if output.num_cached_tokens:
                 counts = {"tokens": output.num_cached_tokens, "of": output.num_prompt_tokens}
                 self._moment("hit", end_s, request_id, counts)
@@ -170,13 +173,14 @@ class StageTracer:
                 self._moment("preempted", end_s, request_id, times)
             self._forget(request_id)
 
-    def _waited(self, track: _Track, output: StageOutput, start_s: float) -> None:
+    def _waited(
+        self, track: _Track, request_id: str, queue_s: float | None, start_s: float
+    ) -> None:
         """Tell how long a request waited before it first ran, and of steps that told nothing."""
-        queue_s = output.metrics.queue_s
         first_s = start_s if queue_s is None else min(start_s, track.since + queue_s)
-        self._span("waiting", track, track.since, first_s, output.request_id)
+        self._span("waiting", track, track.since, first_s, request_id)
         if first_s < start_s:
-            self._span("prefill", track, first_s, start_s, output.request_id)
+            self._span("prefill", track, first_s, start_s, request_id)
 
     def _end_lack(self, track: _Track, now_s: float, request_id: str) -> None:
         if track.lacks_since is not None:

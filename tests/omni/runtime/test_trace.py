@@ -18,6 +18,7 @@ import pytest
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
 from omni.runtime import trace as trace_module
+from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.trace import Trace, TraceError
 from omni.runtime.traced_link import TracedLink
@@ -105,6 +106,25 @@ def test_every_chunk_of_a_streamed_edge_is_a_transfer(tmp_path: Path) -> None:
         assert taken == len(consumer.received["x"])
     transfers = [each for each in events if each["ph"] == "b"]
     assert len(transfers) == sum(len(stage.received["x"]) for stage in stages[1:])
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_hit_is_told_where_it_happened(tmp_path: Path) -> None:
+    prompt = "Once upon a time, in a house by the sea, a clock told all the time"
+    file = tmp_path / "out.json"
+    with Omni("two_step", trace=file) as omni:
+        for request_id in ("cold", "warm"):
+            omni.generate(OmniRequest(prompt, request_id))
+        assert not file.exists(), "it is complete when the pipeline is closed"
+    events = read_trace(file)
+    assert "hit" not in names_of(events, "writer", "cold")
+    assert "hit" in names_of(events, "writer", "warm")
+    (hit,) = (each for each in events if each["name"] == "hit" and each["tid"] == 2 and
+              each["pid"] == 1)  # fmt: skip
+    assert 0 < hit["args"]["tokens"] < hit["args"]["of"]
+    steps = [each for each in events if each["cat" if "cat" in each else "name"] == "worker"]
+    assert sum(each["args"].get("hit tokens", 0) for each in steps) >= hit["args"]["tokens"]
+    assert any(each["args"].get("generated tokens") for each in steps)
 
 
 def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -264,6 +284,25 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="No space left on device"):
             trace.close()
     assert not file.exists()
+
+
+def test_what_cannot_be_written_is_found_before_any_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Omni("two_step", trace=tmp_path / "no" / "out.json")
+    with pytest.raises(OSError, match="no regular file"):
+        Omni("two_step", trace=tmp_path)
+    with pytest.raises(OSError, match="no regular file"):
+        Omni("two_step", trace="/dev/null")
+    with pytest.raises(ValueError, match="my-model"):
+        Omni("two_step", overrides={"stages.writer.model": "./my-model"}, trace=tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipeline_that_cannot_be_built_leaves_no_trace(tmp_path: Path) -> None:
+    pipeline = Pipeline([FakeStage("a")])
+    with Omni(pipeline), pytest.raises(RuntimeError, match="another Omni"):
+        Omni(pipeline, trace=tmp_path / "out.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_tells_of_its_time_ahead_of_its_news() -> None:

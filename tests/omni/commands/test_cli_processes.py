@@ -1,0 +1,154 @@
+"""The commands with stages in processes of their own: the same results, and one clear error for
+what cannot run there, with nothing left running."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from omni.commands.cli import app
+from tests.support.marked_processes import MarkedRun
+from tests.support.patience import PATIENCE_S
+from tests.support.trace_file import names_of, read_trace
+
+pytestmark = pytest.mark.usefixtures("checkpoint_cache")
+
+PROMPT = "Once upon a time, in a house by the sea, a clock told "
+PROMPTS = ("--prompt", PROMPT + "all the time", "--prompt", PROMPT + "no time at all")
+
+
+def lines_of(folder: Path) -> list[dict[str, object]]:
+    """The lines of ``outputs.jsonl``, less the times."""
+    lines = [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
+    for line in lines:
+        for stage in line["stages"].values():
+            del stage["metrics"]
+    return lines
+
+
+def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> None:
+    inline = CliRunner().invoke(
+        app, ["run", "two_step", *PROMPTS, "--output-dir", str(tmp_path / "inline")]
+    )
+    assert inline.exit_code == 0, inline.output
+    run = MarkedRun(
+        *("run", "two_step", *PROMPTS, "--output-dir", "apart", "--trace", "out.json"),
+        *("--runtime", "processes", "-v"),
+        folder=tmp_path,
+    )
+    status, _, err = run.finish()
+    assert status == 0, err
+    assert lines_of(tmp_path / "apart") == lines_of(tmp_path / "inline")
+    assert "[writer/0] " in err, "what workers log is shown here, with whose it is"
+    events = read_trace(tmp_path / "out.json")
+    for stage in ("writer", "reader"):
+        assert names_of(events, stage, "prompt-1")[-1] in ("step", "hit")
+    transfers = [each for each in events if each["ph"] == "b"]
+    assert [each["args"]["bytes"] > 0 for each in transfers] == [True, True]
+    run.check_nothing_left()
+
+
+def test_verify_proves_in_processes_what_it_proves_inline(tmp_path: Path) -> None:
+    run = MarkedRun("verify", "two_step", *PROMPTS, "--runtime", "processes", folder=tmp_path)
+    status, out, err = run.finish()
+    assert status == 0, out + err
+    run.check_nothing_left()
+
+
+def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    line = {"prompt": PROMPT, "sampling": {"writer": {"max_tokens": 400, "ignore_eos": True}}}
+    requests.write_text("".join(json.dumps(line) + "\n" for _ in range(200)))
+    run = MarkedRun(
+        *("run", "two_step", "--input", "requests.jsonl", "--output-dir", "out"),
+        *("--trace", "out.json", "--runtime", "processes"),
+        folder=tmp_path,
+    )
+    until = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "out/outputs.partial.jsonl").exists():
+        assert run.process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    run.process.send_signal(signal.SIGINT)
+    status, _, err = run.finish()
+    assert status == 130, err
+    assert "requests are done, in out" in err
+    run.check_nothing_left()
+    read_trace(tmp_path / "out.json")
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "an unknown runtime": (
+        ("--runtime", "proceses"),
+        "error: --runtime: runtime.kind: unknown runtime 'proceses'; did you mean 'processes'?",
+    ),
+    "more devices than there are": (
+        ("--runtime", "processes", "--set", "stages.reader.placement.device=cuda:99"),
+        "error: stage 'reader': placement.device: 'cuda:99' was asked for, but torch sees ",
+    ),
+    "more replicas than devices": (
+        ("--runtime", "processes", "--set", "stages.reader.placement={replicas: 99, device: cuda}"),
+        "error: stage 'reader': placement: 99 replicas on device 'cuda' take a device each, but ",
+    ),
+    "replicas in one process": (
+        ("--set", "stages.reader.placement.replicas=2"),
+        "error: --set stages.reader.placement.replicas: 2 is for workers",
+    ),
+    "a stage that cannot start": (
+        ("--runtime", "processes", "--set", "stages.reader.engine.max_model_len=9999999"),
+        "error: stage 'reader': max_model_len",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_run_is_one_error_and_leaves_nothing(mistake: str, tmp_path: Path) -> None:
+    flags, told = MISTAKES[mistake]
+    run = MarkedRun("run", "two_step", "--prompt", "Hello", *flags, folder=tmp_path)
+    status, out, err = run.finish()
+    assert status == 2, err
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(told), err
+    run.check_nothing_left()
+
+
+ONLY_ONCE = """\
+from pathlib import Path
+
+seen = Path(__file__).with_name("seen")
+if seen.exists():
+    raise ImportError("not in a worker")
+seen.touch()
+
+
+def words(context):
+    return context.sources[0].text
+"""
+
+
+def test_a_transform_that_a_worker_cannot_import_is_one_error(tmp_path: Path) -> None:
+    """The module lets itself be imported once, where the pipeline is checked."""
+    (tmp_path / "mine.py").write_text(ONLY_ONCE)
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\n"
+        "runtime: {kind: processes}\n"
+        "stages:\n"
+        "  a: {kind: autoregressive, model: seeded:qwen2}\n"
+        "  b:\n"
+        "    kind: autoregressive\n"
+        "    model: seeded:llama\n"
+        "    inputs: {from: a, transform: 'mine:words'}\n"
+        "    final_output: text\n"
+    )
+    run = MarkedRun("run", "mine.yaml", "--prompt", "Hello", folder=tmp_path)
+    status, _, err = run.finish()
+    assert status == 2, err
+    (line,) = err.splitlines()
+    assert line.startswith("error: stage 'b': transform "), err
+    assert line.endswith("cannot be imported: ImportError: not in a worker"), err
+    run.check_nothing_left()
