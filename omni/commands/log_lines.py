@@ -42,7 +42,7 @@ def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
 class _Lines(logging.Formatter):
     """``warning: what happened``, in one line unless tracebacks are wanted.
 
-    With its place: ``warning: [talker/1 prompt-3] what happened``.
+    With its place: ``warning: [writer/1 prompt-3] what happened``.
     """
 
     def __init__(self, *, tracebacks: bool, with_place: bool) -> None:

@@ -65,11 +65,11 @@ def load_config(
     data = json.loads(json.dumps(document.data, default=str))
     lines: dict[Place, int | str] = dict(document.lines)
     for place, value in overrides.items():
-        label = (labels or {}).get(place, f"{flag} {place}")
-        _override(data, place, value, label)
+        named = (labels or {}).get(place, f"{flag} {place}")
+        _override(data, place, value, named)
         keys = tuple(place.split("."))
         lines = {key: line for key, line in lines.items() if key[: len(keys)] != keys}
-        lines[keys] = label
+        lines[keys] = named
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(

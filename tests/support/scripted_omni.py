@@ -28,7 +28,7 @@ class ScriptedOmni:
     built = 0
     before: Callable[[int], object] = staticmethod(lambda _: None)
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, trace: Any = None) -> None:
         type(self).built += 1
 
     def stream(self, requests: Sequence[OmniRequest]) -> Iterator[OmniOutput]:

