@@ -1,7 +1,8 @@
 # make          the same as make test
-# make run      a text and a voice pipeline, what their caches save, and what to try next
+# make run      three spoken questions and their answers, what caches save, what to try next
 # make test     lint and types beside the tests: what .ci/run calls
 # make bench    the benchmarks of benchmarks/, printed
+# make train-spoken-sums  the checkpoint of spoken_sums anew: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
 #
 # The first target that needs it builds .venv, with the first of python3.13, python3.12 and
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: install run test lint pytest bench torture clean which-python
+.PHONY: install run test lint pytest bench torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -72,6 +73,10 @@ bench: $(STAMP)
 
 torture: $(STAMP)
 	$(BIN)/python -m torture
+
+train-spoken-sums: $(STAMP)
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[training]'
+	$(BIN)/python -m training.spoken_sums
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

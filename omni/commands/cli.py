@@ -16,6 +16,7 @@ import typer
 
 from omni.commands.command import CommandOptions, Stopped, command
 from omni.commands.options import (
+    DemoOptions,
     ExplainOptions,
     ListOptions,
     RunOptions,
@@ -142,12 +143,16 @@ def serve(options: ServeOptions) -> bool:
     return True
 
 
-@command(app, CommandOptions)
-def demo(_: CommandOptions) -> bool:
-    """Run two_step on prompts with shared prefixes, and show what its caches save."""
+@command(app, DemoOptions)
+def demo(options: DemoOptions) -> bool:
+    """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
+    if options.random:
+        from omni.commands.random_demo import run_random_demo
+
+        return run_random_demo()
     from omni.commands.demo import run_demo
 
-    return run_demo()
+    return run_demo(options.output_dir)
 
 
 @command(app, ListOptions, name="list")

@@ -12,6 +12,7 @@ from omni.commands.command import CommandOptions
 from omni.commands.prompt_flags import PromptFlags
 
 __all__ = [
+    "DemoOptions",
     "ExplainOptions",
     "ListOptions",
     "RunOptions",
@@ -149,6 +150,25 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
     ] = None
     speaker: Speaker = None
     overrides: Overrides = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DemoOptions(CommandOptions):
+    """Of ``omni demo``."""
+
+    output_dir: Annotated[
+        Path,
+        typer.Option(
+            "--output-dir", "-o", metavar="DIR", help="Write the answers here, as WAV files."
+        ),
+    ] = Path("answers")
+    random: Annotated[
+        bool,
+        typer.Option(
+            "--random",
+            help="Show pipelines of random models instead: nothing makes sense, all is exact.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -57,7 +57,7 @@ def load_config(
     check_argument("overrides", overrides, Mapping, wanted, '{"stages.writer.model": ...}')
     for place in overrides:
         check_argument("each place in overrides", place, str, "a str")
-    text, label, base_dir = _find(config)
+    text, label, folders = _find(config)
     document = YamlDocument.parse(text, label)
     if not isinstance(document.data, dict):
         raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
@@ -73,7 +73,7 @@ def load_config(
     try:
         # From JSON, strict validation still takes a list for a tuple.
         return model.model_validate_json(
-            json.dumps(data, default=str), strict=True, context={"base_dir": base_dir}
+            json.dumps(data, default=str), strict=True, context=folders
         )
     except ValidationError as error:
         message = explain_validation_error(error, model, data, source=label, lines=lines)
@@ -101,22 +101,26 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _find(config: str | Path) -> tuple[str, str, Path | None]:
-    """A configuration's text, what to call it in errors, and where relative paths start."""
+def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
+    """A configuration's text, what to call it in errors, and where paths in it start.
+
+    Checkpoints lie beside shipped configurations as beside others; code of a user's own does not.
+    """
     name = str(config)
     path = Path(config).expanduser()
     is_short_name = isinstance(config, str) and path.suffix == "" and "/" not in name
     shipped = shipped_configs()
     if is_short_name and name in shipped:
-        file = resources.files("stage_configs") / f"{name}.yaml"
-        return file.read_text(encoding="utf-8"), f"{name}.yaml", None
+        folder = resources.files("stage_configs")
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        return text, f"{name}.yaml", {"base_dir": None, "model_dir": Path(str(folder))}
     if is_short_name and not path.is_file():
         raise ConfigError(
             f"{name}: no pipeline of that name is shipped{suggest(name, shipped)} "
             "(a file of your own is given by its path, with .yaml)"
         )
     try:
-        return _text_of(path), name, path.parent
+        return _text_of(path), name, {"base_dir": path.parent, "model_dir": path.parent}
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -47,13 +47,13 @@ Name = Annotated[str, AfterValidator(_check_name)]
 
 
 def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
-    base_dir = (info.context or {}).get("base_dir")
+    folders = info.context or {}
     return parse_stage_config(
         value,
         from_file=info.mode == "json",
         context={
-            "locate_model": partial(_locate_model, base_dir=base_dir),
-            "locate_transform": partial(locate_transform, folder=base_dir),
+            "locate_model": partial(_locate_model, base_dir=folders.get("model_dir")),
+            "locate_transform": partial(locate_transform, folder=folders.get("base_dir")),
         },
     )
 

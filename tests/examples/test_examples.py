@@ -17,6 +17,11 @@ SHOWN = {
     "engine_alone": ["KV cache", "10 tokens in", "8 prompt tokens hit"],
     "semantic_search": ["5 documents", "When does the tide come in?", "the same vectors: True"],
     "speak": ["0.08 s of sound, ", "thinker: 48 of", "both rounds sound the same"],
+    "spoken_sums": [
+        "12 + 30 = forty two",
+        "42 * 2 = eighty four",
+        "84 * 2 = one hundred sixty eight",
+    ],
     "transcribe_then_summarize": ["transcriber: '", "summarizer: '", "both rounds said the same"],
     "verify_from_python": ["cached equals uncached: 4 of 4 requests compared", "stage 'reader'"],
 }

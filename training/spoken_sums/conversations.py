@@ -15,7 +15,15 @@ from training.spoken_sums.sums import (
     training_sums,
 )
 
-__all__ = ["Turn", "draw_conversation", "draw_sum", "follow_up_words", "spoken_form", "typed_form"]
+__all__ = [
+    "Turn",
+    "draw_conversation",
+    "draw_sum",
+    "draw_turn",
+    "follow_up_words",
+    "spoken_form",
+    "typed_form",
+]
 
 _SIGN_WEIGHTS = (4, 3, 3)
 _SPOKEN = ("{}", "{}", "{}", "{}", "what is {}", "what is {}", "how much is {}", "and {}")
@@ -79,12 +87,13 @@ def draw_conversation(draw: random.Random) -> list[Turn]:
     turns: list[Turn] = []
     last: int | None = None
     for _ in range(draw.choices((1, 2, 3, 4), (30, 25, 20, 25))[0]):
-        turn, last = _draw_turn(draw, last, is_first=not turns)
+        turn, last = draw_turn(draw, last, is_first=not turns)
         turns.append(turn)
     return turns
 
 
-def _draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple[Turn, int | None]:
+def draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple[Turn, int | None]:
+    """A turn that may go on from the last result, and its own result; None where there is none."""
     kind = draw.random()
     if kind < 0.06:
         words = draw_other(draw)

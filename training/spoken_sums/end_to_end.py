@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
-from training.spoken_sums.conversations import Turn, draw_conversation
+from training.spoken_sums.conversations import Turn, draw_conversation, draw_turn
 from training.spoken_sums.ctc import WordClasses, ctc_losses, fitting_questions
 from training.spoken_sums.questions import Question
 from training.spoken_sums.rendering import Rendered, Renderer
@@ -27,7 +27,7 @@ from training.spoken_sums.thinker import (
     tower_rows,
 )
 from training.spoken_sums.typed import collate, length_buckets
-from training.spoken_sums.understanding import right_reply, understood, written
+from training.spoken_sums.understanding import right_reply, understood
 from training.spoken_sums.wall_clock import TrainingRun
 from training.spoken_sums.workers import Workers
 
@@ -50,8 +50,8 @@ class EndToEndSettings:
         most_steps: see :class:`TrainingRun`.
     """
 
-    seconds: float = 2400.0
-    rate: float = 1.75e-3
+    seconds: float = 2700.0
+    rate: float = 8e-4
     spoken: int = 20
     tokens: int = 3600
     ctc_weight: float = 0.5
@@ -77,11 +77,9 @@ def draw_spoken(questions: Sequence[Question], draw: random.Random) -> SpokenCon
     last: int | None = None
     for number in range(draw.choices((1, 2, 3), (60, 28, 12))[0]):
         if number and draw.random() < 0.3:
-            turn = draw_conversation(draw)[0]
+            turn, last = draw_turn(draw, last, is_first=False)
             talk.turns.append(turn)
             talk.questions.append(None)
-            one = written(turn.reply)
-            last = None if one is None else one.result
             continue
         question = draw.choice(questions)
         one = understood(question.words, last)

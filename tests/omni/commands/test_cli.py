@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from omni import AutoregressiveStage, Pipeline
-from omni.commands import demo
 from omni.commands.cli import app
+from omni.commands.demo import NEXT
+from omni.commands.random_demo import RANDOM_NEXT
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.verification import verify as verification
@@ -30,7 +32,10 @@ from tests.support.encoder_decoder_requests import tone, write_wav
 OFFLINE = [
     name
     for name in shipped_configs()
-    if all(stage.model.startswith("seeded:") for stage in PipelineConfig.load(name).stages.values())
+    if all(
+        stage.model.startswith("seeded:") or Path(stage.model).is_dir()
+        for stage in PipelineConfig.load(name).stages.values()
+    )
 ]
 SHORT = [
     "--set",
@@ -440,15 +445,29 @@ def test_help_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_demo_shows_texts_hits_and_time_saved(
+def test_the_demo_hears_answers_aloud_and_hits(tmp_path: Path) -> None:
+    result = omni("demo", "--output-dir", tmp_path / "answers")
+    assert result.exit_code == 0, result.output
+    heard = re.findall(r"heard +(.*)\n +said +'(.*)', in", result.stdout)
+    assert heard[:2] == [("12 + 30", "forty two"), ("42 * 2", "eighty four")]
+    assert len(heard) == 3
+    lengths = [soundfile.info(file).duration for file in sorted((tmp_path / "answers").iterdir())]
+    assert len(lengths) == 3 and all(0.3 < seconds < 4 for seconds in lengths)
+    hits = re.findall(r"thinker: (\d+) of (\d+) input tokens", result.stdout)
+    assert int(hits[1][0]) >= int(hits[0][1]) - 8  # the second turn hits the first
+    assert result.stdout.count("first sound after") == 3
+    assert "cached equals uncached: 3 of 3" in result.stdout
+
+
+def test_the_random_demo_shows_texts_hits_and_time_saved(
     monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
 ) -> None:
     monkeypatch.setattr(
-        "omni.commands.demo._MODELS",
+        "omni.commands.random_demo._MODELS",
         {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
         | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
     )
-    result = omni("demo")
+    result = omni("demo", "--random")
     assert result.exit_code == 0, result.output
     assert "input tokens from the cache" in result.stdout
     assert "cached equals uncached: 6 of 6" in result.stdout
@@ -457,7 +476,7 @@ def test_demo_shows_texts_hits_and_time_saved(
     assert " 0 of 81 input tokens" not in result.stdout  # the second turn hits the first
 
 
-@pytest.mark.parametrize("command", demo.NEXT)
+@pytest.mark.parametrize("command", [each for each in NEXT if "demo" not in each] + [*RANDOM_NEXT])
 def test_what_the_demo_suggests_works_as_printed(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
