@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_spoken_questions_in_voices_that_training_never_had_are_answered(thinker
 def test_the_second_turn_goes_on_from_the_first_and_hits_it(thinker: Omni) -> None:
     sound = SHIPPED / "questions" / "twelve_plus_thirty.flac"
     follow_up = SHIPPED / "questions" / "and_times_two.flac"
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "audio"}]},
         {"role": "assistant", "content": "12 + 30 = forty two"},
         {"role": "user", "content": [{"type": "audio"}]},
@@ -116,13 +117,13 @@ def test_caching_changes_nothing_of_a_trained_conversation() -> None:
 
 @pytest.mark.parametrize("speaker", ["Ada", "Ben"])
 def test_streaming_changes_no_token_of_what_is_written_and_said(speaker: str) -> None:
-    unstreamed = {"stages.talker.inputs.chunk_size": None}
+    unstreamed: dict[str, Any] = {"stages.talker.inputs.chunk_size": None}
     told = []
-    for overrides in ({}, unstreamed):
-        overrides = {
+    for changes in ({}, unstreamed):
+        overrides: dict[str, Any] = {
             "stages.code2wav.generation.num_steps": 2,
             "stages.talker.final_output": "text",  # so that its tokens are seen
-            **overrides,
+            **changes,
         }
         with Omni("spoken_sums", overrides=overrides) as omni:
             outputs = omni.generate(
