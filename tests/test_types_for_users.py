@@ -83,8 +83,10 @@ def install(folder: Path) -> None:
         source, target = (root / package.replace(".", "/") for root in (ROOT, folder))
         target.mkdir(parents=True)
         for pattern in ("*.py", *project["package-data"].get(package, ())):
-            for file in source.glob(pattern):
-                shutil.copy(file, target)
+            for file in filter(Path.is_file, source.glob(pattern)):
+                target_file = target / file.relative_to(source)
+                target_file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, target_file)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ class MarkedRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Whoever runs the tests in the background may have them ignore it.
+            preexec_fn=_heed_interrupts,
         )
 
     def finish(self) -> tuple[int, str, str]:
@@ -65,3 +68,7 @@ class MarkedRun:
         while left := self.living():
             assert time.monotonic() < until, left
             time.sleep(0.05)
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
