@@ -40,7 +40,8 @@ class RemoteLink(StageLink):
 
     What a request needs to run again is kept until the stage is done with it. A worker that ends
     is started again; the requests that it had run again there, or in another replica, from what
-    they came with, at most ``max_retries`` times. Nothing is told twice.
+    they came with, at most ``max_retries`` times. So do those that the stage itself ended with an
+    error. Nothing is told twice.
 
     Args:
         name: of the stage.
@@ -251,6 +252,11 @@ class RemoteLink(StageLink):
                 self._move(visit, event)
 
     def _move(self, visit: Visit, event: Moved | Grown) -> None:
+        output = event.output
+        if output is not None and output.error is not None and visit.num_runs <= self._max_retries:
+            # It was interrupted, perhaps; what is wrong with the request itself comes out again.
+            self._run_again(visit)
+            return
         try:
             moved = visit.hear(event)
         except ContradictionError:
@@ -258,8 +264,9 @@ class RemoteLink(StageLink):
             told = "its worker died, and another run did not say what the first one had said"
             self._fail(visit, told)
             return
-        if event.output is not None and event.output.finished:
-            self._lives[visit.replica].note_success()
+        if output is not None and output.finished:
+            if output.error is None:
+                self._lives[visit.replica].note_success()
             self._forget(visit)
         if moved is not None:
             self._news.append(moved)

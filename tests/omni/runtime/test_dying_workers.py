@@ -16,7 +16,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
-from stages import Stage
+from stages import Stage, StageRequest
 from stages.remote import worker_life
 from stages.remote.control import WorkerSpec
 from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
@@ -160,6 +160,37 @@ def holds(pipeline: Rig, name: str, run: int) -> bool:
     """Whether the n-th worker of a stage has a request."""
     built = [stage for stage in pipeline.built if stage.name == name]
     return len(built) == run and built[-1].has_unfinished_requests
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_a_request_that_the_stage_ends_with_an_error_is_run_again_and_no_other(
+    max_retries: int,
+) -> None:
+    """The first two runs of x in b fail."""
+    runs: list[Any] = []
+
+    def make() -> list[Any]:
+        a, b = chain()()
+        add = b.add_request
+
+        def adding(request: StageRequest) -> None:
+            runs.append(request.request_id)
+            b.fail = ("x",) if runs.count("x") <= 2 else ()
+            add(request)
+
+        b.add_request = adding
+        return [a, b]
+
+    with rig(make, max_retries=max_retries) as pipeline:
+        pipeline.add({"x": "x", "y": "y"})
+        outputs = drain(pipeline.orchestrator)
+        assert outputs["y"][-1].error is None
+        last = outputs["x"][-1]
+        assert last.error == (None if max_retries else "stage 'b': told to fail")
+        assert last.stages["b"].text == "b(a(x))"
+        assert_told_once(outputs["x"])
+        assert sorted(runs) == ["x"] * (max_retries + 1) + ["y"]
+        assert pipeline.workers.started == ["a", "b"]
 
 
 def test_a_worker_that_dies_idle_is_started_again_and_nobody_notices() -> None:
