@@ -1,6 +1,7 @@
 # make          the same as make test
 # make run      three spoken questions and their answers, what caches save, what to try next
 # make test     lint and types beside the tests: what .ci/run calls
+# make docs     the documentation's site, in site/; make test builds it too, to check its links
 # make bench    the benchmarks of benchmarks/, printed
 # make train-spoken-sums  the checkpoint of spoken_sums anew: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
@@ -20,9 +21,11 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 STAMP := $(VENV)/.installed
 # Not quiet: what it collects shows that the minutes of the first start are not lost.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# Strict: a link that leads nowhere is an error. (With --quiet it would not be.)
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 .DEFAULT_GOAL := test
-.PHONY: install run test lint pytest bench torture train-spoken-sums clean which-python
+.PHONY: install run test lint pytest docs bench torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -49,6 +52,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MKDOCS) --site-dir $(VENV)/site
+
+docs: $(STAMP)
+	$(MKDOCS)
 
 # A worker takes about 1.5 GB.
 pytest: $(STAMP)
@@ -79,4 +86,4 @@ train-spoken-sums: $(STAMP)
 	$(BIN)/python -m training.spoken_sums
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -64,7 +64,9 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
-        name, inputs, final_output: see :class:`~stages.stage.Stage`.
+        name: see :class:`~stages.stage.Stage`.
+        inputs: likewise.
+        final_output: likewise.
         engine: what to build the engine from; or an engine that exists, which only this stage may
             use from then on, and which stays its maker's to close.
         sampling: of requests that bring none.

@@ -66,7 +66,9 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
     nothing. The switch for caching is kept, and changes nothing.
 
     Args:
-        name, inputs, final_output: see :class:`~stages.stage.Stage`.
+        name: see :class:`~stages.stage.Stage`.
+        inputs: likewise.
+        final_output: likewise.
         config: what to build the engine from.
 
     Raises:

@@ -48,13 +48,14 @@ validation's context may have a function ``locate_model``."""
 class StageConfig(Settings):
     """One stage of a YAML file: what it says, and how the stage is made of it.
 
-    A kind of stage is a subclass, made known by :func:`register_stage_kind`. Its module imports
-    the engine only when a stage is built, so that configurations are checked without torch.
+    A kind of stage is a subclass, made known by :func:`register_stage_kind`. It declares its kind
+    as a ``Literal``, and the model as a ``ModelReference`` if it cannot do without one. Its module
+    imports the engine only when a stage is built, so that configurations are checked without torch.
 
     Attributes:
-        kind: chooses the subclass, which declares it as a ``Literal``.
+        kind: which kind of stage this is; it decides which other keys there are.
         model: folder, hub id, or ``seeded:<name>`` for a small checkpoint that is built on first
-            use. Kinds that cannot do without redeclare it as a ``ModelReference``.
+            use.
         part: which model of a checkpoint that holds several, by its name there.
         inputs: the stages that feed this one; without it the stage gets the user's prompt.
         final_output: what the user gets of this stage; kinds redeclare which forms they have.

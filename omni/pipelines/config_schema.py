@@ -13,7 +13,7 @@ from pydantic_core import core_schema
 
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.stage import OneOrMore
-from stages.stage_config import stage_kinds
+from stages.stage_config import StageConfig, stage_kinds
 
 __all__ = ["config_schema"]
 
@@ -39,23 +39,27 @@ class _YamlSchema(GenerateJsonSchema):
         return {"anyOf": forms}
 
 
-def config_schema() -> dict[str, Any]:
+def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[str, Any]:
     """Describe what a YAML file may say: keys, types and bounds, for each known kind of stage.
 
     What depends on several places (edges, transforms, whether models fit) is for
     ``omni validate`` to check.
 
+    Args:
+        kinds: of stages, by name; None takes all that are known, those of other packages included.
+
     Returns:
         A schema of draft 2020-12; each stage is of the kind that its ``kind`` names.
     """
-    kinds = stage_kinds()
+    kinds = stage_kinds() if kinds is None else kinds
     models: list[type[BaseModel]] = [PipelineConfig, *kinds.values()]
     places, schema = models_json_schema(
         [(model, "validation") for model in models], schema_generator=_YamlSchema
     )
     definitions: dict[str, Any] = schema["$defs"]
+    classes = {model.__name__: model for model in models}
     for name, definition in definitions.items():
-        _describe(definition, name)
+        _describe(definition, name, _inherited_words(classes.get(name)))
     pipeline: dict[str, Any] = definitions.pop(PipelineConfig.__name__)
     pipeline["properties"]["stages"]["additionalProperties"] = {
         "type": "object",
@@ -73,12 +77,19 @@ def config_schema() -> dict[str, Any]:
     return head | pipeline | {"title": "omni pipeline", "$defs": definitions}
 
 
-def _describe(definition: dict[str, Any], name: str) -> None:
+def _inherited_words(model: type[BaseModel] | None) -> str:
+    """The docstrings of a class and of what it is derived from, the most general one first."""
+    documented = [] if model is None else [each for each in model.__mro__ if each.__doc__]
+    own = [each for each in documented if issubclass(each, StageConfig)]
+    return "\n\n".join(inspect.cleandoc(each.__doc__ or "") for each in reversed(own))
+
+
+def _describe(definition: dict[str, Any], name: str, inherited: str) -> None:
     """Give every key the words that its class has for it, and the class its first sentence."""
     words = inspect.cleandoc(definition.get("description", ""))
     told = {
         _YAML_NAMES.get(key, key): " ".join(text.replace("``", "").split())
-        for key, text in _ATTRIBUTE.findall(words)
+        for key, text in _ATTRIBUTE.findall(f"{inherited}\n\n{words}")
     }
     properties: Mapping[str, dict[str, Any]] = definition.get("properties", {})
     for key, described in properties.items():

@@ -1,0 +1,120 @@
+"""The documentation's pages say what is so. ``make lint`` checks where their links lead."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+import omni
+from docs.docstring_roles import as_markdown
+from docs.yaml_reference import EXAMPLE, PAGE, SCHEMA_FILE, page, schema_text
+from omni.commands.cli import app
+from omni.pipelines.config_file import shipped_configs
+from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.import_graph import ROOT
+
+DOCS = ROOT / "docs"
+REWRITE = "python -m docs.yaml_reference writes both anew"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def snippets(language: str) -> list[tuple[str, str]]:
+    """The blocks of that language in all pages, with the names of these."""
+    return [
+        (page.name, block)
+        for page in PAGES
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.S | re.M)
+    ]
+
+
+def test_the_yaml_reference_is_current() -> None:
+    assert PAGE.read_text("utf-8") == page(), REWRITE
+
+
+def test_the_schema_for_editors_is_current() -> None:
+    assert SCHEMA_FILE.read_text("utf-8") == schema_text(), REWRITE
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_a_shipped_pipeline_names_the_schema_for_editors(name: str) -> None:
+    first, *_ = Path(ROOT, "stage_configs", f"{name}.yaml").read_text("utf-8").splitlines()
+    assert first == f"# yaml-language-server: $schema={SCHEMA_FILE.name}"
+
+
+def test_the_python_reference_has_all_that_is_exported() -> None:
+    told = re.findall(r"^::: omni\.(\w+)$", (DOCS / "python.md").read_text("utf-8"), re.M)
+    assert sorted(told) == sorted(omni.__all__)
+
+
+def test_every_page_but_those_that_are_included_begins_with_an_example() -> None:
+    for each in PAGES:
+        if each.name in {"mistakes.md", "benchmarks.md"}:
+            continue
+        _, first, *_ = re.split(r"\n{2,}", each.read_text("utf-8"))
+        assert first.startswith("```"), each.name
+
+
+@pytest.mark.parametrize(("file", "block"), snippets("yaml"))
+def test_a_pipeline_in_a_page_is_valid(file: str, block: str, tmp_path: Path) -> None:
+    config = tmp_path / "pipeline.yaml"
+    config.write_text(block)
+    assert PipelineConfig.load(config).name == yaml.safe_load(block)["name"]
+
+
+def test_the_example_of_the_reference_is_that_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert EXAMPLE.partition("\n")[2] in readme
+
+
+@pytest.mark.parametrize(
+    ("file", "block"),
+    [each for each in snippets("python") if each[0] in {"index.md", "python.md", "caches.md"}],
+)
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_python_in_a_page_runs(file: str, block: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block)
+    runpy.run_path(str(script))
+
+
+@pytest.mark.parametrize(("file", "block"), snippets("python"))
+def test_what_a_page_imports_of_ours_is_there(file: str, block: str) -> None:
+    for module, names in re.findall(
+        r"^from ((?:omni|engine|stages)[\w.]*) import (.+)$", block, re.M
+    ):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{file}: {module}.{name}"
+
+
+def commands() -> list[str]:
+    blocks = "".join(block for _, block in snippets("bash")).replace("\\\n", " ")
+    lines = (re.sub(r"\s+# .*", "", line).strip() for line in blocks.splitlines())
+    return sorted({line for line in lines if line.startswith("omni ")})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_in_a_page_has_those_arguments(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    group = typer.main.get_command(app)
+    group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "told"),
+    [
+        ("See :class:`~stages.stage.Stage`.", "See `Stage`."),
+        ("See :func:`engine.add` and ``x``.", "See `engine.add` and `x`."),
+        ("Like this::\n\n    a = 1", "Like this:\n\n    a = 1"),
+        ("First.\n\n>>> a\n... b\n\nThen.", "First.\n\n```pycon\n>>> a\n... b\n```\n\nThen."),
+        ("from a::b and a: b", "from a::b and a: b"),
+    ],
+)
+def test_docstrings_become_markdown(docstring: str, told: str) -> None:
+    assert as_markdown(docstring) == told
