@@ -44,7 +44,7 @@ _NATURALS = re.compile(
     r"num_global_layers|max_window_layers|(attn|expert)_layer_offset|fullatt_block_indexes"
     r"|intermediate_layers_indices|cross_attention_layers|attn_layer_indices"
     r"|look_(ahead|backward)_layers|(image|audio|video)_token_(id|index)|tts_\w+_token_id"
-    r"|audio_(start|end)_token_id|vision_(start|end)_token_id|position_id_per_seconds"
+    r"|audio_(start|end)_token_id|vision_(start|end)_token_id|position_id_per_seconds|tokens_per_second"
 )
 _POSITIVE = re.compile(r"(attn_logit|final_logit)_softcapping")
 _EPSILONS = re.compile(r"(rms_)?norm_eps|layer_norm_eps(ilon)?")

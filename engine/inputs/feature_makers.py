@@ -151,18 +151,20 @@ def load_feature_makers(
                 case "audio":
                     makers[modality] = AudioFeatureMaker(load_extractor(path, **trust), limits)
                 case "video":
-                    makers[modality] = _video_maker(path, limits)
+                    makers[modality] = _video_maker(path, limits, **trust)
         except ValueError as error:
             logger.warning("requests cannot show any %s: %s", modality, error)
             makers[modality] = MissingFeatureMaker(str(error))
     return makers
 
 
-def _video_maker(path: Path, limits: MediaLimits) -> VideoFeatureMaker:
+def _video_maker(
+    path: Path, limits: MediaLimits, *, trust_remote_code: bool = False
+) -> VideoFeatureMaker:
     """Frames go through the image processor; a checkpoint without one still takes tensors."""
     sampling = VideoSampling.load(path)
     try:
-        processor = load_image_processor(path)
+        processor = load_image_processor(path, trust_remote_code=trust_remote_code)
     except ValueError as error:
         logger.warning("requests cannot show files of videos: %s", error)
         processor = None

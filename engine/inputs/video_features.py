@@ -16,6 +16,7 @@ from engine.files.json_file import read_json_object
 from engine.inputs.feature_maker import FeatureMaker
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt, VideoFeatures, VideoPrompt
+from engine.interface.turns import turn_of
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
 
@@ -25,6 +26,7 @@ _FPS = 2.0
 """What the published processors take where their files say nothing."""
 
 _PIXELS = 28 * 28
+_MAX_VIDEO_TOKENS = 128_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class VideoSampling:
         max_frames: at most so many.
         min_pixels: of a frame; a smaller one is scaled up.
         max_pixels: of a frame; a larger one is scaled down.
+        max_video_tokens: frames are scaled down so that all of them take at most nine tenths of
+            so many rows, as far as ``min_pixels`` lets them; None: each by itself.
     """
 
     fps: float | None = _FPS
@@ -52,6 +56,7 @@ class VideoSampling:
     max_frames: int = 768
     min_pixels: int = 128 * _PIXELS
     max_pixels: int = 768 * _PIXELS
+    max_video_tokens: int | None = None
 
     @classmethod
     def load(cls, folder: Path) -> VideoSampling:
@@ -81,6 +86,8 @@ class VideoSampling:
             "min_pixels": stated.get("min_pixels", size.get("shortest_edge")),
             "max_pixels": stated.get("max_pixels", size.get("longest_edge")),
         }
+        if stated.get("cap_pixels_per_frame"):
+            found["max_video_tokens"] = stated.get("max_video_tokens", _MAX_VIDEO_TOKENS)
         values: dict[str, Any] = {name: n for name, n in found.items() if n is not None}
         for name, value in values.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -117,6 +124,20 @@ class VideoSampling:
             return list(range(min(total, step)))  # shorter than a grid: the last one is repeated
         chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
         return chosen
+
+    def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
+        """How many pixels a frame may have, as image processors of transformers name it.
+
+        Args:
+            num_frames: that are looked at.
+            temporal_patch_size: frames of a row.
+            side: of a row's square, in pixels.
+        """
+        most = self.max_pixels
+        if self.max_video_tokens is not None:
+            share = int(self.max_video_tokens * side**2 * 0.9) * temporal_patch_size // num_frames
+            most = max(min(most, share), int(self.min_pixels * 1.05))
+        return {"shortest_edge": self.min_pixels, "longest_edge": most}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +206,14 @@ class VideoFeatureMaker(FeatureMaker):
         self, source: MediaSource, info: VideoInfo, indices: list[int]
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Each frame's patches, through the image processor: ``(patches, values)`` and its grid."""
-        size = {
-            "shortest_edge": self.sampling.min_pixels,
-            "longest_edge": self.sampling.max_pixels,
-        }
+        processor = self.processor
+        side = int(processor.patch_size) * int(processor.merge_size)
+        size = self.sampling.size(len(indices), int(processor.temporal_patch_size), side)
         for pixels in read_frames(source, info, indices, self.limits):
             image = Image.fromarray(pixels)
             try:
-                output = self.processor(images=image, size=size, return_tensors="pt")
+                with turn_of(processor):
+                    output = processor(images=image, size=size, return_tensors="pt")
             except (ValueError, ZeroDivisionError) as error:
                 raise ValueError(
                     f"frames of {image.width} x {image.height} pixels cannot be processed: {error}"

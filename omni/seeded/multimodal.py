@@ -1,8 +1,9 @@
-"""Seeded decoders that see images: LLaVA and Qwen2.5-VL, with the files real ones have."""
+"""Seeded decoders that see: LLaVA and Qwen2.5-VL, with the files that real ones have."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,14 +43,13 @@ QWEN_VISION: dict[str, Any] = {
 _TEXT = DecoderSettings(num_layers=3)
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN)
 
-# Messages whose content is text, or a list of texts and images.
+# Messages whose content is text, or a list of texts and what the model sees.
 _TEMPLATE = (
     "{%% for message in messages %%}"
     "{{ '<|' + message['role'] + '|>\n' }}"
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
     "{%% for part in message['content'] %%}"
-    "{%% if part['type'] == 'image' %%}{{ '%s' }}"
-    "{%% elif part['type'] == 'text' %%}{{ part['text'] }}{%% endif %%}"
+    "{%% if part['type'] == 'text' %%}{{ part['text'] }}%s{%% endif %%}"
     "{%% endfor %%}{%% endif %%}"
     "{{ eos_token + '\n' }}"
     "{%% endfor %%}"
@@ -70,7 +70,7 @@ def build_llava(
         strategy: ``"default"``, or ``"full"`` for one more placeholder: the tower's class.
         text_overrides: further fields of the text's config; ``model_type`` is one of them.
     """
-    tokenizer = _tokenizer(["<image>"], "<image>\\n", adds_bos=True)
+    tokenizer = _tokenizer(["<image>"], {"image": "<image>\\n"}, adds_bos=True)
     size, patch = 56, 14
     vision: dict[str, Any] = {
         "model_type": "clip_vision_model",
@@ -104,7 +104,7 @@ def build_llava(
 
 
 def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overrides: Any) -> Path:
-    """Write a seeded Qwen2.5-VL with its image processor: 1 to 16 placeholders for an image.
+    """Write a seeded Qwen2.5-VL with its processors: 1 to 16 rows for an image, or for two frames.
 
     Args:
         directory: created if missing.
@@ -113,10 +113,12 @@ def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overri
     """
     names = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     start, end, image, video = names
-    tokenizer = _tokenizer(names, f"{start}{image}{end}", adds_bos=False)
+    in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
+    tokenizer = _tokenizer(names, in_chat, adds_bos=False)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
     text = _TEXT.text_config(tokenizer) | {"rope_parameters": rope}
-    vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"]}
+    # As published: a grid of two frames, at two frames a second, is two places after the last.
+    vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"], "tokens_per_second": 2}
     config = Qwen2_5_VLConfig(
         vision_config=vision,
         text_config=text | text_overrides,
@@ -129,13 +131,27 @@ def build_qwen2_5_vl(directory: str | Path, *, tied: bool = False, **text_overri
     path = _save(directory, Qwen2_5_VLForConditionalGeneration, config, tokenizer)
     processor = Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=16 * 28 * 28)
     processor.save_pretrained(path)
+    video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
     return path
 
 
-def _tokenizer(added: list[str], image_in_chat: str, *, adds_bos: bool) -> PreTrainedTokenizerFast:
+def _tokenizer(
+    added: list[str], in_chat: Mapping[str, str], *, adds_bos: bool
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with some more tokens, and a template.
+
+    Args:
+        added: the tokens.
+        in_chat: how the template writes parts of messages, by their type.
+        adds_bos: whether a prompt begins with a token of its own.
+    """
     tokenizer = chat_tokenizer(768 - len(added), adds_bos=adds_bos)
     tokenizer.add_special_tokens({"additional_special_tokens": added})
-    tokenizer.chat_template = _TEMPLATE % image_in_chat
+    parts = "".join(
+        f"{{% elif part['type'] == '{kind}' %}}{{{{ '{text}' }}}}" for kind, text in in_chat.items()
+    )
+    tokenizer.chat_template = _TEMPLATE % parts
     return tokenizer
 
 

@@ -1,6 +1,10 @@
-"""Qwen2.5-VL: images of any size, and tokens placed in time, height and width.
+"""Qwen2.5-VL: images of any size and videos, and tokens placed in time, height and width.
 
-Supported are images; videos are not.
+What follows a video has the places after all of it, as the model was trained (Wang et al.,
+"Qwen2-VL", section 2.1), and as in transformers up to 5.2. Newer versions go on after its height or
+width, whichever is more: the same where a video ends sooner than that, and otherwise a text that is
+placed among the video's grids, from which their ``generate`` then jumps away.
+
 Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5_vl``.
 """
 
@@ -16,7 +20,7 @@ from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_vl.multi_axis import MultiAxisModel, build_multi_axis_decoder
-from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
+from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower, VideoTower
 
 __all__ = ["FAMILY", "build_qwen2_5_vl"]
 
@@ -28,8 +32,11 @@ def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAx
     module = build_empty(Qwen2_5_VisionTransformerPretrainedModel, vision, settings)
     return MultiAxisModel(
         build_multi_axis_decoder(config, settings),
-        {"image": ImageTower(module, vision)},
-        {"image": int(config.image_token_id)},
+        {
+            "image": ImageTower(module, vision),
+            "video": VideoTower(module, vision, float(vision.tokens_per_second)),
+        },
+        {"image": int(config.image_token_id), "video": int(config.video_token_id)},
         checkpoint.weight_files,
     )
 

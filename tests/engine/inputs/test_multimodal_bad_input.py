@@ -361,9 +361,14 @@ def test_models_that_hear_nothing_say_so(seeded: Callable[[str], str]) -> None:
     text = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, max_model_len=32))
     with pytest.raises(ValueError, match="shows 1 audio items in multi_modal_data, but this model"):
         text.generate(sound, GREEDY)
-    images = LLMEngine(EngineConfig(model=seeded("qwen2_5_vl"), num_blocks=16, max_model_len=32))
-    with pytest.raises(ValueError, match="has 'audio'; what can be shown is 'image'"):
-        images.generate(sound, GREEDY)
-    talking = TokensPrompt((5, 6), {"video": [replace(clip(0), audio=tone(0.25))]})
-    with pytest.raises(ValueError, match="has 'video'; what can be shown is 'image'"):
-        images.generate(talking, GREEDY)
+    deaf = LLMEngine(EngineConfig(model=seeded("qwen2_5_vl"), num_blocks=16, max_model_len=32))
+    with pytest.raises(ValueError, match="has 'audio'; what can be shown is 'image', 'video'$"):
+        deaf.generate(sound, GREEDY)
+    assert deaf.tokenizer is not None
+    place = deaf.tokenizer.get_vocab()["<|video_pad|>"]
+    talking = {"video": [replace(clip(0), audio=tone(0.25))]}
+    with pytest.raises(ValueError, match="video 0: this model takes no video with its own sound"):
+        deaf.generate(TokensPrompt((5, place, 6), talking), GREEDY)
+    images = LLMEngine(EngineConfig(model=seeded("llava"), num_blocks=16, max_model_len=32))
+    with pytest.raises(ValueError, match="has 'video'; what can be shown is 'image'$"):
+        images.generate(TokensPrompt((5, 6), talking), GREEDY)

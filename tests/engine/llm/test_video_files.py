@@ -18,6 +18,7 @@ from engine import (
     EngineConfig,
     LLMEngine,
     SamplingParams,
+    TokensPrompt,
     VideoFeatures,
     VideoPrompt,
 )
@@ -43,10 +44,19 @@ def folder(seeded: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="module")
 def engine(folder: str) -> LLMEngine:
+    return build(folder, "thinker")
+
+
+@pytest.fixture(scope="module")
+def deaf(seeded: Callable[[str], str]) -> LLMEngine:
+    return build(seeded("qwen2_5_vl"), None)
+
+
+def build(folder: str, part: str | None) -> LLMEngine:
     return LLMEngine(
         EngineConfig(
             model=folder,
-            part="thinker",
+            part=part,
             num_blocks=256,
             block_size=8,
             max_model_len=512,
@@ -80,9 +90,14 @@ def as_tensors(folder: str, content: bytes, indices: list[int], *, hears: bool) 
     )
 
 
-def rows(engine: LLMEngine, item: Any) -> tuple[torch.Tensor, list[int], int]:
+def rows(
+    engine: LLMEngine, item: Any, placeholder: str = "<|VIDEO|>"
+) -> tuple[torch.Tensor, list[int], int]:
     engine.reset_prefix_cache()
-    (output,) = engine.generate(shows(engine, 5, ("video", item), 6, 7), GREEDY)
+    assert engine.tokenizer is not None
+    shown = engine.tokenizer.get_vocab()[placeholder]
+    prompt = TokensPrompt((5, shown, 6, 7), {"video": [item]})
+    (output,) = engine.generate(prompt, GREEDY)
     assert output.error is None
     return (
         output.outputs[0].tensors["hidden_states"],
@@ -108,6 +123,21 @@ def test_a_file_is_seen_as_its_frames_given_as_tensors(
         forms.append(str(path))
     for form in forms:
         found, found_ids, found_tokens = rows(engine, form)
+        assert (found_ids, found_tokens) == (ids, num_tokens)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_a_model_that_does_not_hear_sees_a_file_as_its_frames(
+    deaf: LLMEngine, seeded: Callable[[str], str], kind: str, tmp_path: Path
+) -> None:
+    content = video_file(kind, moving_picture(28, (84, 60)), FPS, tone(3.5))
+    tensors = as_tensors(seeded("qwen2_5_vl"), content, [0, 4, 9, 14, 18, 23], hears=False)
+    expected, ids, num_tokens = rows(deaf, tensors, "<|video_pad|>")
+    path = tmp_path / "video"
+    path.write_bytes(content)
+    for form in (str(path), content, VideoPrompt(path)):
+        found, found_ids, found_tokens = rows(deaf, form, "<|video_pad|>")
         assert (found_ids, found_tokens) == (ids, num_tokens)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -171,7 +201,23 @@ def test_the_checkpoint_says_what_it_looks_at(tmp_path: Path) -> None:
     assert VideoSampling.load(tmp_path) == VideoSampling(fps=None, num_frames=8, min_pixels=800)
 
 
+def test_frames_share_the_rows_that_a_video_may_take(tmp_path: Path) -> None:
+    """As transformers' video processor reckons where a checkpoint asks for it."""
+    stated: dict[str, Any] = {"size": {"shortest_edge": 3136, "longest_edge": 602_112}}
+    file = tmp_path / "video_preprocessor_config.json"
+    capped = {"cap_pixels_per_frame": True, "max_video_tokens": 1000}
+    for more, few, many in (({}, 602_112, 602_112), (capped, 352_800, 14_112)):
+        file.write_text(json.dumps(stated | more))
+        sampling = VideoSampling.load(tmp_path)
+        assert sampling.size(4, 2, 28) == {"shortest_edge": 3136, "longest_edge": few}
+        assert sampling.size(100, 2, 28) == {"shortest_edge": 3136, "longest_edge": many}
+    assert sampling.size(768, 2, 28)["longest_edge"] == 3292  # no less than 1.05 of the least
+    file.write_text(json.dumps(stated | {"cap_pixels_per_frame": True}))
+    assert VideoSampling.load(tmp_path).max_video_tokens == 128_000
+
+
 WRONG = {
+    '{"cap_pixels_per_frame": true, "max_video_tokens": 0}': "max_video_tokens must be an integer",
     '{"fps": 0}': r"video_preprocessor_config\.json: fps must be a number of more than 0, got 0",
     '{"fps": "fast"}': "fps must be a number",
     '{"fps": 1, "num_frames": 4}': "fps and num_frames exclude each other",

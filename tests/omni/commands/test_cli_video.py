@@ -83,6 +83,52 @@ def test_a_video_is_seen_and_heard_alike_by_flag_and_by_line(clip: Path, tmp_pat
     assert json.loads(line)["stages"]["thinker"]["token_ids"] == ids
 
 
+DEAF = ("model=seeded:qwen2_5_vl", "engine.max_model_len=512", "engine.num_blocks=64")
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_model_that_does_not_hear_sees_videos_alike_by_flag_and_by_line(
+    clip: Path, tmp_path: Path
+) -> None:
+    text = {"type": "text", "text": "What is it?"}
+    own = [{"type": "video_url", "video_url": {"url": "clip.mp4"}}, text]
+    said = [{"role": "user", "content": [{"type": "video"}, text]}]
+    requests = lines(
+        tmp_path,
+        {"request_id": "listed", "messages": said, "videos": ["clip.mp4"]},
+        {"request_id": "own", "messages": [{"role": "user", "content": own}]},
+        {"request_id": "blind", "messages": [{"role": "user", "content": [text]}]},
+    )
+    run = ["run", "qwen2_5_vl", "-q", "--max-tokens", "6"]
+    run += [flag for change in DEAF for flag in ("--set", f"stages.describer.{change}")]
+    flags = ["--chat", "What is it?", "--video", str(clip)]
+    texts: list[str] = []
+    for shown in (["-i", str(requests)], flags):
+        folder = tmp_path / f"out{len(texts)}"
+        result = CliRunner().invoke(app, [*run, *shown, "-o", str(folder)])
+        assert result.exit_code == 0, result.output
+        written = (folder / "outputs.jsonl").read_text().splitlines()
+        texts += [json.loads(line)["stages"]["describer"]["text"] for line in written]
+    listed, own_text, blind, flagged = texts
+    assert listed == own_text == flagged != blind
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_model_that_sees_pictures_only_refuses_a_video(clip: Path, tmp_path: Path) -> None:
+    config = tmp_path / "pictures.yaml"
+    config.write_text(
+        "name: pictures\nstages:\n  eyes:\n    kind: autoregressive\n    model: seeded:llava\n"
+        "    sampling: {max_tokens: 2}\n    outputs: []\n    final_output: text\n"
+    )
+    result = CliRunner().invoke(
+        app, ["run", str(config), "-q", "--chat", "What is it?", "--video", str(clip)]
+    )
+    assert result.exit_code == 1, result.output
+    assert "stage 'eyes': multi_modal_data has 'video'; what can be shown is 'image'" in (
+        result.stderr
+    )
+
+
 def test_videos_stand_in_the_order_of_their_parts(clip: Path, tmp_path: Path) -> None:
     url = "data:video/webm;base64,AAAA"
     content = [{"type": "video"}, {"type": "video_url", "video_url": url}, {"type": "video"}]
