@@ -29,12 +29,15 @@ _SIGNATURES: dict[str, list[Any]] = {
         *[c_int32] * 4,
         *(c_float, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int),
     ],
+    "omni_snake": [*[c_void_p] * 2, *[c_int64] * 3, *[c_void_p] * 4, c_int],
 }
 
 # Outputs that linear.c keeps side by side; it computes two panels at once.
 _PANEL = 16
 # From here on a copy of the rows, laid out for the kernel, costs less than it saves.
 _MANY_ROWS = 65
+# Of each filter that snake.c knows.
+_SNAKE_TAPS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class NativeKernels:
         self._linear = functions.omni_linear
         self._write_kv = functions.omni_write_kv
         self._paged_attention = functions.omni_paged_attention
+        self._snake = functions.omni_snake
         self.has_linear = bool(functions.omni_has_linear())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
@@ -274,6 +278,38 @@ class NativeKernels:
             None if bias is None else bias.data_ptr(),
             0 if bias is None else bias.shape[1],
             *(scratch.data_ptr(), output.data_ptr(), torch.get_num_threads()),
+        )
+        return output
+
+    def snake(
+        self, samples: Tensor, up: Tensor, down: Tensor, rates: Tensor, scales: Tensor
+    ) -> Tensor:
+        """``u + scale * sin(rate * u)^2`` of samples ``(B, channels, n)`` at twice their rate.
+
+        Args:
+            samples: of any number; beyond the ends the first and last one repeat.
+            up: ``(12,)``, the low-pass filter between samples and ``u``.
+            down: ``(12,)``, the one on the way back.
+            rates: ``(channels,)``.
+            scales: ``(channels,)``.
+
+        Returns:
+            The shape of ``samples``.
+        """
+        _require(samples, "samples")
+        batch, channels, length = samples.shape
+        for tensor, name, size in (
+            *((up, "up", _SNAKE_TAPS), (down, "down", _SNAKE_TAPS)),
+            *((rates, "rates", channels), (scales, "scales", channels)),
+        ):
+            _require(tensor, name)
+            if tensor.shape != (size,):
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, expected ({size},)")
+        output = torch.empty_like(samples)
+        self._snake(
+            *(samples.data_ptr(), output.data_ptr(), batch * channels, channels, length),
+            *(up.data_ptr(), down.data_ptr(), rates.data_ptr(), scales.data_ptr()),
+            torch.get_num_threads(),
         )
         return output
 

@@ -25,6 +25,7 @@ from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.encoder_module import build_empty
 from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_settings import ModelSettings
+from engine.models.qwen2_5_omni.native_snake import use_native_snakes
 from engine.models.qwen2_5_omni.neighbour_attention import NEIGHBOUR_ATTENTION, NEIGHBOURS
 from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, load_speakers
 
@@ -80,6 +81,7 @@ class Code2Wav(GeneratorModel):
         )
         self.dit = networks.code2wav_dit_model
         self.bigvgan = networks.code2wav_bigvgan_model
+        use_native_snakes(self.bigvgan)
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
