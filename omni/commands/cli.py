@@ -93,15 +93,16 @@ def validate(options: ValidateOptions) -> bool:
 
 @command(app, ExplainOptions)
 def explain(options: ExplainOptions) -> bool:
-    """Show a pipeline's graph, every setting with its default, and what memory it reserves."""
+    """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
     from omni.commands.explanation import describe_config, describe_memory, draw_graph
     from omni.commands.placement_drawing import draw_placement
+    from omni.commands.serving_limits import describe_serving
     from omni.pipelines.runtime_config import available_cores
 
     pipeline = _load(options)
     typer.echo(
         f"{draw_graph(pipeline)}\n\n{draw_placement(pipeline, available_cores())}\n\n"
-        f"{describe_config(pipeline)}"
+        f"{describe_serving(pipeline)}\n\n{describe_config(pipeline)}"
     )
     if options.load:  # which takes a while, and fails without the models
         typer.echo(f"\n{describe_memory(pipeline)}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omni.runtime.omni import Omni
     from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
-    from stages import StageConfig, StageStats
+    from stages import StageStats
 
 __all__ = ["PipelineState", "ServedPipeline"]
 
@@ -57,9 +57,7 @@ class ServedPipeline:
         self.config = config
         self.name: str = config.name
         self.created = int(time.time())
-        running = limits.max_running_requests
-        if running is None:
-            running = sum(_most_at_once(stage) for stage in config.stages.values())
+        running = limits.running_requests(config.stages.values())
         self.admission = Admission(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
@@ -128,10 +126,3 @@ class ServedPipeline:
             f"the model {self.name!r} is {self.state}{why}",
             code=f"model_{self.state}",
         )
-
-
-def _most_at_once(stage: StageConfig) -> int:
-    """How many requests a stage runs in one step at most; 1 for kinds that do not say."""
-    engine = getattr(stage, "engine", None)
-    sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))
-    return next((size for size in sizes if isinstance(size, int)), 1)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+if TYPE_CHECKING:
+    from stages import StageConfig
 
 __all__ = ["ServerLimits", "ServerSettings"]
 
@@ -35,6 +41,12 @@ class ServerLimits(BaseModel):
     url_timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     request_timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     stop_timeout_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+
+    def running_requests(self, stages: Iterable[StageConfig]) -> int:
+        """How many requests are handed at once to a pipeline of these stages."""
+        if self.max_running_requests is not None:
+            return self.max_running_requests
+        return sum(_most_at_once(stage) for stage in stages)
 
 
 class ServerSettings(BaseModel):
@@ -69,3 +81,12 @@ class ServerSettings(BaseModel):
                     "without spaces, and not be empty"
                 )
         return keys
+
+
+def _most_at_once(stage: StageConfig) -> int:
+    """How many requests a stage's workers run in one step at most; 1 each for kinds that do not
+    say."""
+    engine = getattr(stage, "engine", None)
+    sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))
+    each = next((size for size in sizes if isinstance(size, int)), 1)
+    return each * len(stage.placement.all_devices)

@@ -7,7 +7,10 @@ import re
 import pytest
 
 from omni.commands.explanation import describe_memory, draw_graph
+from omni.commands.serve_command import ServeOptions
+from omni.commands.serving_limits import describe_serving
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.server.serving.settings import ServerLimits
 
 
 def test_every_edge_of_a_graph_is_drawn_sources_first() -> None:
@@ -76,3 +79,46 @@ def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
     for told_of_stage, kind in ((gemma2, "sliding window of 16"), (jamba, "recurrent")):
         assert kind in told_of_stage and "full attention" in told_of_stage
         assert "per token" in told_of_stage and "one size" in told_of_stage
+
+
+def limits_of(config: PipelineConfig) -> dict[str, str]:
+    """What is told of serving it: what sets a limit, with its value."""
+    _, rows = describe_serving(config).split("\n\n")
+    columns = [re.split(r" {2,}", line.strip()) for line in rows.splitlines()]
+    return {how.partition(";")[0] if what != "fetching it" else what: value
+            for what, value, how in columns}  # fmt: skip
+
+
+def test_what_a_server_takes_on_is_told_with_the_flags_that_change_it() -> None:
+    config = PipelineConfig.load(
+        "omni_speech", overrides={"stages.thinker.engine.media_limits.max_audio_s": 7}
+    )
+    told = limits_of(config)
+    flags = {each.replace("_", "-") for each in ServeOptions.__dataclass_fields__}
+    named = {each.removeprefix("--") for each in told if each.startswith("--")}
+    assert named <= flags and len(named) == 5
+    assert told["--max-waiting-requests"] == "64"
+    assert told["--request-timeout"] == "600 s"
+    assert told["--max-body-mib"] == "64.0 MiB"
+    assert told["stages.thinker.engine.media_limits.max_audio_s"] == "7 s"
+    assert told["stages.thinker.engine.media_limits.max_image_pixels"] == "33,554,432"
+    assert not any("talker" in each for each in told), "no user shows it anything"
+
+
+def test_no_limit_of_the_server_is_left_out() -> None:
+    _, rows = describe_serving(PipelineConfig.load("encode_then_generate")).split("\n\n")
+    of_stages = sum("media_limits." in line for line in rows.splitlines())
+    assert len(rows.splitlines()) - of_stages == len(ServerLimits.model_fields)
+
+
+def test_as_many_requests_run_at_once_as_all_replicas_of_all_stages_can() -> None:
+    config = PipelineConfig.load(
+        "two_step",
+        {
+            "runtime.kind": "processes",
+            "stages.writer.placement": {"replicas": 3},
+            "stages.writer.engine.max_num_seqs": 5,
+            "stages.reader.engine.max_num_seqs": 2,
+        },
+    )
+    assert limits_of(config)["--max-running-requests"] == "17"
