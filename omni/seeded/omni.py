@@ -21,6 +21,15 @@ from transformers import (
 
 from engine.checkpoints.quiet_transformers import quiet_config_log
 from omni.seeded.multimodal import QWEN_VISION
+from omni.seeded.omni_layout import (
+    EXTRA_SPECIAL_TOKENS,
+    OMNI_SPECIALS,
+    add_specials,
+    chat_template,
+    codec_vocabulary,
+    marker_ids,
+    spoken_ids,
+)
 from omni.seeded.settings import DecoderSettings
 from omni.seeded.tokenizers import byte_level_tokenizer
 from omni.seeded.weights import ATTENTION_GAIN, initialise, quieten, save_checkpoint, seeded_model
@@ -30,27 +39,6 @@ __all__ = ["OMNI_SPEAKERS", "build_qwen2_5_omni"]
 OMNI_SPEAKERS = ("Chelsie", "Ethan")
 """Voices of the seeded checkpoint, as published ones name them."""
 
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-_VISION = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
-_SPEECH = ("<tts_pad>", "<tts_bos>", "<tts_bos_2>", "<tts_eos>")
-_SPECIALS = (*_TURNS, *_AUDIO, *_VISION, *_SPEECH)
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_bos|><|IMAGE|><|vision_eos|>' }}"
-    "{% elif part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
-    "{% elif part['type'] == 'video' %}{{ '<|vision_bos|><|VIDEO|><|vision_eos|>' }}"
-    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv", "q", "k"), ATTENTION_GAIN)
 # The vocoder ends in a clamp; with full fan-in its samples all lie beyond it.
 _VOCODER_GAIN = 0.5
@@ -78,11 +66,7 @@ _TALKER: Mapping[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 4096,
-    "vocab_size": _NUM_CODES + 8,
-    "tts_codec_pad_token_id": _NUM_CODES,
-    "tts_codec_start_token_id": _NUM_CODES + 1,
-    "tts_codec_end_token_id": _NUM_CODES + 2,
-    "tts_codec_mask_token_id": _NUM_CODES + 4,
+    **codec_vocabulary(_NUM_CODES),
 }
 _DIT: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -205,51 +189,27 @@ def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Pat
 def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = byte_level_tokenizer(
         768,
-        _SPECIALS,
+        OMNI_SPECIALS,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        # By these names transformers' processor finds the placeholders.
-        extra_special_tokens={
-            "image_token": "<|IMAGE|>",
-            "audio_token": "<|AUDIO|>",
-            "video_token": "<|VIDEO|>",
-            "vision_bos_token": "<|vision_bos|>",
-            "vision_eos_token": "<|vision_eos|>",
-            "audio_bos_token": "<|audio_bos|>",
-            "audio_eos_token": "<|audio_eos|>",
-        },
+        extra_special_tokens=dict(EXTRA_SPECIAL_TOKENS),
     )
-    rest = [name for name in _SPECIALS if name not in tokenizer.all_special_tokens]
-    tokenizer.add_tokens(rest, special_tokens=True)
-    tokenizer.chat_template = _TEMPLATE
+    add_specials(tokenizer, OMNI_SPECIALS)
+    tokenizer.chat_template = chat_template("You are a helpful assistant.")
     return tokenizer
 
 
 def _config(
     tokenizer: PreTrainedTokenizerFast, changes: Mapping[str, Mapping[str, Any]]
 ) -> Qwen2_5OmniConfig:
-    vocabulary = tokenizer.get_vocab()
-    markers = {
-        "audio_token_index": vocabulary["<|AUDIO|>"],
-        "image_token_index": vocabulary["<|IMAGE|>"],
-        "video_token_index": vocabulary["<|VIDEO|>"],
-        "audio_start_token_id": vocabulary["<|audio_bos|>"],
-        "audio_end_token_id": vocabulary["<|audio_eos|>"],
-        "vision_start_token_id": vocabulary["<|vision_bos|>"],
-        "vision_end_token_id": vocabulary["<|vision_eos|>"],
-    }
-    spoken = {
-        "tts_text_start_token_id": vocabulary["<tts_bos>"],
-        "tts_text_end_token_id": vocabulary["<tts_eos>"],
-        "tts_text_pad_token_id": vocabulary["<tts_pad>"],
-    }
+    markers = marker_ids(tokenizer)
     rope = {"rope_parameters": _rope([2, 3, 3])}
     text = DecoderSettings(hidden_size=_WIDTH, num_layers=3, max_position_embeddings=4096)
     usual: dict[str, Mapping[str, Any]] = {
         "text": text.text_config(tokenizer) | rope | {"tie_word_embeddings": False},
         "vision": QWEN_VISION | {"out_hidden_size": _WIDTH},
         "audio": _AUDIO_TOWER,
-        "talker": {**_TALKER, **rope, **spoken},
+        "talker": {**_TALKER, **rope, **spoken_ids(tokenizer)},
         "dit": _DIT,
         "bigvgan": _BIGVGAN,
     }

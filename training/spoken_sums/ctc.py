@@ -140,10 +140,7 @@ def train_ctc(
             total = total + 2.0 * (1.0 - progress / settings.even) * even
         optimizer.zero_grad()
         total.backward()
-        run.elapsed_s = workers.average(parameters, run.elapsed_s)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        run.set_rate(optimizer, settings.rate, warmup=150)
-        optimizer.step()
+        run.update(optimizer, parameters, workers, settings.rate, warmup=150)
         if run.num_steps % 25 == 24 and workers.rank == 0:
             print(
                 f"ctc {run.num_steps + 1} {run.elapsed_s:.0f}s loss {loss.item():.4f} "

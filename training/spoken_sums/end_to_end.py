@@ -177,10 +177,7 @@ def train_end_to_end(
         hidden = text_hidden(model, embedding_of(model)[ids], places_of(ids))
         typed_loss, typed_hits = mean_loss(model, hidden, ids, learnt)
         typed_loss.backward()
-        run.elapsed_s = workers.average(parameters, run.elapsed_s)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        run.set_rate(optimizer, settings.rate, warmup=20)
-        optimizer.step()
+        run.update(optimizer, parameters, workers, settings.rate, warmup=20)
         report.add(spoken=hits, typed=typed_hits)
         if run.num_steps % 50 == 49 and workers.rank == 0:
             print(

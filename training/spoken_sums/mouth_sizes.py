@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omni.seeded.omni_layout import codec_vocabulary
+
 __all__ = ["BIGVGAN", "DIT", "NUM_CODES", "TALKER"]
 
 NUM_CODES = 1024
@@ -53,9 +55,5 @@ TALKER: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "max_position_embeddings": 4096,
-    "vocab_size": NUM_CODES + 8,
-    "tts_codec_pad_token_id": NUM_CODES,
-    "tts_codec_start_token_id": NUM_CODES + 1,
-    "tts_codec_end_token_id": NUM_CODES + 2,
-    "tts_codec_mask_token_id": NUM_CODES + 4,
+    **codec_vocabulary(NUM_CODES),
 }

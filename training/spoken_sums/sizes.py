@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen2_5OmniConfig
 
+from omni.seeded.omni_layout import marker_ids, spoken_ids
 from training.spoken_sums.mouth_sizes import BIGVGAN, DIT, TALKER
 
 __all__ = ["AUDIO_TOWER", "TEXT", "VISION", "WIDTH", "omni_config"]
@@ -57,21 +58,7 @@ VISION: Mapping[str, Any] = {
 
 def omni_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniConfig:
     """The config of the whole checkpoint."""
-    vocabulary = tokenizer.get_vocab()
-    markers = {
-        "audio_token_index": vocabulary["<|AUDIO|>"],
-        "image_token_index": vocabulary["<|IMAGE|>"],
-        "video_token_index": vocabulary["<|VIDEO|>"],
-        "audio_start_token_id": vocabulary["<|audio_bos|>"],
-        "audio_end_token_id": vocabulary["<|audio_eos|>"],
-        "vision_start_token_id": vocabulary["<|vision_bos|>"],
-        "vision_end_token_id": vocabulary["<|vision_eos|>"],
-    }
-    spoken = {
-        "tts_text_start_token_id": vocabulary["<tts_bos>"],
-        "tts_text_end_token_id": vocabulary["<tts_eos>"],
-        "tts_text_pad_token_id": vocabulary["<tts_pad>"],
-    }
+    markers = marker_ids(tokenizer)
     text = {
         **TEXT,
         "vocab_size": len(tokenizer),
@@ -80,7 +67,7 @@ def omni_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5OmniConfig:
         "pad_token_id": tokenizer.pad_token_id,
     }
     rope = {"rope_parameters": _rope([4, 6, 6])}
-    talker = {**TALKER, **spoken, **rope, "embedding_size": WIDTH}
+    talker = {**TALKER, **spoken_ids(tokenizer), **rope, "embedding_size": WIDTH}
     thinker = {"text_config": text, "vision_config": VISION, "audio_config": AUDIO_TOWER}
     return Qwen2_5OmniConfig(
         thinker_config=thinker | markers,

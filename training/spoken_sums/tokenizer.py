@@ -10,6 +10,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from omni.seeded.omni_layout import (
+    EXTRA_SPECIAL_TOKENS,
+    OMNI_SPECIALS,
+    add_specials,
+    chat_template,
+)
 from training.spoken_sums.number_words import NUMBER_WORDS
 from training.spoken_sums.word_list import listed
 
@@ -20,11 +26,7 @@ NOISE = "<|noise|>"
 
 SYSTEM_PROMPT = "you answer sums"
 
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
-_VISION = ("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", "<|VIDEO|>")
-_SPEECH = ("<tts_pad>", "<tts_bos>", "<tts_bos_2>", "<tts_eos>")
-SPECIALS = (*_TURNS, *_AUDIO, *_VISION, *_SPEECH, NOISE)
+SPECIALS = (*OMNI_SPECIALS, NOISE)
 """By their ids, from 0."""
 
 HEARD_WORDS: tuple[str, ...] = (
@@ -43,22 +45,6 @@ _WORDS = (
     *["system", "user", "assistant"],
 )
 _SIGNS = ("+", "-", "*", "=", "×", "?", ".", ",")
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nSYSTEM_PROMPT<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_bos|><|IMAGE|><|vision_eos|>' }}"
-    "{% elif part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>' }}"
-    "{% elif part['type'] == 'video' %}{{ '<|vision_bos|><|VIDEO|><|vision_eos|>' }}"
-    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-).replace("SYSTEM_PROMPT", SYSTEM_PROMPT)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -86,18 +72,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        # By these names transformers' processor finds the placeholders.
-        extra_special_tokens={
-            "image_token": "<|IMAGE|>",
-            "audio_token": "<|AUDIO|>",
-            "video_token": "<|VIDEO|>",
-            "vision_bos_token": "<|vision_bos|>",
-            "vision_eos_token": "<|vision_eos|>",
-            "audio_bos_token": "<|audio_bos|>",
-            "audio_eos_token": "<|audio_eos|>",
-        },
+        extra_special_tokens=dict(EXTRA_SPECIAL_TOKENS),
     )
-    rest = [name for name in SPECIALS if name not in fast.all_special_tokens]
-    fast.add_tokens(rest, special_tokens=True)
-    fast.chat_template = _TEMPLATE
+    add_specials(fast, SPECIALS)
+    fast.chat_template = chat_template(SYSTEM_PROMPT)
     return fast

@@ -147,10 +147,7 @@ def train_typed(
         loss, hits = mean_loss(model, hidden, ids, learnt)
         optimizer.zero_grad()
         loss.backward()
-        run.elapsed_s = workers.average(parameters, run.elapsed_s)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        run.set_rate(optimizer, settings.rate)
-        optimizer.step()
+        run.update(optimizer, parameters, workers, settings.rate)
         right.append(float(hits.float().mean()))
         if run.num_steps % 25 == 24 and workers.rank == 0:
             print(

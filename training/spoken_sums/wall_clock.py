@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from training.spoken_sums.workers import Workers
 
 __all__ = ["TrainingRun"]
 
@@ -66,8 +69,27 @@ class TrainingRun:
         torch.save(saved, partial)
         partial.rename(self._path)
 
-    def set_rate(self, optimizer: torch.optim.Optimizer, peak: float, *, warmup: int = 100) -> None:
-        """Set the learning rate: up for some steps, then down in a line to a fiftieth of it."""
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        workers: Workers,
+        peak: float,
+        *,
+        warmup: int = 100,
+    ) -> None:
+        """Take a step along all workers' mean gradient; their clocks are set to the mean as well.
+
+        Args:
+            optimizer: of the parameters.
+            parameters: with gradients, clipped to a norm of 1 in all.
+            workers: who train the same.
+            peak: the highest learning rate.
+            warmup: steps until it is reached; from then on it falls in a line to a fiftieth.
+        """
+        self.elapsed_s = workers.average(parameters, self.elapsed_s)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         rate = peak * min(1.0, (self.num_steps + 1) / warmup) * max(0.02, 1.0 - self.progress)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        optimizer.step()

@@ -128,7 +128,9 @@ class Chat:
         async for update in self._updates():
             output = update.output.stages.get(self._stage, output)
             sounds = update.sounds.get(self._voice or "", ())
-            for choice in self._new(output, sounds, told, is_over=self._is_over(update)):
+            for choice in self._new(
+                output, sounds, told, is_over=update.has_finished(self._stage, self._voice)
+            ):
                 yield as_event(self._chunk([choice]))
         assert output is not None
         options = self._body.stream_options
@@ -141,13 +143,8 @@ class Chat:
         async with Feeds(self._pipeline, [self._request], "messages") as feeds:
             async for update in feeds.updates():
                 yield update
-                if self._is_over(update):
+                if update.has_finished(self._stage, self._voice):
                     return
-
-    def _is_over(self, update: Update) -> bool:
-        wanted = [name for name in (self._stage, self._voice) if name is not None]
-        made = update.output.stages
-        return all(name in made and made[name].finished for name in wanted)
 
     def _new(
         self,

@@ -28,7 +28,7 @@ from omni.server.openai.written_text import (
     usage_of,
 )
 from omni.server.serving.asked import asked
-from omni.server.serving.feeds import Feeds
+from omni.server.serving.feeds import outputs_of_stage
 
 if TYPE_CHECKING:
     from omni.server.openai.completion_request import CompletionRequest
@@ -111,19 +111,8 @@ class Completions:
             yield as_event(self._with_usage(self._answer([]), usage_of(list(last.values()))))
         yield DONE
 
-    async def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
-        """What the stage has written of each prompt, up to its end; nothing later is waited for."""
-        unfinished = set(range(len(self._requests)))
-        async with Feeds(self._pipeline, self._requests, "prompt") as feeds:
-            async for update in feeds.updates():
-                output = update.output.stages.get(self._stage)
-                if output is None or update.index not in unfinished:
-                    continue
-                yield update.index, output
-                if output.finished:
-                    unfinished.discard(update.index)
-                if not unfinished:
-                    return
+    def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
+        return outputs_of_stage(self._pipeline, self._requests, "prompt", self._stage)
 
     def _new(self, index: int, written: Written, told: _Told) -> CompletionChoice | None:
         """What is new of one completion, if anything."""

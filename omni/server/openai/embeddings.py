@@ -13,7 +13,7 @@ from omni.server.openai.answers import as_json
 from omni.server.openai.prompt_list import PromptList, prompts_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
-from omni.server.serving.feeds import Feeds
+from omni.server.serving.feeds import outputs_of_stage
 from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
@@ -88,14 +88,8 @@ class Embeddings:
 
     async def whole(self) -> Response:
         """All embeddings; what the pipeline would do after them is not waited for."""
-        done: dict[int, StageOutput] = {}
-        async with Feeds(self._pipeline, self._requests, "input") as feeds:
-            async for update in feeds.updates():
-                output = update.output.stages.get(self._stage)
-                if output is not None and output.finished:
-                    done[update.index] = output
-                if len(done) == len(self._requests):
-                    break
+        runs = outputs_of_stage(self._pipeline, self._requests, "input", self._stage)
+        done = {index: output async for index, output in runs}
         outputs = [done[index] for index in range(len(self._requests))]
         num_tokens = sum(output.num_prompt_tokens for output in outputs)
         answer = _Answer(

@@ -87,7 +87,7 @@ class RealtimeResponse:
         async with Feeds(self._pipeline, [self._request], "conversation") as feeds:
             async for update in feeds.updates():
                 await self._tell(update, send)
-                if self._is_over(update):
+                if update.has_finished(self._stage, self._voice):
                     break
         self._conversation.answered(self._text)
         kind = "output_text" if self._voice is None else "output_audio_transcript"
@@ -137,11 +137,6 @@ class RealtimeResponse:
                 delta=b64encode(pcm16(sounds)).decode(),
                 rate=sounds[0].sampling_rate,
             )
-
-    def _is_over(self, update: Update) -> bool:
-        wanted = [name for name in (self._stage, self._voice) if name is not None]
-        made = update.output.stages
-        return all(name in made and made[name].finished for name in wanted)
 
     def _place(self) -> dict[str, Any]:
         return {

@@ -16,7 +16,7 @@ from omni.server.openai.answers import as_json
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
-from omni.server.serving.feeds import Feeds
+from omni.server.serving.feeds import outputs_of_stage
 from omni.server.serving.request_body import ApiModel
 from stages import AutoregressiveStage
 
@@ -141,13 +141,8 @@ class Transcription:
 
     async def whole(self) -> Response:
         """The text; what the pipeline would do after it is not waited for."""
-        output: StageOutput | None = None
-        async with Feeds(self._pipeline, [self._request], "file") as feeds:
-            async for update in feeds.updates():
-                output = update.output.stages.get(self._stage)
-                if output is not None and output.finished:
-                    break
-        assert output is not None
+        runs = outputs_of_stage(self._pipeline, [self._request], "file", self._stage)
+        output = {index: output async for index, output in runs}[0]
         text = _TIME.sub("", output.text or "")
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from omni.requests.request import OmniOutput, OmniRequest
     from omni.server.serving.admission import Place
     from omni.server.serving.served_pipeline import ServedPipeline
+    from stages import StageOutput
 
-__all__ = ["Feeds", "Update"]
+__all__ = ["Feeds", "Update", "outputs_of_stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,12 @@ class Update:
     index: int
     output: OmniOutput
     sounds: Mapping[str, Sequence[Waveform]]
+
+    def has_finished(self, *stages: str | None) -> bool:
+        """Whether each of these stages is done with the request; None stands for no stage."""
+        made = self.output.stages
+        wanted = [name for name in stages if name is not None]
+        return all(name in made and made[name].finished for name in wanted)
 
 
 @dataclass(slots=True)
@@ -182,3 +189,33 @@ class Feeds:
                 output.error, param=self._prompt_param, code="invalid_prompt"
             )
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.error, code="request_failed")
+
+
+async def outputs_of_stage(
+    pipeline: ServedPipeline, requests: Sequence[OmniRequest], prompt_param: str, stage: str
+) -> AsyncIterator[tuple[int, StageOutput]]:
+    """Run requests until one stage is done with all of them; what comes later is not waited for.
+
+    Args:
+        pipeline: which to run them on.
+        requests: each with its id.
+        prompt_param: what the client called the prompt.
+        stage: whose outputs are wanted.
+
+    Yields:
+        A request's place among those given, and its newest output, up to the finished one.
+
+    Raises:
+        ApiError: see :class:`Feeds` and its ``updates``.
+    """
+    unfinished = set(range(len(requests)))
+    async with Feeds(pipeline, requests, prompt_param) as feeds:
+        async for update in feeds.updates():
+            output = update.output.stages.get(stage)
+            if output is None or update.index not in unfinished:
+                continue
+            yield update.index, output
+            if output.finished:
+                unfinished.discard(update.index)
+            if not unfinished:
+                return
