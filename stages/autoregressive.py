@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import CompletionOutput, Engine, RequestOutput
 from engine.interface.arguments import check_argument, check_sampling_argument
-from engine.interface.config import EngineConfig
+from engine.interface.config import EngineConfig, EngineSettings
 from engine.interface.deferred import Deferred, as_stored, defer
 from engine.interface.sampling_params import SamplingParams
+from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_tokens
 from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
@@ -102,6 +103,27 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         else:
             engine.ownership.claim(self, f"stage {name!r}")
             self.engine = engine
+
+    def configuration(self) -> Settings:
+        """See :class:`~stages.stage.Stage`."""
+        if self.built_of is not None or type(self) is not AutoregressiveStage:
+            return super().configuration()
+        if self._config is None:
+            raise ValueError(
+                "it was given an engine that exists, which stays in this process: give it the "
+                "EngineConfig"
+            )
+        given = {
+            "kind": "autoregressive",
+            "model": self._config.model,
+            "part": self._config.part,
+            "engine": EngineSettings(**self._config.model_dump(exclude={"model", "part"})),
+            "sampling": self._sampling,
+            "outputs": self.outputs,
+            "inputs": self.inputs,
+            "final_output": self.final_output,
+        }
+        return AutoregressiveStageConfig.model_validate(given)
 
     def _build_engine(self) -> LLMEngine:
         from engine import LLMEngine  # only here: configurations are checked without torch

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams, TextPrompt
 from engine.interface.arguments import check_argument
-from engine.interface.config import EngineConfig
+from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
@@ -101,6 +102,23 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         self._config, self._given_pooling, self._given_normalize = engine, pooling, normalize
         self._params: SamplingParams | None = None
         self.engine = self._build_engine()
+
+    def configuration(self) -> Settings:
+        """See :class:`~stages.stage.Stage`."""
+        if self.built_of is not None or type(self) is not EncoderStage:
+            return super().configuration()
+        given = {
+            "kind": "encoder",
+            "model": self._config.model,
+            "part": self._config.part,
+            "engine": EngineSettings(**self._config.model_dump(exclude={"model", "part"})),
+            "pooling": self._given_pooling,
+            "normalize": self._given_normalize,
+            "outputs": self.outputs,
+            "inputs": self.inputs,
+            "final_output": self.final_output,
+        }
+        return EncoderStageConfig.model_validate(given)
 
     def _build_engine(self) -> EncoderEngine | LLMEngine:
         # Only here: configurations are checked without torch.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from engine import FinishReason, GeneratorOutput
 from engine.interface.arguments import check_argument
 from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
+from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_codes
 from stages.stage import OneOrMore, StageInputs, StageOutput
@@ -93,6 +94,22 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
         check_argument("config", config, GeneratorConfig, "a GeneratorConfig", mend)
         self._config = config
         self.engine = self._build_engine()
+
+    def configuration(self) -> Settings:
+        """See :class:`~stages.stage.Stage`."""
+        if self.built_of is not None or type(self) is not GeneratorStage:
+            return super().configuration()
+        own = {"model", "part", "generation"}
+        given = {
+            "kind": "generator",
+            "model": self._config.model,
+            "part": self._config.part,
+            "engine": GeneratorSettings(**self._config.model_dump(exclude=own)),
+            "generation": self._config.generation,
+            "inputs": self.inputs,
+            "final_output": self.final_output,
+        }
+        return GeneratorStageConfig.model_validate(given)
 
     def _build_engine(self) -> GeneratorEngine:
         from engine import GeneratorEngine  # only here: configurations are checked without torch

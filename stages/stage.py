@@ -16,6 +16,7 @@ from engine.interface.arguments import check_argument, check_names
 from engine.interface.deferred import deferrable
 from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
+from engine.interface.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -256,6 +257,7 @@ class Stage(ABC):
     Attributes:
         ownership: which pipeline has it.
         final_output_kinds: which of these a kind of stage has to give.
+        built_of: the configuration that has built it; None if none has.
         has_cache: whether a kind of stage keeps anything of a request for later ones. Where not,
             ``enable_prefix_caching`` says nothing, and no input token is ever a hit.
 
@@ -266,6 +268,7 @@ class Stage(ABC):
 
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
     has_cache: bool = True
+    built_of: Settings | None = None
 
     def __init__(
         self,
@@ -308,6 +311,22 @@ class Stage(ABC):
     def sampling(self) -> SamplingParams | None:
         """The sampling parameters of requests that bring none; None if it samples nothing."""
         return None
+
+    def configuration(self) -> Settings:
+        """What another process builds such a stage of: that of which it was built.
+
+        A kind of stage that is built of arguments alone makes one of these.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.built_of is None:
+            raise ValueError(
+                f"a {type(self).__name__} that was made of arguments cannot be built in another "
+                "process, which makes stages of their configurations: have its StageConfig build "
+                "it, or override configuration()"
+            )
+        return self.built_of
 
     def merge_sampling(self, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
         """The parameters of one request: an object as it is, fields laid over the stage's own.

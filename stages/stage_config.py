@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
@@ -45,6 +46,17 @@ ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_located)]
 validation's context may have a function ``locate_model``."""
 
 
+def _noting(build: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(build)
+    def build_stage(self: StageConfig, name: str) -> Any:
+        stage = build(self, name)
+        if isinstance(stage, Stage):  # a class below this one may have built it of its own
+            stage.built_of = self
+        return stage
+
+    return build_stage
+
+
 class StageConfig(Settings):
     """One stage of a YAML file: what it says, and how the stage is made of it.
 
@@ -73,6 +85,14 @@ class StageConfig(Settings):
     inputs: StageInputs | None = None
     final_output: Annotated[tuple[str, ...], OneOrMore] = ()
     placement: Placement = Field(default=Placement(), description="where the stage runs")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Have every stage know what it was built of, however its kind builds it."""
+        super().__pydantic_init_subclass__(**options)
+        build = vars(cls).get("build_stage")
+        if build is not None:
+            cls.build_stage = _noting(build)  # type: ignore[method-assign]
 
     @model_validator(mode="after")
     def _devices_are_the_engines(self) -> Self:

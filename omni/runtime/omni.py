@@ -19,7 +19,7 @@ from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Ticket
 from omni.runtime.orchestrator import Orchestrator
-from omni.runtime.placed_pipeline import build_pipeline
+from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
 from stages import StageStats
 
@@ -40,7 +40,8 @@ class Omni:
 
     Args:
         config: a pipeline, the config of one, the path of a YAML file, or the name of a YAML file
-            that is shipped. A pipeline is this object's from then on, and is closed with it.
+            that is shipped. A pipeline is this object's from then on, and is closed with it; where
+            its stages are to run elsewhere, they are closed at once and built anew there.
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             those of the YAML file.
         runtime: where the stages run, in the place of what the config says: ``"inline"``,
@@ -72,11 +73,6 @@ class Omni:
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
             config = PipelineConfig.load(config, overrides=overrides)
-        if isinstance(config, Pipeline) and runtime is not None:
-            raise ValueError(
-                "runtime says where stages are built, but the stages of this Pipeline are built: "
-                "give a PipelineConfig, whose stages may be configs composed in Python"
-            )
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
         # Before any model is loaded: a file that cannot be written is found at once.
@@ -84,6 +80,8 @@ class Omni:
         try:
             if isinstance(config, PipelineConfig):
                 config = build_pipeline(config, is_traced=trace is not None)
+            elif runtime is not None:
+                config = place_pipeline(config, runtime, is_traced=trace is not None)
             self._ownership = Ownership("this Omni")
             config.ownership.claim(self, "another Omni")
         except BaseException:

@@ -6,18 +6,21 @@ import logging
 from contextlib import ExitStack
 from dataclasses import replace
 
+from pydantic import ValidationError
+
+from engine.interface.schema_error import explain_validation_error
 from omni.pipelines.graph_rules import check_graph
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
-from omni.pipelines.runtime_config import available_cores, resolve_threads
+from omni.pipelines.runtime_config import RuntimeConfig, available_cores, resolve_threads
 from stages.portable import import_name, portable_transform
 from stages.remote.connection import Connect
 from stages.remote.control import WorkerSpec
 from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.worker.messages import StreamedEdge
 
-__all__ = ["build_pipeline", "worker_specs"]
+__all__ = ["build_pipeline", "place_pipeline", "worker_specs"]
 
 
 def build_pipeline(
@@ -59,6 +62,71 @@ def build_pipeline(
         pipeline = Pipeline(stages, speaker=config.speaker)
         built.pop_all()
     return pipeline
+
+
+def place_pipeline(
+    pipeline: Pipeline, runtime: str | RuntimeConfig, *, is_traced: bool = False
+) -> Pipeline:
+    """Let a pipeline that was composed of stages run elsewhere.
+
+    Its stages are closed, which frees what they hold, and built anew where they are to run, with
+    caching as it was set.
+
+    Args:
+        pipeline: of nobody else.
+        runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`; ``inline`` leaves
+            the pipeline as it is.
+        is_traced: whether workers tell what they do when.
+
+    Raises:
+        ValueError: a stage or a transform cannot be found by another process, and the pipeline is
+            as it was; or a stage cannot be built there.
+        RuntimeError: the pipeline belongs to an ``Omni``, or is closed.
+    """
+    config = RuntimeConfig.parse(runtime)
+    if config.kind == "inline":
+        return pipeline
+    described = _described(pipeline, config)
+    check_runtime(described)
+    caching = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
+    # Whoever has it goes on with it.
+    pipeline.ownership.claim(described, "the workers that its stages are built in")
+    pipeline.close()
+    placed = build_pipeline(described, is_traced=is_traced)
+    try:
+        for name, stage in placed.stages.items():
+            if stage.enable_prefix_caching != caching[name]:
+                stage.enable_prefix_caching = caching[name]
+    except BaseException:
+        placed.close()
+        raise
+    return placed
+
+
+def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
+    """What a pipeline was composed of, to run elsewhere.
+
+    Raises:
+        ValueError: a stage cannot say what it was built of, such as one that was given an engine;
+            or its name is none that a pipeline's file could have.
+    """
+    stages = {}
+    for name, stage in pipeline.stages.items():
+        try:
+            stages[name] = stage.configuration()
+        except ValueError as error:
+            raise ValueError(f"stage {name!r}: {error}") from error
+    given = {
+        "name": "composed",
+        "speaker": pipeline.speaker,
+        "runtime": runtime,
+        "stages": stages,
+    }
+    try:
+        return PipelineConfig.model_validate(given)
+    except ValidationError as error:
+        mistakes = explain_validation_error(error, PipelineConfig, given)
+    raise ValueError(mistakes)
 
 
 def worker_specs(

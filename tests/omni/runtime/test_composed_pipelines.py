@@ -1,0 +1,148 @@
+"""Pipelines composed of stages in Python run in processes as well, or say why they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from engine import EngineConfig, LLMEngine, Prompt, SamplingParams, TextPrompt
+from omni import Omni, OmniOutput, Pipeline
+from stages import (
+    AutoregressiveStage,
+    EncoderStage,
+    Stage,
+    StageConfig,
+    StageInputs,
+    TransformContext,
+    register_stage_kind,
+)
+from stages.remote.remote_stage import RemoteStage
+from tests.support.fake_stage import FakeStage
+
+BEGINNING = "A quick brown fox jumps over the lazy dog, and over all "
+PROMPTS = [BEGINNING + "cats", BEGINNING + "rivers"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def shouted(context: TransformContext) -> Prompt:
+    return TextPrompt(str(context.sources[0].text).upper() + "!")
+
+
+@register_stage_kind
+class EchoConfig(StageConfig):
+    """A kind of a user's own, which takes a while to say what it was told."""
+
+    kind: Literal["echo_in_tests"]
+    steps: int = 2
+
+    def build_stage(self, name: str) -> Stage:
+        assert self.inputs is not None
+        return FakeStage(
+            name, self.inputs.sources, transform=self.inputs.transform, steps=self.steps
+        )
+
+
+def engine_config(model: str) -> EngineConfig:
+    return EngineConfig(model=model, device="cpu", block_size=8, num_blocks=64, max_model_len=128)
+
+
+def composed() -> Pipeline:
+    writer = AutoregressiveStage("writer", engine_config("seeded:qwen2"), sampling=GREEDY)
+    embedder = EncoderStage(
+        "embedder",
+        engine_config("seeded:bert"),
+        pooling="cls",
+        normalize=True,
+        outputs=["pooled"],
+        inputs=StageInputs(("writer",), shouted),
+    )
+    echo = EchoConfig(
+        kind="echo_in_tests",
+        steps=3,
+        inputs=StageInputs(("writer",), "text_as_prompt"),
+        final_output=("text",),
+    )
+    return Pipeline([writer, embedder, echo.build_stage("echo")])
+
+
+def told(outputs: list[OmniOutput]) -> list[Any]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [
+        {
+            name: (stage.text, stage.token_ids, stage.num_cached_tokens)
+            for name, stage in output.stages.items()
+        }
+        for output in outputs
+    ]
+
+
+def test_what_is_composed_in_python_says_the_same_in_processes() -> None:
+    here = composed()
+    here.stages["embedder"].enable_prefix_caching = False
+    with Omni(here) as inline:
+        expected = [inline.generate(prompt)[0] for prompt in PROMPTS]
+    again = composed()
+    again.stages["embedder"].enable_prefix_caching = False
+    with Omni(again, runtime="processes") as omni:
+        stages = omni.pipeline.stages
+        assert all(isinstance(stage, RemoteStage) for stage in stages.values())
+        assert [stage.enable_prefix_caching for stage in stages.values()] == [True, False, True]
+        found = [omni.generate(prompt)[0] for prompt in PROMPTS]
+        assert told(found) == told(expected)
+        assert found[1].stages["writer"].num_cached_tokens > 0
+        for ours, theirs in zip(found, expected, strict=True):
+            rows = (each.stages["embedder"].tensors["pooled"] for each in (ours, theirs))
+            torch.testing.assert_close(*rows)
+    with pytest.raises(RuntimeError, match="stage 'writer' is closed"):
+        again.stages["writer"].ownership.check()
+
+
+class Loud(AutoregressiveStage):
+    """Says of itself no more than the class below it."""
+
+
+def of_an_engine(name: str) -> Stage:
+    return AutoregressiveStage(name, LLMEngine(engine_config("seeded:qwen2")))
+
+
+def of_arguments(name: str) -> Stage:
+    return FakeStage(name)
+
+
+def of_a_class_of_its_own(name: str) -> Stage:
+    return Loud(name, engine_config("seeded:qwen2"))
+
+
+def behind_a_lambda(name: str) -> Stage:
+    inputs = StageInputs(("first",), lambda context: TextPrompt(context.request_id))
+    return AutoregressiveStage(name, engine_config("seeded:qwen2"), inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (of_an_engine, "given an engine that exists, .* give it the EngineConfig"),
+        (of_arguments, "a FakeStage that was made of arguments .* have its StageConfig build it"),
+        (of_a_class_of_its_own, r"a Loud that was made of arguments .* override configuration\(\)"),
+        (behind_a_lambda, "a lambda has no name"),
+    ],
+)
+def test_what_no_worker_can_build_is_told_before_anything_is_closed(
+    make: Callable[[str], Stage], message: str
+) -> None:
+    first = AutoregressiveStage("first", engine_config("seeded:qwen2"), sampling=GREEDY)
+    pipeline = Pipeline([first, make("second")])
+    with pytest.raises(ValueError, match=rf"^stage 'second': .*{message}"):
+        Omni(pipeline, runtime="processes")
+    with Omni(pipeline, runtime="inline") as omni:
+        assert omni.generate("Hello")[0].stages["first"].text is not None
+
+
+def test_a_pipeline_that_another_omni_runs_is_left_to_it() -> None:
+    with Omni(composed()) as omni:
+        with pytest.raises(RuntimeError, match="belongs to another Omni"):
+            Omni(omni.pipeline, runtime="processes")
+        assert told(omni.generate(PROMPTS))
