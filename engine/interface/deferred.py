@@ -123,7 +123,7 @@ def with_fields(output: T, **changes: object) -> T:
     Raises:
         ValueError: there is no such field.
     """
-    unknown = changes.keys() - {each.name for each in fields(cast(Any, output))}
+    unknown = changes.keys() - type(cast(Any, output)).__dataclass_fields__.keys()
     if unknown:
         raise ValueError(f"{type(output).__name__} has no fields {sorted(unknown)}")
     copy = object.__new__(type(output))

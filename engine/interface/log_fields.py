@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["LogFields", "log_fields", "package_logger", "set_process_fields"]
 
@@ -38,14 +36,20 @@ def set_process_fields(fields: LogFields) -> None:
     _of_process = fields
 
 
-@contextmanager
-def log_fields(stage: str, request_id: str | None = None) -> Iterator[None]:
-    """Have what is logged within, in this thread, carry a stage and a request."""
-    token = _FIELDS.set(replace(_of_process, stage=stage, request_id=request_id))
-    try:
-        yield
-    finally:
-        _FIELDS.reset(token)
+class log_fields:
+    """Have what is logged within, in this thread, carry a stage and a request; to be used once."""
+
+    # Entered around every call of a stage: several times cheaper than a generator's context.
+    __slots__ = ("_fields", "_token")
+
+    def __init__(self, stage: str, request_id: str | None = None) -> None:
+        self._fields = LogFields(stage, _of_process.replica, request_id)
+
+    def __enter__(self) -> None:
+        self._token = _FIELDS.set(self._fields)
+
+    def __exit__(self, *error: object) -> None:
+        _FIELDS.reset(self._token)
 
 
 def package_logger(name: str) -> logging.Logger:
