@@ -5,7 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
-__all__: list[str] = []
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    from omni.runtime.uncollected import uncollected
+
+    try:
+        with uncollected():
+            from omni.commands.cli import app
+    except KeyboardInterrupt:  # before a command listens
+        sys.exit(130)
+    app(prog_name="omni")
 
 
 def _leave_working_directory() -> None:
@@ -23,10 +35,4 @@ def _leave_working_directory() -> None:
 
 if __name__ == "__main__":
     _leave_working_directory()
-
-    try:
-        from omni.commands.cli import app
-    except KeyboardInterrupt:  # before a command listens
-        sys.exit(130)
-
-    app(prog_name="omni")
+    main()

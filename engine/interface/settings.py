@@ -20,7 +20,7 @@ class Settings(BaseModel):
             checked, whoever reads the file tells the mistakes.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         cls = type(self)

@@ -25,6 +25,7 @@ from omni.commands.options import (
 )
 from omni.commands.prompt_flags import PromptFlags
 from omni.commands.serve_command import ServeOptions
+from omni.runtime.uncollected import uncollected
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
@@ -69,7 +70,8 @@ def run(options: RunOptions) -> bool:
     _check_output_flags(options)
     pipeline = _load(options, options.speaker)
     given = _requests(pipeline, options, options.input_file)
-    from omni.commands.run_command import run_requests
+    with uncollected():
+        from omni.commands.run_command import run_requests
 
     with _writer(pipeline, given, options) as writer:
         return run_requests(
@@ -118,8 +120,9 @@ def verify(options: VerifyOptions) -> bool:
     """
     pipeline = _load(options, options.speaker)
     requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
-    from omni.runtime.omni import Omni
-    from omni.verification.verify import verify as verify_requests
+    with uncollected():
+        from omni.runtime.omni import Omni
+        from omni.verification.verify import verify as verify_requests
 
     with Omni(pipeline) as omni:
         report = verify_requests(omni, requests, atol=options.atol)
@@ -132,7 +135,8 @@ def verify(options: VerifyOptions) -> bool:
 @command(app, ServeOptions)
 def serve(options: ServeOptions) -> bool:
     """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
-    from omni.commands.serve_command import serve_pipelines
+    with uncollected():
+        from omni.commands.serve_command import serve_pipelines
 
     # All of them are checked before anything starts.
     runtime, address = options.runtime, options.address
@@ -148,10 +152,12 @@ def serve(options: ServeOptions) -> bool:
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
     if options.random:
-        from omni.commands.random_demo import run_random_demo
+        with uncollected():
+            from omni.commands.random_demo import run_random_demo
 
         return run_random_demo()
-    from omni.commands.demo import run_demo
+    with uncollected():
+        from omni.commands.demo import run_demo
 
     return run_demo(options.output_dir)
 
@@ -184,6 +190,7 @@ class _Given:
     digest: str
 
 
+@uncollected()
 def _load(
     options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
     speaker: str | None = None,

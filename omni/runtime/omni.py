@@ -21,6 +21,7 @@ from omni.runtime.driver import Driver, Ticket
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
+from omni.runtime.uncollected import uncollected
 from stages import StageStats
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
@@ -79,7 +80,8 @@ class Omni:
         opened = None if trace is None else Trace(trace, _order(config))
         try:
             if isinstance(config, PipelineConfig):
-                config = build_pipeline(config, is_traced=trace is not None)
+                with uncollected():
+                    config = build_pipeline(config, is_traced=trace is not None)
             elif runtime is not None:
                 config = place_pipeline(config, runtime, is_traced=trace is not None)
             self._ownership = Ownership("this Omni")
