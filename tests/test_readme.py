@@ -94,6 +94,7 @@ NOT_RUN_HERE = {
     "omni run qwen2_5_omni": "needs the published checkpoint",
     "omni serve": "serves until it is told to stop; tests/omni/server runs it",
     "curl": "asks that server",
+    "omni bench --url": "the same; tests/omni/commands/bench asks others",
 }
 
 

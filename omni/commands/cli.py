@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from omni.commands.bench_options import BenchOptions
 from omni.commands.command import CommandOptions, Stopped, command
 from omni.commands.options import (
     DemoOptions,
@@ -146,6 +147,23 @@ def serve(options: ServeOptions) -> bool:
     ]
     serve_pipelines(pipelines, options)
     return True
+
+
+@command(app, BenchOptions)
+def bench(options: BenchOptions) -> bool:
+    """Measure a pipeline, or a server with OpenAI's API, under load.
+
+    Exit status 1 if a request failed; those refused with status 429 are counted apart.
+    """
+    from omni.commands.bench_command import run_bench
+
+    runtime, address, overrides = options.runtime, options.address, options.overrides
+    return run_bench(
+        options,
+        lambda config: _load(
+            ValidateOptions(config=config, runtime=runtime, address=address, overrides=overrides)
+        ),
+    )
 
 
 @command(app, DemoOptions)

@@ -27,12 +27,12 @@ class RunProgress:
     """A bar on the standard error, where a person looks on; elsewhere only the lines come.
 
     Args:
-        total: how many requests there are.
+        total: how many requests there are; None where that is not known before the end.
         done: how many of them an earlier run did.
         shown: whether a bar is wanted at all.
     """
 
-    def __init__(self, total: int, done: int, *, shown: bool) -> None:
+    def __init__(self, total: int | None, done: int, *, shown: bool) -> None:
         console = Console(stderr=True)
         self._shown = shown and console.is_terminal
         self._bar = Progress(

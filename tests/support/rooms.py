@@ -42,7 +42,7 @@ omni.pipelines, omni.requests
 omni.runtime
 omni.verification, omni.server.serving
 omni.server.openai
-omni.server
+omni.server, omni.commands.bench
 omni.commands
 omni
 """

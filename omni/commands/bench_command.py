@@ -1,0 +1,245 @@
+"""``omni bench``: load on a pipeline or on a server, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from omni.commands.bench.bench_report import BenchReport
+from omni.commands.bench.goodput_limits import GoodputLimits
+from omni.commands.bench.http_settings import HttpSettings
+from omni.commands.bench.level_run import LoadAmount
+from omni.commands.bench.load_level import parse_levels
+from omni.commands.bench.made_up_source import MadeUpShape
+from omni.commands.bench.measurement import Measurement, MeasurementPlan
+from omni.commands.bench.report_plot import save_plot
+from omni.commands.bench.report_tables import failure_lines, report_tables
+from omni.commands.bench.request_lines import RequestLines
+from omni.commands.bench_options import BenchOptions
+from omni.commands.command import Stopped
+from omni.commands.interrupts import exit_status
+from omni.commands.run_progress import RunProgress
+
+if TYPE_CHECKING:
+    from omni.commands.bench.load_source import LoadTarget
+    from omni.pipelines.pipeline_config import PipelineConfig
+
+__all__ = ["run_bench"]
+
+_KEY_VARIABLE = "OMNI_API_KEY"
+_USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
+_ENDLESS = 10**9
+_TABLE_WIDTH = 110
+"""Of tables that go into a file or a pipe."""
+
+_OF_URL = ("model", "api_key", "speech", "voice")
+_OF_PIPELINE = ("runtime", "address", "overrides")
+_OF_MADE_UP = (
+    *("endpoint", "prompt_tokens", "max_tokens", "ignore_eos", "temperature"),
+    *("shared_prefix_tokens", "prefixes", "turns"),
+)
+_FLAGS = {"overrides": "--set", "input_file": "--input"}
+_NOT_TOLD = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
+_DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is to be measured, checked as far as that can be done before anything runs."""
+
+    plan: MeasurementPlan
+    limits: GoodputLimits
+    lines: RequestLines | None
+    server: HttpSettings | None
+    num_requests: int | None
+    """Of all levels together; None where time ends them."""
+
+
+def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
+    """Measure, and print what came of it, also if it is interrupted.
+
+    Args:
+        options: of the command.
+        load_config: reads a pipeline's YAML file, with the changes that flags ask for.
+
+    Returns:
+        Whether requests were answered, and none failed; status 429 is no failure.
+
+    Raises:
+        ValueError: a flag, a file or the pipeline is wrong, the server cannot be reached, or the
+            first request is refused.
+        Stopped: it was interrupted; what was measured has been printed.
+    """
+    wanted = _checked(options)
+    if options.config is not None:
+        config = load_config(options.config)
+        target = f"{config.name}, in process"
+    else:
+        config = None
+        target = " at ".join(filter(None, (options.model, options.url)))
+    progress = RunProgress(wanted.num_requests, 0, shown=not options.quiet)
+    measurement = Measurement(
+        wanted.plan, on_begin=progress.begin, on_end=lambda _: progress.advance()
+    )
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        with progress:
+            if config is not None:
+                _measure_pipeline(measurement, config, wanted)
+            else:
+                asyncio.run(_measure_server(measurement, wanted))
+    except KeyboardInterrupt as caught:
+        interrupt = caught
+    report = BenchReport(
+        target, _settings(options), measurement.reports(wanted.limits), interrupt is None
+    )
+    _tell(report, options)
+    if interrupt is not None:
+        done = sum(len(run.records) for run in measurement.runs)
+        told = f"interrupted: what stands above is of the {done} requests that had ended"
+        raise Stopped(told if done else "interrupted", exit_status(interrupt)) from interrupt
+    return not report.has_failures
+
+
+def _measure_pipeline(measurement: Measurement, config: PipelineConfig, wanted: _Wanted) -> None:
+    # Only here: what measures a server need not wait for torch.
+    from omni.commands.bench.pipeline_target import PipelineTarget
+    from omni.runtime.omni import Omni
+
+    with Omni(config) as omni:
+        asyncio.run(_measure(measurement, PipelineTarget(omni, config), wanted))
+
+
+async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
+    try:
+        from omni.commands.bench.http_target import HttpTarget
+    except ImportError as error:
+        raise ValueError(
+            f"omni bench --url needs a package that is not installed ({error.name}): "
+            "pip install 'omni-pipeline[bench]'"
+        ) from error
+    assert wanted.server is not None
+    async with HttpTarget(wanted.server) as target:
+        await _measure(measurement, target, wanted)
+
+
+async def _measure(measurement: Measurement, target: LoadTarget, wanted: _Wanted) -> None:
+    sends = None if wanted.lines is None else wanted.lines.prepared(target)
+    await measurement.run(target, sends)
+
+
+def _tell(report: BenchReport, options: BenchOptions) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_TABLE_WIDTH)
+    for table in report_tables(report):
+        console.print(table)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    for line in failure_lines(report):
+        errors.print(line)
+    if options.json is not None and report.levels:
+        report.save(options.json)
+    if options.plot is not None and report.levels:
+        save_plot(report, options.plot)
+
+
+def _checked(options: BenchOptions) -> _Wanted:
+    """Find mistakes in the flags."""
+    if (options.config is None) == (options.url is None):
+        raise ValueError("give either a pipeline or --url")
+    if options.url is None:
+        _refuse(options, _OF_URL, "goes together with --url")
+    else:
+        _refuse(options, _OF_PIPELINE, "is about a pipeline in this process, not about --url")
+    if options.input_file is not None:
+        _refuse(options, _OF_MADE_UP, "is about requests that are made up; the lines of --input "
+                "say it themselves")  # fmt: skip
+    for flag, path, suffix in (("--json", options.json, ""), ("--plot", options.plot, ".svg")):
+        if path is not None:
+            _check_file(flag, path, suffix)
+    levels = parse_levels(options.concurrency, options.rate)
+    limits = GoodputLimits.parse(options.goodput) if options.goodput is not None else None
+    server = _server(options) if options.url is not None else None
+    shape = _shape(options)
+    lines = None if options.input_file is None else RequestLines(options.input_file)
+    num_conversations = _num_conversations(options, lines)
+    total = num_conversations * options.turns * len(levels)
+    return _Wanted(
+        MeasurementPlan(
+            levels,
+            LoadAmount(num_conversations, options.duration, options.timeout, options.seed),
+            options.warmup,
+            shape,
+        ),
+        limits or GoodputLimits(),
+        lines,
+        server,
+        total if options.duration is None else None,
+    )
+
+
+def _refuse(options: BenchOptions, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(options, name) != _DEFAULTS[name]:
+            raise ValueError(f"{_flag(name)} {why}")
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def _check_file(flag: str, path: Path, suffix: str) -> None:
+    """Find now that a file cannot be written, not after an hour of measuring."""
+    if suffix and path.suffix.lower() != suffix:
+        raise ValueError(f"{flag}: must end in {suffix}, got {str(path)!r}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag}: {str(path)!r} cannot be written there")
+
+
+def _server(options: BenchOptions) -> HttpSettings:
+    key = options.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0].strip() or None
+    assert options.url is not None
+    return HttpSettings(options.url, options.model, key, options.speech, options.voice)
+
+
+def _shape(options: BenchOptions) -> MadeUpShape:
+    sampling: dict[str, Any] = {"max_tokens": options.max_tokens or _USUAL_MAX_TOKENS}
+    if options.ignore_eos:
+        sampling["ignore_eos"] = True
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    return MadeUpShape(
+        form=options.endpoint or "chat",
+        prompt_tokens=options.prompt_tokens or _USUAL_PROMPT_TOKENS,
+        shared_prefix_tokens=options.shared_prefix_tokens,
+        num_prefixes=options.prefixes,
+        num_turns=options.turns,
+        sampling=sampling,
+        seed=options.seed,
+    )
+
+
+def _num_conversations(options: BenchOptions, lines: RequestLines | None) -> int:
+    requests = options.requests
+    if requests is None:
+        if options.duration is not None:
+            return _ENDLESS
+        requests = _USUAL_REQUESTS if lines is None else len(lines)
+    return math.ceil(requests / options.turns)
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """The flags that were given; no secrets."""
+    given = {name: getattr(options, name) for name in _DEFAULTS if name not in _NOT_TOLD}
+    return {
+        _flag(name).removeprefix("--"): str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if value != _DEFAULTS[name]
+    }

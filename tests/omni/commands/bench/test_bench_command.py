@@ -1,0 +1,248 @@
+"""``omni bench`` as it is typed: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from omni.commands.cli import app
+from tests.support.fake_openai import FakeOpenAI, chat_piece, in_thread, usage_piece
+from tests.support.import_graph import ROOT
+from tests.support.live_server import wait_until
+from tests.support.patience import PATIENCE_S
+
+DONE = b"data: [DONE]\n\n"
+NOWHERE = "http://127.0.0.1:1"
+
+
+def bench(*arguments: str | Path, **options: Any) -> Result:
+    given = ["bench", *map(str, arguments)]
+    return CliRunner().invoke(app, given, catch_exceptions=False, **options)
+
+
+async def hello(path: str, body: Any) -> AsyncIterator[Any]:
+    """Two pieces; as many tokens as characters, of which half are cached."""
+    yield chat_piece("Hel")
+    yield chat_piece("lo")
+    length = len(json.dumps(body["messages"]))
+    yield usage_piece(length, 2, cached=length // 2)
+    yield DONE
+
+
+def level_of(path: Path) -> Any:
+    (level,) = json.loads(path.read_text())["levels"]
+    return level
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_pipeline_is_measured_in_process_and_its_hits_are_told(tmp_path: Path):
+    flags = ("--endpoint", "completions", "--requests", "4", "--max-tokens", "3", "--ignore-eos")
+    shape = ("--prompt-tokens", "64", "--shared-prefix-tokens", "48", "--turns", "2")
+    files = ("-o", tmp_path / "out.json", "--plot", tmp_path / "out.svg")
+    limits = ("--goodput", "end_to_end=1000,first_token=1000")
+    result = bench("two_step", "--concurrency", "1,2", *flags, *shape, *files, *limits)
+    assert result.exit_code == 0, result.stderr
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["target"] == "two_step, in process" and written["is_complete"]
+    assert written["settings"]["concurrency"] == "1,2" and "json" not in written["settings"]
+    assert [level["concurrency"] for level in written["levels"]] == [1, 2]
+    for level in written["levels"]:
+        assert level["requests"]["ok"] == 4 and level["num_good"] == 4
+        assert level["tokens"]["output"] == 12 and not level["tokens"]["are_pieces"]
+        assert level["latencies"]["end_to_end"]["count"] == 4
+        assert level["generator"]["loop_lag"]["count"] > 0
+    assert written["levels"][0]["tokens"]["cached"] > 0, "beginnings and turns are shared"
+    assert "first token" in result.stdout and "event loop late by" in result.stdout
+    drawn = ElementTree.parse(tmp_path / "out.svg").getroot()
+    titles = [each.text for each in drawn.iter() if each.get("class") == "title"]
+    assert titles[:3] == ["requests per second", "good requests per second", "tokens per second"]
+    assert "end to end, s" in titles
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_files_lines_are_sent_in_process_again_and_again(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(
+        '{"request_id": "a", "prompt": "Once", "sampling": {"max_tokens": 2}}\n'
+        '{"prompt": "Twice", "sampling": {"reader": {"max_tokens": 3}}}\n'
+    )
+    out = tmp_path / "out.json"
+    result = bench("two_step", "-i", tmp_path / "in.jsonl", "--requests", "6", "--concurrency", "6",
+                   "-o", out, "--warmup", "0")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert level_of(out)["requests"]["ok"] == 6, "the same id may be under way several times"
+    assert level_of(out)["tokens"]["output"] == 3 * 2 + 3 * 3
+
+
+def test_a_server_of_others_is_measured(tmp_path: Path):
+    out = tmp_path / "out.json"
+    with in_thread(FakeOpenAI(hello)) as server:
+        result = bench("--url", server.url, "--rate", "400", "--requests", "12", "-o", out)
+    assert result.exit_code == 0, result.stderr
+    level = level_of(out)
+    assert level["rate"] == 400 and level["requests"]["ok"] == 12
+    assert level["tokens"]["hit_rate"] == pytest.approx(0.5, abs=0.01)
+    assert level["latencies"]["between_tokens"]["count"] == 12
+    assert len(server.requests) == 2 + 4 + 12, "to see how long words are, to warm up, to measure"
+
+
+def test_what_fails_is_counted_by_kind_and_429_apart(tmp_path: Path):
+    out = tmp_path / "out.json"
+
+    async def sometimes(path: str, body: Any) -> AsyncIterator[Any]:
+        number = int(body["messages"][0]["content"])
+        if number % 2:
+            yield {"error": {"message": f"number {number} died"}}
+        else:
+            yield chat_piece("x")
+            yield DONE
+
+    lines = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(6)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    with in_thread(FakeOpenAI(sometimes)) as server:
+        flags = ("--url", server.url, "-i", tmp_path / "in.jsonl", "-o", out, "--warmup", "0")
+        result = bench(*flags)
+        assert result.exit_code == 1
+        counts = level_of(out)["requests"]
+        assert (counts["ok"], counts["failed"], counts["rejected"]) == (3, 3, 0)
+        assert counts["failures"] == {"error in the stream": 3}
+        assert "load 1: 3 failed: error in the stream: number 1 died" in result.stderr
+        assert level_of(out)["tokens"]["are_pieces"] and "not told" in result.stdout
+        server.status = 429
+        result = bench(*flags)
+        assert result.exit_code == 1, "nothing was answered at all"
+        counts = level_of(out)["requests"]
+        assert (counts["ok"], counts["failed"], counts["rejected"]) == (0, 0, 6)
+        assert level_of(out)["rejection"]["count"] == 6 and "until status 429" in result.stdout
+
+
+def test_the_key_comes_from_the_environment_and_stands_nowhere(tmp_path: Path):
+    out = tmp_path / "out.json"
+    with in_thread(FakeOpenAI(hello)) as server:
+        result = bench("--url", server.url, "--requests", "2", "-o", out, "--api-key", "sesame")
+        named = {headers["authorization"] for _, headers, _ in server.requests}
+        assert result.exit_code == 0 and named == {"bearer sesame"}
+        server.requests.clear()
+        bench("--url", server.url, "--requests", "2", "-o", out, env={"OMNI_API_KEY": "a,b"})
+        assert {headers["authorization"] for _, headers, _ in server.requests} == {"bearer a"}
+    assert "sesame" not in out.read_text() + result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "give either a pipeline or --url"),
+        (["two_step", "--url", NOWHERE], "give either a pipeline or --url"),
+        (["two_setp"], "two_setp"),
+        (["two_step", "--model", "x"], "--model goes together with --url"),
+        (["two_step", "--speech"], "--speech goes together with --url"),
+        (["--url", NOWHERE, "--runtime", "inline"], "--runtime is about a pipeline"),
+        (["--url", NOWHERE, "--set", "a=b"], "--set is about a pipeline"),
+        (["--url", NOWHERE, "--voice", "x"], "--voice goes together with --speech"),
+        (["--url", "nonsense"], "--url: must be such as http://localhost:8000"),
+        (["--url", NOWHERE], f"--url {NOWHERE}: cannot be reached"),
+        (["two_step", "--concurrency", "0"], "--concurrency: must be numbers above 0"),
+        (["two_step", "--concurrency", "1,x"], "--concurrency: must be numbers above 0"),
+        (["two_step", "--concurrency", "1.5"], "--concurrency: must be whole numbers"),
+        (["two_step", "--concurrency", "2,2"], "--concurrency: a number stands twice"),
+        (["two_step", "--concurrency", "1e9"], "--concurrency: concurrency must be from 1 to"),
+        (["two_step", "--rate", "nan"], "--rate: must be numbers above 0"),
+        (["two_step", "--rate", "1e12"], "--rate: at most 1e+06 requests a second"),
+        (["two_step", "--rate", "1", "--concurrency", "1"], "give one of them"),
+        (["two_step", "--goodput", "speed=1"], "--goodput: unknown measure 'speed'"),
+        (["two_step", "--goodput", "first_tokn=1"], "did you mean 'first_token'?"),
+        (["two_step", "--goodput", "first_token"], "--goodput: must be limits such as"),
+        (["two_step", "--goodput", "first_token=x"], "--goodput: first_token: must be a number"),
+        (["two_step", "--goodput", "end_to_end=1,end_to_end=2"], "end_to_end stands twice"),
+        (["two_step", "--requests", "0"], "--requests"),
+        (["two_step", "--endpoint", "x"], "--endpoint"),
+        (["two_step", "--plot", "out.png"], "--plot: must end in .svg"),
+        (["two_step", "--json", "/nowhere/out.json"], "--json: '/nowhere/out.json' cannot be"),
+        (["two_step", "-i", "nowhere.jsonl"], "--input: nowhere.jsonl: cannot be read"),
+        (["two_step", "-i", "x", "--turns", "2"], "--turns is about requests that are made up"),
+        (["two_step", "--prompt-tokens", "8", "--shared-prefix-tokens", "8"], "must be fewer than"),
+    ],
+)
+def test_a_mistake_is_told_with_its_flag_before_anything_runs(flags: list[str], told: str):
+    result = bench(*flags)
+    assert result.exit_code == 2
+    assert told in result.stderr and "Traceback" not in result.stderr
+
+
+def test_wrong_lines_are_told_all_together_before_anything_is_sent(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n{broken\n\n{"promt": "x"}\n')
+    with in_thread(FakeOpenAI(hello)) as server:
+        result = bench("--url", server.url, "-i", tmp_path / "in.jsonl")
+    assert result.exit_code == 2 and not server.requests
+    assert "in.jsonl:2: not valid JSON" in result.stderr and "in.jsonl:4: " in result.stderr
+
+
+def test_what_a_server_refuses_at_once_is_told_as_a_mistake():
+    with in_thread(FakeOpenAI(hello)) as server:
+        server.status = 400
+        result = bench("--url", server.url)
+    assert result.exit_code == 2
+    assert "the first request was not answered: status 400: as it was told to" in result.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_prints_and_writes_what_was_measured(sent: signal.Signals, tmp_path: Path):
+    """Three requests are answered; the fourth one never is."""
+    served = 0
+
+    async def three(path: str, body: Any) -> AsyncIterator[Any]:
+        nonlocal served
+        served += 1
+        yield chat_piece("x")
+        if served > 3:
+            while True:
+                yield b": still there\n\n"
+                await asyncio.sleep(0.05)
+        yield DONE
+
+    (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n' * 9)
+    with in_thread(FakeOpenAI(three)) as server:
+        flags = ["--url", server.url, "-i", str(tmp_path / "in.jsonl"), "--warmup", "0"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "omni", "bench", *flags, "-o", str(tmp_path / "out.json")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            wait_until(lambda: served > 3 or process.poll() is not None)
+            process.send_signal(sent)
+            printed, told = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + sent, told
+    assert "cut short" in printed and "end to end" in printed
+    assert "interrupted: what stands above is of the 3 requests that had ended" in told
+    assert "Traceback" not in told
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert not written["is_complete"]
+    counts = written["levels"][0]["requests"]
+    assert (counts["ok"], counts["unfinished"]) == (3, 1)
+
+
+def test_measuring_a_server_imports_neither_torch_nor_the_server():
+    code = (
+        "import sys\nfrom omni.commands.cli import app\n"
+        f"app(['bench', '--url', '{NOWHERE}'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'uvicorn', 'matplotlib'}\n"
+        "found = heavy & set(sys.modules)\nassert 'httpx2' in sys.modules and not found, found"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and "cannot be reached" in run.stderr, run.stderr

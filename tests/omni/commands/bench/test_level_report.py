@@ -1,0 +1,172 @@
+"""The figures of a level are what their names say, as vLLM's ``bench serve`` defines them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from omni.commands.bench.distribution import Distribution
+from omni.commands.bench.goodput_limits import GoodputLimits
+from omni.commands.bench.level_report import METRICS, LevelReport
+from omni.commands.bench.level_run import LevelRun, LoadAmount
+from omni.commands.bench.load_level import LoadLevel
+from omni.commands.bench.load_source import LineSource, Send
+from omni.commands.bench.request_record import (
+    PER_REQUEST_METRICS,
+    RequestFailure,
+    RequestRecord,
+)
+from omni.commands.bench.request_timer import RequestTimer
+from tests.support.virtual_clock import VirtualClock
+
+SPOKEN = RequestRecord(
+    scheduled=9.5,
+    sent=10.0,
+    ended=14.0,
+    text_times=(10.5, 10.75, 11.5),
+    first_audio_time=11.0,
+    audio_s=8.0,
+    prompt_tokens=100,
+    cached_tokens=40,
+    completion_tokens=6,
+)
+
+
+def test_every_time_of_a_request_counts_from_when_it_was_sent():
+    assert SPOKEN.send_delay == 0.5
+    assert SPOKEN.first_token == 0.5
+    assert SPOKEN.gaps == [0.25, 0.75] and SPOKEN.between_tokens == 0.5
+    assert SPOKEN.per_token == 0.2, "1 s for the 5 tokens after the first"
+    assert SPOKEN.first_audio == 1.0
+    assert SPOKEN.end_to_end == 4.0
+    assert SPOKEN.real_time_factor == 0.5
+
+
+def test_what_a_request_did_not_have_is_missing_and_not_zero():
+    silent = RequestRecord(scheduled=1.0, sent=1.0, ended=2.0)
+    assert silent.end_to_end == 1.0
+    assert silent.first_token is silent.first_audio is silent.real_time_factor is None
+    assert silent.per_token is None and silent.gaps == []
+
+
+def test_pieces_stand_for_tokens_where_nobody_counts_them():
+    record = RequestRecord(scheduled=0.0, sent=0.0, ended=3.0, text_times=(1.0, 2.0, 3.0))
+    assert record.num_tokens == 3 and record.per_token == 1.0
+
+
+def test_the_percentiles_are_numpys():
+    values = np.random.default_rng(0).exponential(size=257)
+    found = Distribution.of(iter(values.tolist()))
+    assert found is not None and found.count == 257
+    assert found.mean == pytest.approx(values.mean()) and found.max == values.max()
+    for name in ("p50", "p90", "p99"):
+        assert getattr(found, name) == np.percentile(values, int(name[1:]))
+
+
+def test_two_values_are_interpolated_and_none_have_no_distribution():
+    assert Distribution.of([1.0, 3.0]) == Distribution(2, 2.0, 2.0, 2.8, pytest.approx(2.98), 3.0)
+    assert Distribution.of([]) is None
+
+
+def speaking(clock: VirtualClock, *, fails: bool = False) -> Send:
+    """After 1 s a token, after 2 and 4 more, after 5 the end; of 10 prompt tokens 4 are cached."""
+
+    async def send(timer: RequestTimer) -> str:
+        timer.send()
+        for wait in (1.0, 1.0, 2.0):
+            await clock.sleep(wait)
+            timer.text()
+        timer.audio(2.5)
+        await clock.sleep(1.0)
+        if fails:
+            raise RequestFailure("cut off", "no end")
+        timer.usage(10, 4, 3)
+        return "text"
+
+    return send
+
+
+def rejecting(clock: VirtualClock) -> Send:
+    async def send(timer: RequestTimer) -> str:
+        timer.send()
+        await clock.sleep(0.25)
+        raise RequestFailure("status 429", "full", is_rejection=True)
+
+    return send
+
+
+def run_of(clock: VirtualClock, sends: list[Send], concurrency: int = 1) -> LevelRun:
+    run = LevelRun(LoadLevel(concurrency=concurrency), LoadAmount(len(sends)), clock=clock)
+    clock.run(run.run(LineSource(sends)))
+    return run
+
+
+def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind():
+    clock = VirtualClock()
+    sends = [speaking(clock), speaking(clock, fails=True), rejecting(clock), speaking(clock)]
+    report = LevelReport.of(run_of(clock, sends), GoodputLimits())
+    assert report.duration_s == 5 + 5 + 0.25 + 5
+    counts = report.requests
+    assert (counts.ok, counts.rejected, counts.failed, counts.unfinished) == (2, 1, 1, 0)
+    assert counts.failures == {"cut off": 1} and counts.examples == {"cut off": "no end"}
+    assert (report.tokens.prompt, report.tokens.cached, report.tokens.output) == (20, 8, 6)
+    assert report.tokens.hit_rate == 0.4 and not report.tokens.are_pieces
+    assert report.audio_s == 5.0
+    assert report.throughput == {
+        "requests": 2 / 15.25,
+        "output_tokens": 6 / 15.25,
+        "total_tokens": 26 / 15.25,
+        "audio_s": 5 / 15.25,
+    }
+    means = {name: each.mean for name, each in report.latencies.items()}
+    assert means == {
+        "first_token": 1.0,
+        "between_tokens": 1.5,
+        "per_token": 1.5,
+        "first_audio": 4.0,
+        "real_time_factor": 2.0,
+        "end_to_end": 5.0,
+    }
+    assert report.latencies["between_tokens"].count == 4, "every gap of the two answers"
+    assert report.rejection is not None and report.rejection.max == 0.25
+    assert report.generator.cpu_share == 0.5, "of the clock that half of its time is CPU's"
+
+
+def test_a_level_of_failures_alone_has_no_times_and_can_be_written():
+    clock = VirtualClock()
+    report = LevelReport.of(run_of(clock, [rejecting(clock)]), GoodputLimits({"end_to_end": 9}))
+    assert report.latencies == {} and report.num_good == 0
+    written = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    assert written["requests"]["rejected"] == 1 and written["throughput_per_s"]["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_good"),
+    [
+        ({"first_token": 0.5}, True),
+        ({"first_token": 0.49}, False),
+        ({"between_tokens": 0.5, "per_token": 0.2, "end_to_end": 4.0}, True),
+        ({"between_tokens": 0.4}, False),
+        ({"per_token": 0.1}, False),
+        ({"first_audio": 1.0, "real_time_factor": 0.5}, True),
+        ({"real_time_factor": 0.4}, False),
+    ],
+)
+def test_a_request_is_good_if_it_keeps_every_limit(limits: dict[str, float], is_good: bool):
+    assert GoodputLimits(limits).are_kept(SPOKEN) is is_good
+
+
+def test_one_token_keeps_limits_on_what_follows_it_and_a_failure_keeps_none():
+    one = RequestRecord(scheduled=0.0, sent=0.0, ended=1.0, text_times=(1.0,), completion_tokens=1)
+    assert GoodputLimits({"between_tokens": 0.0, "per_token": 0.0}).are_kept(one)
+    assert not GoodputLimits({"first_audio": 9.0}).are_kept(one), "it has no sound"
+    failed = RequestRecord(scheduled=0.0, sent=0.0, ended=1.0, failure=RequestFailure("x", "y"))
+    assert not GoodputLimits({"end_to_end": 9.0}).are_kept(failed)
+
+
+def test_goodput_has_a_limit_for_everything_that_is_told():
+    assert tuple(PER_REQUEST_METRICS) == METRICS
+    parsed = GoodputLimits.parse(" first_token=0.5, real_time_factor = 1")
+    assert parsed.limits == {"first_token": 0.5, "real_time_factor": 1.0}
