@@ -76,6 +76,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/hybrid_memory.py
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/tensor_hop.py
+	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.encoder_decoder_cpu
 
 torture: $(STAMP)

@@ -17,7 +17,7 @@ from stages.remote.worker_log import forward_log
 from stages.remote.worker_main import WorkerLoop
 from stages.remote.worker_process import WorkerProcess, start_worker
 
-__all__ = ["connect_process", "worker_main"]
+__all__ = ["ProcessConnection", "connect_process", "worker_main"]
 
 _POOL = SegmentPool()
 """Of this process, for all that it sends."""
@@ -35,7 +35,7 @@ def connect_process(
         threads=spec.threads,
         name=f"omni {spec.label}",
     )
-    return _ProcessConnection(process, on_message, on_end)
+    return ProcessConnection(process, on_message, on_end)
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:
@@ -60,7 +60,14 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
         channel.close()
 
 
-class _ProcessConnection(Connection):
+class ProcessConnection(Connection):
+    """One worker in a process, and the channel to it.
+
+    Args:
+        process: that runs :func:`worker_main`.
+        on_message, on_end: see :class:`~stages.remote.connection.Connect`.
+    """
+
     def __init__(
         self,
         process: WorkerProcess,

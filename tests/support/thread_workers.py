@@ -12,7 +12,7 @@ from stages.remote.wire import wire_codec
 from stages.remote.worker_main import WorkerLoop, build_stage
 from stages.stage import Stage, Transform
 
-__all__ = ["ThreadWorkers"]
+__all__ = ["Build", "ThreadWorkers"]
 
 
 Build = Callable[[WorkerSpec], tuple[Stage, Transform | None]]

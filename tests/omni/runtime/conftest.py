@@ -14,14 +14,15 @@ from stages.remote.control import WorkerSpec
 from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
-from tests.support.thread_workers import ThreadWorkers
+from tests.support.channel_workers import ChannelWorkers
 
 
-@pytest.fixture(params=["inline", "workers"])
+@pytest.fixture(params=["inline", "processes"])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let the stages of every orchestrator run inline, or in workers that are told by messages.
+    """Let the stages of every orchestrator run inline, or in workers of their own.
 
-    The workers' threads drive the very stages that the test has made.
+    With ``processes`` all that workers are told and tell goes over sockets and shared memory, as
+    between processes; they are threads, which drive the very stages that the test has made.
     """
     where: str = request.param
     if where == "inline":
@@ -31,7 +32,7 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         def link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
             transform = pipeline.transforms.get(stage.name)
-            threads = ThreadWorkers(lambda spec: (_Unclosed.of(stage), transform))
+            threads = ChannelWorkers(lambda spec: (_Unclosed.of(stage), transform))
             spec = WorkerSpec(stage.name, "", "", None, edges)
             starting = StartingStage(stage, [spec], threads.connect, WorkerPolicy(max_retries=0))
             workers.callback(threads.join)

@@ -6,7 +6,7 @@ The pools hold one long request and a bit: when several run, some must give thei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from engine import LLMEngine, TokensPrompt
+from engine import TokensPrompt
 from engine.requests.request import Request
 from engine.scheduling.request_queues import RequestQueues
 from omni import Omni, OmniOutput, OmniRequest
@@ -26,6 +27,7 @@ from prefix_cache import PageCopy
 from stages import AutoregressiveStage
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
+from tests.support.placed import PLACES, placed
 
 BLOCK_SIZE = 4
 MAX_TEXT, MAX_CODES = 16, 24
@@ -75,33 +77,22 @@ class Rig:
     placeholders: dict[str, int]
     answer: Callable[[Ask], OmniOutput]
 
-    def engine(self, stage: str) -> LLMEngine:
-        found = self.pipeline.stages[stage]
-        assert isinstance(found, AutoregressiveStage)
-        return found.engine
+
+USUAL: dict[str, Any] = {"num_steps": 2, "block_size": BLOCK_SIZE, "max_model_len": 60}
 
 
-@pytest.fixture(scope="module", params=["recompute", "swap"])
-def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
-    folder = seeded("qwen2_5_omni")
-    usual: dict[str, Any] = {"num_steps": 2, "block_size": BLOCK_SIZE, "max_model_len": 60}
-    uncached = build_pipeline(folder, caching=False, num_blocks=64, **usual)
-    # The codes come whole, so that the vocoder's windows are no excuse for other sound.
-    pipeline = build_pipeline(
-        folder,
-        streaming=True,
-        text_chunk=2,
-        code_chunk=MAX_CODES + 1,
-        num_blocks=17,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        preemption=request.param,
-        **usual,
-    )
-    thinker = pipeline.stages["thinker"]
-    assert isinstance(thinker, AutoregressiveStage) and thinker.engine.tokenizer is not None
-    vocabulary = thinker.engine.tokenizer.get_vocab()
-    placeholders = {"image": vocabulary["<|IMAGE|>"], "audio": vocabulary["<|AUDIO|>"]}
+@pytest.fixture(scope="module")
+def placeholders(seeded: Callable[[str], str]) -> dict[str, int]:
+    """The tokens that pictures and sounds stand for."""
+    vocabulary = AutoTokenizer.from_pretrained(seeded("qwen2_5_omni")).get_vocab()
+    return {"image": vocabulary["<|IMAGE|>"], "audio": vocabulary["<|AUDIO|>"]}
+
+
+@pytest.fixture(scope="module")
+def answer(
+    seeded: Callable[[str], str], placeholders: dict[str, int]
+) -> Callable[[Ask], OmniOutput]:
+    uncached = build_pipeline(seeded("qwen2_5_omni"), caching=False, num_blocks=64, **USUAL)
     orchestrator = Orchestrator(uncached)
 
     @cache
@@ -112,7 +103,36 @@ def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Rig:
                 if output.finished:
                     return output
 
-    return Rig(pipeline, placeholders, answer)
+    return answer
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((where, "recompute") for where in PLACES), ("inline", "swap")],
+    ids="-".join,
+)
+def rig(
+    request: pytest.FixtureRequest,
+    seeded: Callable[[str], str],
+    placeholders: dict[str, int],
+    answer: Callable[[Ask], OmniOutput],
+) -> Iterator[Rig]:
+    where, preemption = request.param
+    # The codes come whole, so that the vocoder's windows are no excuse for other sound.
+    pipeline = build_pipeline(
+        seeded("qwen2_5_omni"),
+        streaming=True,
+        text_chunk=2,
+        code_chunk=MAX_CODES + 1,
+        num_blocks=17,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        preemption=preemption,
+        **USUAL,
+    )
+    pipeline = placed(pipeline, where)
+    yield Rig(pipeline, placeholders, answer)
+    pipeline.close()
 
 
 def asks(
@@ -194,15 +214,25 @@ def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.
 
     def noting(queues: RequestQueues, request: Request) -> tuple[PageCopy, ...]:
         for stage, other in (("thinker", "talker"), ("talker", "thinker")):
-            is_in_both = request.request_id in rig.engine(other)._groups
-            if queues is rig.engine(stage)._scheduler._queues and is_in_both:
+            is_in_both = request.request_id in engines[other]._groups
+            if queues is engines[stage]._scheduler._queues and is_in_both:
                 parted[stage] += 1
         return preempt(queues, request)
 
-    monkeypatch.setattr(RequestQueues, "preempt", noting)
+    stages = rig.pipeline.stages
+    engines = {
+        name: stage.engine
+        for name, stage in stages.items()
+        if isinstance(stage, AutoregressiveStage)
+    }
+    before = {name: stages[name].stats().num_preemptions for name in ("thinker", "talker")}
+    if engines:  # of workers elsewhere it is known that they preempt, not when
+        monkeypatch.setattr(RequestQueues, "preempt", noting)
     crowd = [Ask(n % 2, n, n % 3, n % 2, MAX_TEXT, MAX_CODES, salt=str(n)) for n in range(1, 5)]
     with Omni(rig.pipeline) as omni:
         requests = [ask.request(f"r{n}", rig.placeholders) for n, ask in enumerate(crowd)]
         for ask, output in zip(crowd, omni.generate(requests), strict=True):
             assert_same(output, rig.answer(ask))
-    assert parted["thinker"] and parted["talker"]
+        for name, count in before.items():
+            assert stages[name].stats().num_preemptions > count
+    assert not engines or (parted["thinker"] and parted["talker"])
