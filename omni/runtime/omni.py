@@ -23,6 +23,8 @@ from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
 from omni.runtime.uncollected import uncollected
 from stages import StageStats
+from stages.worker.stage_link import LinkedStage
+from stages.worker.worker_state import WorkerState
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
@@ -173,6 +175,14 @@ class Omni:
     def stats(self) -> dict[str, StageStats]:
         """Every stage's counters."""
         return {name: stage.stats() for name, stage in self.pipeline.stages.items()}
+
+    def worker_states(self) -> dict[str, tuple[WorkerState, ...]]:
+        """How the workers of every stage that runs elsewhere are doing, by replica."""
+        return {
+            name: stage.worker_states()
+            for name, stage in self.pipeline.stages.items()
+            if isinstance(stage, LinkedStage)
+        }
 
     def close(self) -> None:
         """End what is running with an error, stop the thread, close the stages.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,6 +22,7 @@ from omni.server.pipeline_route import router as pipeline_router
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 
 __all__ = ["create_app"]
 
@@ -57,14 +60,24 @@ def create_app(server: PipelineServer) -> FastAPI:
 
 async def _health(request: Request) -> Response:
     server: PipelineServer = request.app.state.server
-    pipelines = {
-        name: {"status": pipeline.state.value, "error": pipeline.error}
-        for name, pipeline in server.pipelines.items()
-    }
+    pipelines = {name: _condition(pipeline) for name, pipeline in server.pipelines.items()}
     return JSONResponse(
         {"status": server.status, "pipelines": pipelines},
         HTTPStatus.OK if server.status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE,
     )
+
+
+def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
+    """How a pipeline is doing, and the workers of its stages, where these run elsewhere."""
+    status, error = pipeline.state.value, pipeline.error
+    if pipeline.lost_stages:
+        status = PipelineState.FAILED.value
+        error = f"no worker is left of {', '.join(pipeline.lost_stages)}"
+    told: dict[str, Any] = {"status": status, "error": error}
+    workers = pipeline.worker_states()
+    if workers:
+        told["workers"] = {name: [asdict(each) for each in of] for name, of in workers.items()}
+    return told
 
 
 async def _metrics(request: Request) -> Response:

@@ -15,6 +15,7 @@ from stages.remote.remote_link import RemoteLink
 from stages.remote.worker_life import Ended, WorkerLife
 from stages.stage import StageInputs, StageOutput, StageRequest, StageStats
 from stages.worker.stage_link import LinkedStage, StageLink
+from stages.worker.worker_state import WorkerState
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +141,10 @@ class RemoteStage(LinkedStage):
     def link(self) -> StageLink:
         """The way to its workers."""
         return self._link
+
+    def worker_states(self) -> tuple[WorkerState, ...]:
+        """See :class:`~stages.worker.stage_link.LinkedStage`."""
+        return tuple(life.state for life in self._lives)
 
     @property
     def workers(self) -> tuple[WorkerLife, ...]:

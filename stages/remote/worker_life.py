@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from stages.remote.connection import Connect, Connection, WorkerGone
 from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
+from stages.worker.worker_state import WorkerState
 
 __all__ = ["MOST_STARTS", "Ended", "WorkerLife"]
 
@@ -28,6 +29,7 @@ MOST_STARTS = 6
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _BEAT_PATIENCE_S = 0.5
+_STATS_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class WorkerLife:
         self.facts: StageFacts | None = None
         self._beat: Beat | None = None
         self._counted = StageStats()
+        self._state = WorkerState("starting")
 
     def tell_news(self, on_news: Callable[[], None]) -> None:
         """Have a function called, in any thread, when :meth:`news` may have something."""
@@ -94,6 +97,11 @@ class WorkerLife:
     def is_up(self) -> bool:
         """Whether there is a worker that takes commands."""
         return self._is_up
+
+    @property
+    def state(self) -> WorkerState:
+        """How it is doing."""
+        return replace(self._state, state="up") if self._is_up else self._state
 
     @property
     def pid(self) -> int | None:
@@ -180,11 +188,12 @@ class WorkerLife:
                 self.check_alive()
 
     def stats(self) -> StageStats:
-        """What its workers have counted; of one that does not answer, what it told last."""
+        """What its workers have counted; of one that does not answer soon, what it told last."""
         try:
-            counted: StageStats = self.call("stats")
-        except RuntimeError:
-            return self._counted
+            counted: StageStats = self.call("stats", timeout_s=_STATS_PATIENCE_S)
+        except (RuntimeError, TimeoutError):
+            beat = self._beat
+            return self._counted if beat is None else beat.stats.following(self._counted)
         return counted.following(self._counted)
 
     def note_success(self) -> None:
@@ -263,6 +272,12 @@ class WorkerLife:
             if self._beat is not None:
                 self._counted, self._beat = self._beat.stats.following(self._counted), None
             is_final = self._num_starts >= MOST_STARTS or self.facts is None
+            self._state = WorkerState(
+                "down" if is_final else "starting",
+                self._state.num_restarts + (not is_final),
+                reason,
+                time.time(),
+            )
         self._fail_calls(f"its worker {reason}")
         # Told before another one is started, which might speak at once.
         self._news.append(Ended(reason, is_final))

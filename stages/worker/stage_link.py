@@ -8,6 +8,7 @@ from collections.abc import Callable
 from stages.stage import Stage
 from stages.trace_events import Traced
 from stages.worker.messages import Command, Event
+from stages.worker.worker_state import WorkerState
 
 __all__ = ["LinkedStage", "StageLink"]
 
@@ -84,3 +85,7 @@ class LinkedStage(Stage):
     @abstractmethod
     def link(self) -> StageLink:
         """The way to its worker."""
+
+    @abstractmethod
+    def worker_states(self) -> tuple[WorkerState, ...]:
+        """How its workers are doing, by replica; waits for none of them."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.server.serving.admission import Admission
     from stages import StageStats
+    from stages.worker.worker_state import WorkerState
 
 __all__ = ["Metered", "Meters", "RequestMeter"]
 
@@ -45,6 +46,9 @@ class Metered(Protocol):
 
     def stats(self) -> Mapping[str, StageStats]:
         """Every stage's counters."""
+
+    def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
+        """How the workers of stages that run elsewhere are doing."""
 
 
 class Meters:
@@ -161,6 +165,26 @@ class _Stages(Collector):
                 counter.add_metric([model, stage], getattr(reading, field))
             yield counter
         yield from _memory(stats)
+        yield from self._workers()
+
+    def _workers(self) -> Iterator[Metric]:
+        labels = ["model", "stage", "replica"]
+        up = GaugeMetricFamily(
+            "omni_stage_worker_up", "Whether a worker takes requests.", None, labels
+        )
+        restarts = CounterMetricFamily(
+            "omni_stage_restarts",
+            "Workers started in the place of one that had ended.",
+            None,
+            labels,
+        )
+        for pipeline in self._pipelines:
+            for stage, workers in pipeline.worker_states().items():
+                for replica, worker in enumerate(workers):
+                    up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
+                    restarts.add_metric([pipeline.name, stage, str(replica)], worker.num_restarts)
+        yield up
+        yield restarts
 
 
 def _memory(stats: list[tuple[str, str, StageStats]]) -> Iterator[Metric]:

@@ -74,6 +74,8 @@ class PipelineServer:
         if self.is_stopping:
             return "stopping"
         states = {pipeline.state for pipeline in self.pipelines.values()}
+        if any(pipeline.lost_stages for pipeline in self.pipelines.values()):
+            return PipelineState.FAILED.value
         for state in (PipelineState.FAILED, PipelineState.LOADING):
             if state in states:
                 return state.value

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
     from stages import StageStats
+    from stages.worker.worker_state import WorkerState
 
 __all__ = ["PipelineState", "ServedPipeline"]
 
@@ -102,6 +103,20 @@ class ServedPipeline:
         """Every stage's counters; none while the pipeline is not loaded."""
         omni = self._omni
         return {} if omni is None else omni.stats()
+
+    def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
+        """How the workers of stages that run elsewhere are doing; waits for none of them."""
+        omni = self._omni
+        return {} if omni is None else omni.worker_states()
+
+    @property
+    def lost_stages(self) -> tuple[str, ...]:
+        """Stages of which no worker will ever take a request again."""
+        return tuple(
+            name
+            for name, workers in self.worker_states().items()
+            if all(worker.state == "down" for worker in workers)
+        )
 
     @property
     def omni(self) -> Omni:

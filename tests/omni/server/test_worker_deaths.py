@@ -1,0 +1,140 @@
+"""A stage's worker that dies under load: the server stays up, and `/health` says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from omni.pipelines.pipeline_config import PipelineConfig
+from stages.remote import worker_life
+from stages.remote.remote_stage import RemoteStage
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.patience import PATIENCE_S
+
+PROMPTS = ["A quick brown fox", "A quick brown dog", "Hello", "Once upon a time"]
+
+
+def served(max_retries: int) -> PipelineConfig:
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen2",
+        "engine": {"num_blocks": 256, "max_num_batched_tokens": 256},
+        "sampling": {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True},
+        "outputs": [],
+        "final_output": "text",
+    }
+    runtime = {"kind": "processes", "max_retries": max_retries}
+    return PipelineConfig.model_validate(
+        {"name": "chat", "runtime": runtime, "stages": {"writer": stage}}
+    )
+
+
+@pytest.fixture
+def unforgiving() -> Iterator[LiveServer]:
+    """Runs nothing again."""
+    with LiveServer([served(max_retries=0)]) as running:
+        yield running
+
+
+def pieces(
+    server: LiveServer, prompt: str, begun: threading.Semaphore, max_tokens: int = 100
+) -> Iterator[str]:
+    stream = server.client().completions.create(
+        model="chat", prompt=prompt, stream=True, max_tokens=max_tokens
+    )
+    for number, chunk in enumerate(stream):
+        if number == 1:
+            begun.release()
+        yield chunk.choices[0].text if chunk.choices else ""
+
+
+def read(server: LiveServer, prompt: str, begun: threading.Semaphore) -> str:
+    return "".join(pieces(server, prompt, begun))
+
+
+def kill_worker(server: LiveServer) -> None:
+    stage = server.omni().pipeline.stages["writer"]
+    assert isinstance(stage, RemoteStage)
+    (pid,) = (worker.pid for worker in stage.workers)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def health(server: LiveServer) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=PATIENCE_S) as answer:
+            return answer.status, msgspec.json.decode(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, msgspec.json.decode(error.read())
+
+
+def writer_of(told: Any) -> dict[str, Any]:
+    (worker,) = told["pipelines"]["chat"]["workers"]["writer"]
+    return dict(worker)
+
+
+def test_streams_go_on_where_they_were_when_their_worker_is_killed() -> None:
+    with LiveServer([served(max_retries=1)]) as server:
+        client = server.client()
+        whole = [
+            client.completions.create(model="chat", prompt=prompt, max_tokens=100).choices[0].text
+            for prompt in PROMPTS
+        ]
+        assert writer_of(health(server)[1])["num_restarts"] == 0
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor() as pool:
+            streams = [pool.submit(read, server, each, begun) for each in PROMPTS]
+            begun.acquire()
+            kill_worker(server)
+            assert [stream.result() for stream in streams] == whole
+        status, told = health(server)
+        assert (status, told["status"]) == (200, "ready")
+        worker = writer_of(told)
+        assert (worker["state"], worker["num_restarts"]) == ("up", 1)
+        assert worker["last_end"] == "was killed by SIGKILL" and worker["ended_at"] > 0
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
+            metrics = answer.read().decode()
+        labels = '{model="chat",replica="0",stage="writer"}'
+        assert f"omni_stage_restarts_total{labels} 1.0" in metrics
+        assert f"omni_stage_worker_up{labels} 1.0" in metrics
+        server.check_nothing_is_left()
+
+
+def test_without_retries_those_in_the_worker_fail_alone(unforgiving: LiveServer) -> None:
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(lambda: list(pieces(unforgiving, PROMPTS[0], begun, 1800)))
+        begun.acquire()
+        kill_worker(unforgiving)
+        told = "stage 'writer': its worker was killed by SIGKILL while it had this request"
+        with pytest.raises(openai.APIError, match=told):
+            stream.result()
+    answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
+    assert answer.choices[0].text
+    assert health(unforgiving)[0] == 200
+    unforgiving.check_nothing_is_left()
+
+
+def test_a_stage_that_will_never_be_back_is_told_by_health(
+    unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_life, "MOST_STARTS", 1)
+    kill_worker(unforgiving)
+    wait_until(lambda: health(unforgiving)[0] == 503)
+    _, told = health(unforgiving)
+    assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
+    assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"
+    assert writer_of(told)["state"] == "down"
+    with pytest.raises(openai.InternalServerError, match="it cannot be used any more"):
+        unforgiving.client().completions.create(model="chat", prompt="Hello")
