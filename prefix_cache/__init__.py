@@ -21,7 +21,7 @@ from prefix_cache.blocks.page_arena import PageArena
 from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
 from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrity
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
-from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
+from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats
 from prefix_cache.kv_cache.mirrored_outputs import ENCODER_HIDDEN_STATES
 from prefix_cache.kv_cache.page_accounting import needed_bytes, one_size_groups, request_bytes
 from prefix_cache.kv_cache.pending_blocks import PendingBlocks
@@ -47,6 +47,7 @@ from prefix_cache.specs.kv_cache_spec import (
     SlidingWindowSpec,
     StateTensor,
 )
+from prefix_cache.specs.spec_words import spec_in_words
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
 from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
 from prefix_cache.stores.stage_output_cache import StageOutputCache
@@ -70,6 +71,7 @@ __all__ = [
     "EncoderCacheStats",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "GroupStats",
     "HostOnlySpec",
     "IntegrityError",
     "KVCacheBlock",
@@ -103,6 +105,7 @@ __all__ = [
     "one_size_groups",
     "pad_pages",
     "request_bytes",
+    "spec_in_words",
     "whole_input_block_hashes",
     "whole_input_hash",
 ]

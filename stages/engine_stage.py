@@ -65,7 +65,8 @@ class EngineStage(Stage, Generic[OutputT]):
         """Let go of the engine and build another one; see :class:`~stages.stage.Stage`."""
         self.ownership.check()
         if hasattr(self, "engine"):
-            self._counted, self._caching = self.stats(), self.engine.enable_prefix_caching
+            self._counted = self.engine.stats().following(self._counted).plus(num_restarts=1)
+            self._caching = self.engine.enable_prefix_caching
             # Two engines may be more than the memory holds. What is in a circle is freed, too.
             del self.engine
         gc.collect()
@@ -208,9 +209,12 @@ class EngineStage(Stage, Generic[OutputT]):
 
     def stats(self) -> StageStats:
         """Counters since the stage was built, of the engines that it had before as well."""
-        if not hasattr(self, "engine"):
-            return self._counted
-        return self.engine.stats().following(self._counted)
+        counted = self._counted
+        if hasattr(self, "engine"):
+            counted = self.engine.stats().following(counted)
+        return counted.plus(
+            num_transfers=self.num_transfers, transferred_bytes=self.transferred_bytes
+        )
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""

@@ -269,6 +269,8 @@ class Stage(ABC):
     final_output_kinds: ClassVar[tuple[str, ...]] = FINAL_OUTPUTS
     has_cache: bool = True
     built_of: Settings | None = None
+    num_transfers: int = 0
+    transferred_bytes: int = 0
 
     def __init__(
         self,
@@ -452,6 +454,19 @@ class Stage(ABC):
     @abstractmethod
     def stats(self) -> StageStats:
         """Counters since the stage was built."""
+
+    def replica_stats(self) -> tuple[StageStats, ...]:
+        """The same by replica; of a stage that is not run by several workers there is one."""
+        return (self.stats(),)
+
+    def note_transfer(self, num_bytes: int) -> None:
+        """Count what another stage has handed to this one.
+
+        Args:
+            num_bytes: of its tensors.
+        """
+        self.num_transfers += 1
+        self.transferred_bytes += num_bytes
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:

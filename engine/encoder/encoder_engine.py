@@ -228,7 +228,7 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        return replace(self._stats, kv=self._store.stats())
+        return replace(self._stats, num_waiting=len(self._requests), kv=self._store.stats())
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,7 +107,8 @@ class EncoderOutputStore:
 
     def stats(self) -> KVCacheStats:
         """The pool now, and how many tokens were found in it."""
-        return KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
+        found = KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
+        return replace(found, output_bytes=self._rows.nbytes)
 
     def check_integrity(self) -> None:
         """Check the pool between two steps, when nothing is held.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from operator import index
 from typing import Any
@@ -210,7 +211,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def stats(self) -> EngineStats:
         """Read the counters; ``prompt_tokens`` are codes that became sound."""
-        return self._stats
+        return replace(self._stats, num_running=len(self._requests))
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved, for people."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from prefix_cache import EncoderCacheStats, KVCacheStats
@@ -26,6 +26,12 @@ class EngineStats:
         encoder_hits: how often one was needed whose encoding was there. What a prefix of cached
             tokens shows is not needed, and counts for neither.
         num_preemptions: how often a request had to give its blocks back.
+        num_restarts: how often a stage's engine was built anew, or its worker started again; an
+            engine by itself has none.
+        num_transfers: outputs and chunks of other stages that were handed to a stage.
+        transferred_bytes: of the tensors in these.
+        num_running: requests in steps at the time of the reading.
+        num_waiting: requests that wait for a step then, preempted and resting ones included.
         encoder_cache: towers' outputs at the time of the reading; None for a model without towers.
         kv: the pool at the time of the reading; None for an engine without blocks.
     """
@@ -38,6 +44,11 @@ class EngineStats:
     encoder_runs: int = 0
     encoder_hits: int = 0
     num_preemptions: int = 0
+    num_restarts: int = 0
+    num_transfers: int = 0
+    transferred_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
     encoder_cache: EncoderCacheStats | None = None
     kv: KVCacheStats | None = None
 
@@ -46,21 +57,31 @@ class EngineStats:
         return replace(self, **{name: getattr(self, name) + n for name, n in counts.items()})
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """What was added since an earlier reading; ``encoder_cache`` and ``kv`` stay as read."""
-        return self.plus(
-            **{
-                each.name: -getattr(earlier, each.name)
-                for each in fields(self)
-                if each.name not in ("encoder_cache", "kv")
-            }
-        )
+        """What was added since an earlier reading; what is of its time stays as read."""
+        return self.plus(**{name: -getattr(earlier, name) for name in _COUNTERS})
 
     def following(self, earlier: EngineStats) -> EngineStats:
-        """Add both, as if one engine had gone on; ``encoder_cache`` and ``kv`` as read here."""
-        return self.plus(
-            **{
-                each.name: getattr(earlier, each.name)
-                for each in fields(self)
-                if each.name not in ("encoder_cache", "kv")
-            }
+        """Add both, as if one engine had gone on; what is of its time is as read here."""
+        return self.plus(**{name: getattr(earlier, name) for name in _COUNTERS})
+
+    def beside(self, other: EngineStats) -> EngineStats:
+        """Add both, of engines that run the same model beside each other."""
+        sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNTS_OF_NOW)}
+        return replace(
+            self.plus(**sums),
+            encoder_cache=_beside(self.encoder_cache, other.encoder_cache),
+            kv=_beside(self.kv, other.kv),
         )
+
+
+_COUNTS_OF_NOW = ("num_running", "num_waiting")
+_OF_NOW = (*_COUNTS_OF_NOW, "encoder_cache", "kv")
+_COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _OF_NOW)
+
+_PoolT = TypeVar("_PoolT", "EncoderCacheStats", "KVCacheStats")
+
+
+def _beside(one: _PoolT | None, other: _PoolT | None) -> _PoolT | None:
+    if one is None or other is None:
+        return one or other
+    return one.beside(other)

@@ -307,9 +307,8 @@ class LLMEngine(Engine[RequestOutput]):
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        counted, towers = self._output_processor.stats, None
-        if self._encoder_cache_manager is not None:
-            towers = self._encoder_cache_manager.cache.stats()
+        counted, manager = self._output_processor.stats, self._encoder_cache_manager
+        towers = None if manager is None else manager.cache.stats()
         return replace(
             counted,
             num_steps=self._num_steps,
@@ -317,6 +316,8 @@ class LLMEngine(Engine[RequestOutput]):
             encoder_runs=counted.encoder_runs if towers is None else towers.encoded,
             encoder_hits=counted.encoder_hits if towers is None else towers.hits,
             num_preemptions=self._scheduler.num_preemptions,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
             encoder_cache=towers,
             kv=self._kv.stats(),
         )

@@ -6,20 +6,15 @@ from dataclasses import dataclass
 
 from engine.resources.byte_sizes import format_bytes
 from prefix_cache import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
-    HostOnlySpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheManager,
-    KVCacheSpec,
     MambaSpec,
-    SlidingWindowSpec,
     needed_bytes,
     one_size_groups,
     request_bytes,
+    spec_in_words,
 )
 
 __all__ = ["ContextCost", "KVCacheReport", "report_kv_cache"]
@@ -79,7 +74,7 @@ class KVCacheReport:
             group = self.config.groups[0]
             page_bytes, block_size = group.page_bytes, group.spec.block_size
             return [
-                f"  group        {_layers(group)}, {_kind(group.spec)}: "
+                f"  group        {_layers(group)}, {spec_in_words(group.spec)}: "
                 f"{format_bytes(page_bytes)} a page of {block_size} tokens, "
                 f"{_GIB // page_bytes} in a GiB",
                 f"  per token    {format_bytes(page_bytes // block_size)} at every length",
@@ -106,11 +101,12 @@ class KVCacheReport:
         spec = group.spec
         if not group.on_device:
             return f"no layers, on the host: {self.config.num_host_blocks} blocks for outputs"
+        kind = spec_in_words(spec)
         holds = "one state" if isinstance(spec, MambaSpec) else f"{spec.block_size} tokens"
         padding = f", {format_bytes(group.padding_bytes)} of it padding" * bool(group.padding_bytes)
         return (
-            f"{_layers(group)}, {_kind(spec)}: {format_bytes(group.page_bytes)} a page of {holds}"
-            f"{padding}; {self.config.pages_per_large_page(group_id)} in a large page, "
+            f"{_layers(group)}, {kind}: {format_bytes(group.page_bytes)} a page of "
+            f"{holds}{padding}; {self.config.pages_per_large_page(group_id)} in a large page, "
             f"{_GIB // group.page_bytes} in a GiB"
         )
 
@@ -147,20 +143,3 @@ def _probe(groups: tuple[KVCacheGroup, ...]) -> KVCacheManager:
 def _layers(group: KVCacheGroup) -> str:
     count = len(group.layer_names)
     return f"{count} layer{'s' * (count != 1)}"
-
-
-def _kind(spec: KVCacheSpec) -> str:
-    match spec:
-        case SlidingWindowSpec():
-            return f"sliding window of {spec.window}"
-        case ChunkedLocalAttentionSpec():
-            return f"attention in chunks of {spec.chunk_size}"
-        case CrossAttentionSpec():
-            return "cross-attention"
-        case AttentionSpec():
-            return "full attention"
-        case MambaSpec():
-            return "recurrent"
-        case HostOnlySpec():
-            return "on the host"
-    raise NotImplementedError(f"no words for {type(spec).__name__}")

@@ -184,6 +184,10 @@ class Omni:
             if isinstance(stage, LinkedStage)
         }
 
+    def replica_stats(self) -> dict[str, tuple[StageStats, ...]]:
+        """Every stage's counters, by replica."""
+        return {name: stage.replica_stats() for name, stage in self.pipeline.stages.items()}
+
     def close(self) -> None:
         """End what is running with an error, stop the thread, close the stages.
 

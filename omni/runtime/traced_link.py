@@ -8,6 +8,7 @@ from omni.runtime.trace import Trace
 from stages import StageOutput
 from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved
 from stages.worker.stage_link import StageLink
+from stages.worker.transfers import num_tensor_bytes
 
 __all__ = ["TracedLink"]
 
@@ -95,18 +96,11 @@ class TracedLink(StageLink):
 
     def _sent(self, request_id: str, sources: Iterable[StageOutput]) -> None:
         outputs = tuple(sources)
-        num_bytes = sum(_num_bytes(output) for output in outputs)
-        self._trace.sent(self._name, request_id, [each.stage for each in outputs], num_bytes)
+        stages = [each.stage for each in outputs]
+        self._trace.sent(self._name, request_id, stages, num_tensor_bytes(outputs))
 
     def _left(self, request_id: str) -> None:
         self._trace.left(self._name, request_id)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             del self._request_ids[ticket]
-
-
-def _num_bytes(output: StageOutput) -> int:
-    """Bytes of an output's tensors, without looking into those that lie in shared memory."""
-    tensors = output.tensors
-    told = getattr(tensors, "nbytes", None)
-    return told if isinstance(told, int) else sum(each.nbytes for each in tensors.values())

@@ -42,6 +42,7 @@ class GroupPages:
         held_with_free: held pages that have free blocks.
         unheld_with_free: unheld pages that have free blocks.
         num_spare: free and cached blocks in held pages.
+        num_held: blocks that a table holds.
     """
 
     group_id: int
@@ -52,6 +53,7 @@ class GroupPages:
     held_with_free: dict[int, LargePage] = field(default_factory=dict)
     unheld_with_free: dict[int, LargePage] = field(default_factory=dict)
     num_spare: int = 0
+    num_held: int = 0
 
     def pages_needed(self, num_blocks: int) -> int:
         """Large pages without which ``num_blocks`` cannot be had."""
@@ -167,6 +169,7 @@ class PageArena:
     def hold(self, block: KVCacheBlock) -> None:
         """A block that no table holds is held once."""
         page, group = _page_of(block), self.groups[block.group_id]
+        group.num_held += 1
         if page.num_held:
             group.num_spare -= 1
         else:
@@ -190,6 +193,7 @@ class PageArena:
         self._time += 1
         block.ref_cnt = 0
         block.key = (priority, self._time)
+        group.num_held -= 1
         page.num_held -= 1
         if block.block_hash is None:
             page.free.append(block)

@@ -140,6 +140,12 @@ def _check_group(arena: PageArena, group: GroupPages) -> None:
             f"({null.generation}), block_hash ({_short(null.block_hash)}), expected 0, 0, None"
         )
     pages = [page for page in arena.pages if page.group_id == group.group_id]
+    held = sum(page.num_held for page in pages)
+    if group.num_held != held:
+        raise IntegrityError(
+            f"group {group.group_id}: num_held ({group.num_held}) != blocks that its pages count "
+            f"as held ({held})"
+        )
     spare = sum(len(page.blocks) - page.num_held for page in pages if page.num_held)
     if group.num_spare != spare:
         raise IntegrityError(

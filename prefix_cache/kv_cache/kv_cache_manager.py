@@ -323,4 +323,5 @@ class KVCacheManager:
 
     def stats(self) -> KVCacheStats:
         """Where the blocks are, and how many tokens were found."""
-        return KVCacheStats.of_pool(self.pool, self._hit_tokens, self._queried_tokens)
+        found = KVCacheStats.of_pool(self.pool, self._hit_tokens, self._queried_tokens)
+        return found.in_groups(self.pool, self.config, self.outputs.nbytes)

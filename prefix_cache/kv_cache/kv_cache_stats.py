@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefix_cache.blocks.block_pool import BlockPool
+from prefix_cache.specs.kv_cache_config import KVCacheConfig
+from prefix_cache.specs.spec_words import spec_in_words
 
-__all__ = ["KVCacheStats"]
+__all__ = ["GroupStats", "KVCacheStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """What one group of layers has of the pool.
+
+    Attributes:
+        kind: what its layers keep, in words.
+        held: blocks that are in at least one request's table.
+        cached: blocks that no request holds, findable by content until they are evicted.
+        block_bytes: of one block on the device; 0 for a group of the host.
+    """
+
+    kind: str
+    held: int
+    cached: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +42,9 @@ class KVCacheStats:
         evictions: cached blocks given up for others, since the start.
         hit_tokens: tokens that admitted requests found cached, since the start.
         queried_tokens: tokens in full blocks of admitted requests, since the start.
+        nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
+        output_bytes: reserved on the host for the outputs that are mirrored.
+        groups: what each group of layers has of it, in their order; none for such a pool.
     """
 
     num_blocks: int
@@ -32,6 +54,9 @@ class KVCacheStats:
     evictions: int
     hit_tokens: int
     queried_tokens: int
+    nbytes: int = 0
+    output_bytes: int = 0
+    groups: tuple[GroupStats, ...] = ()
 
     @classmethod
     def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
@@ -45,4 +70,37 @@ class KVCacheStats:
             evictions=pool.num_evictions,
             hit_tokens=hit_tokens,
             queried_tokens=queried_tokens,
+        )
+
+    def in_groups(self, pool: BlockPool, config: KVCacheConfig, output_bytes: int) -> KVCacheStats:
+        """The same with what each group of layers has of the pool, and the outputs' bytes."""
+        of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
+        groups = tuple(
+            GroupStats(
+                spec_in_words(group.spec),
+                of_pool[index].num_held,
+                len(of_pool[index].cached),
+                group.page_bytes if group.on_device else 0,
+            )
+            for index, group in enumerate(config.groups)
+        )
+        nbytes = config.num_large_pages * config.large_page_bytes
+        return replace(self, nbytes=nbytes, output_bytes=output_bytes, groups=groups)
+
+    def beside(self, other: KVCacheStats) -> KVCacheStats:
+        """Both pools together, of engines that run the same model."""
+        return KVCacheStats(
+            self.num_blocks + other.num_blocks,
+            self.free + other.free,
+            self.held + other.held,
+            self.cached + other.cached,
+            self.evictions + other.evictions,
+            self.hit_tokens + other.hit_tokens,
+            self.queried_tokens + other.queried_tokens,
+            self.nbytes + other.nbytes,
+            self.output_bytes + other.output_bytes,
+            tuple(
+                replace(mine, held=mine.held + their.held, cached=mine.cached + their.cached)
+                for mine, their in zip(self.groups, other.groups, strict=True)
+            ),
         )

@@ -82,6 +82,11 @@ class MirroredOutputs:
         own = self.stage_outputs.nbytes_by_name
         return own | (encoder.nbytes_by_name if encoder is not None else {})
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for all names."""
+        return sum(self.nbytes_by_name.values())
+
     def num_valid_blocks(self, hit: Sequence[Sequence[KVCacheBlock]]) -> int:
         """Leading blocks of a hit, given per group, of which every wanted row is there."""
         return self.stage_outputs.num_valid_blocks([block.block_id for block in hit[self.group_id]])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -52,6 +52,12 @@ class EncoderCacheStats:
     held_bytes: int
     nbytes: int
     capacity_bytes: int
+
+    def beside(self, other: EncoderCacheStats) -> EncoderCacheStats:
+        """Both caches together."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name)
+                for each in fields(self)}  # fmt: skip
+        return EncoderCacheStats(**sums)
 
 
 class EncoderCache:

@@ -28,7 +28,7 @@ from engine.interface.prompts import (
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.interface.waveform import Waveform
-from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
+from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats
 from prefix_cache.stores.encoder_cache import EncoderCacheStats
 from stages.stage import Completion, StageOutput, StageRequest
 
@@ -45,6 +45,7 @@ STAGE_TYPES: tuple[type, ...] = (
     EngineStats,
     ExplicitEncoderDecoderPrompt,
     FinishReason,
+    GroupStats,
     ImagePrompt,
     KVCacheStats,
     RequestMetrics,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine import SamplingParams
@@ -238,10 +239,11 @@ class RemoteStage(LinkedStage):
 
     def stats(self) -> StageStats:
         """What its workers have counted, those that died as well, as far as they told it."""
-        total = StageStats()
-        for life in self._lives:
-            total = life.stats().following(total)
-        return total
+        return reduce(StageStats.beside, self.replica_stats())
+
+    def replica_stats(self) -> tuple[StageStats, ...]:
+        """The same, worker by worker."""
+        return tuple(life.stats() for life in self._lives)
 
     def describe(self) -> Mapping[str, Any]:
         """What a worker resolved and reserved."""

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -29,7 +30,7 @@ MOST_STARTS = 6
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _BEAT_PATIENCE_S = 0.5
-_STATS_PATIENCE_S = 5.0
+_STATS_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +189,19 @@ class WorkerLife:
                 self.check_alive()
 
     def stats(self) -> StageStats:
-        """What its workers have counted; of one that does not answer soon, what it told last."""
-        try:
-            counted: StageStats = self.call("stats", timeout_s=_STATS_PATIENCE_S)
-        except (RuntimeError, TimeoutError):
+        """What its workers have counted; of one that does not answer, what it told last."""
+        life, answer = self._life, None
+        with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
+            answer = self.call("stats", timeout_s=_STATS_PATIENCE_S)
+        with self._lock:
+            if life != self._life:  # what it had counted is in the sum by now
+                return self._counted
             beat = self._beat
-            return self._counted if beat is None else beat.stats.following(self._counted)
-        return counted.following(self._counted)
+            # A reading never goes back behind one that was told before.
+            if answer is not None and (beat is None or beat.stats.num_steps <= answer.num_steps):
+                self._beat = beat = Beat(answer)
+            counted = StageStats() if beat is None else beat.stats
+            return counted.following(self._counted)
 
     def note_success(self) -> None:
         """A request came to its end: the worker is a good one."""
@@ -278,6 +285,7 @@ class WorkerLife:
                 reason,
                 time.time(),
             )
+            self._counted = self._counted.plus(num_restarts=int(not is_final))
         self._fail_calls(f"its worker {reason}")
         # Told before another one is started, which might speak at once.
         self._news.append(Ended(reason, is_final))

@@ -29,6 +29,7 @@ from stages.worker.messages import (
 from stages.worker.preparations import Preparation, Preparations, is_light
 from stages.worker.stage_link import StageLink
 from stages.worker.stay import Stay
+from stages.worker.transfers import num_tensor_bytes
 
 __all__ = ["StageWorker"]
 
@@ -160,6 +161,8 @@ class StageWorker(StageLink):
         # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
         stay = Stay(replace(enter, sources=()), cutters, is_streamed=is_streamed)
         self._stays[enter.request_id] = stay
+        if enter.sources:
+            self.stage.note_transfer(num_tensor_bytes(enter.sources))
         try:
             prompt = self._prompt(stay, enter.sources, enter.first_row)
             stay.request = StageRequest(
@@ -202,6 +205,7 @@ class StageWorker(StageLink):
                 self._refuse(stay, error)
 
     def _extend(self, stay: Stay, extend: Extend) -> None:
+        self.stage.note_transfer(num_tensor_bytes((extend.source,)))
         try:
             stay.pending.append(self._prompt(stay, (extend.source,), extend.first_row))
         except ValueError as error:

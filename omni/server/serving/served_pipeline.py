@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -117,6 +117,11 @@ class ServedPipeline:
             for name, workers in self.worker_states().items()
             if all(worker.state == "down" for worker in workers)
         )
+
+    def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
+        """The same by replica."""
+        omni = self._omni
+        return {} if omni is None else omni.replica_stats()
 
     @property
     def omni(self) -> Omni:

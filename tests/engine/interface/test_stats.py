@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from engine import EngineStats
-from prefix_cache import KVCacheStats
+from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
 from stages import StageStats
 
 POOL = KVCacheStats(8, 7, 0, 0, evictions=2, hit_tokens=3, queried_tokens=4)
@@ -27,3 +27,26 @@ def test_a_reading_does_not_change_and_stages_have_the_same() -> None:
     with pytest.raises(FrozenInstanceError):
         EngineStats().num_steps = 1  # type: ignore[misc]
     assert StageStats is EngineStats
+
+
+def test_engines_beside_each_other_are_added_with_what_is_of_now() -> None:
+    group = GroupStats("full attention", held=1, cached=2, block_bytes=64)
+    pool = replace(POOL, nbytes=512, output_bytes=3, groups=(group,))
+    towers = EncoderCacheStats(1, 2, 3, 4, 5, 6, 7)
+    one = EngineStats(num_steps=2, num_running=3, num_restarts=1, kv=pool)
+    both = one.beside(EngineStats(num_steps=1, num_waiting=4, encoder_cache=towers, kv=pool))
+    assert both == EngineStats(
+        num_steps=3,
+        num_running=3,
+        num_waiting=4,
+        num_restarts=1,
+        encoder_cache=towers,
+        kv=KVCacheStats(16, 14, 0, 0, 4, 6, 8, 1024, 6, (replace(group, held=2, cached=4),)),
+    )
+    assert towers.beside(towers) == EncoderCacheStats(2, 4, 6, 8, 10, 12, 14)
+
+
+def test_a_reading_that_follows_another_has_what_is_of_its_own_time() -> None:
+    before = EngineStats(num_steps=2, num_running=3, kv=POOL)
+    after = EngineStats(num_steps=1, num_waiting=1)
+    assert after.following(before) == EngineStats(num_steps=3, num_waiting=1)

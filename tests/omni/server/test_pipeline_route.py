@@ -182,12 +182,15 @@ def test_what_was_done_is_counted(running: LiveServer):
     assert grown(f"omni_queue_seconds_count{{{model}}}") == 3
     assert after[f"omni_requests_running{{{model}}}"] == 0
     for stage in ("encoder", "generator"):
-        labels = f'{model},stage="{stage}"'
+        labels = f'{model},replica="0",stage="{stage}"'
         tokens = grown(f"omni_stage_prompt_tokens_total{{{labels}}}")
         cached = grown(f"omni_stage_cached_tokens_total{{{labels}}}")
         assert 0 < cached < tokens
         assert 0 < after[f"omni_stage_hit_rate{{{labels}}}"] < 1
-        blocks = [after[f'omni_stage_blocks{{{labels},state="{state}"}}'] for state in ("free", "held", "cached")]  # fmt: skip  # noqa: E501
+        blocks = [
+            after[f'omni_stage_blocks{{{labels},state="{state}"}}']
+            for state in ("free", "held", "cached")
+        ]
         stats = running.omni("encode_then_generate").stats()[stage]
         assert sum(blocks) == stats.kv.num_blocks - 1
 

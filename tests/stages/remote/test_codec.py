@@ -44,7 +44,7 @@ from engine import (
 )
 from engine.interface.deferred import Deferred, DeferredItems, defer
 from engine.media.image_file import open_image
-from prefix_cache import EncoderCacheStats, KVCacheStats
+from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
 from stages.remote.codec import Codec
 from stages.stage import Completion, StageOutput, StageRequest
 
@@ -217,16 +217,11 @@ def test_every_float_type_that_torch_has_survives():
 
 def test_stats_survive():
     stats = EngineStats(
-        3,
-        0.5,
-        7,
-        1,
-        2,
-        1,
-        0,
-        4,
-        EncoderCacheStats(1, 2, 3, 4, 5, 6, 7),
-        KVCacheStats(1, 2, 3, 4, 5, 6, 7),
+        num_steps=3,
+        busy_s=0.5,
+        num_running=2,
+        encoder_cache=EncoderCacheStats(1, 2, 3, 4, 5, 6, 7),
+        kv=KVCacheStats(1, 2, 3, 4, 5, 6, 7, 8, 9, (GroupStats("recurrent", 1, 2, 3),)),
     )
     assert there_and_back(stats) == stats
 
