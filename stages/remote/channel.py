@@ -91,7 +91,7 @@ class Channel:
         self._sock, self._codec = sock, codec
         self._reader = FrameReader(sock, _MOST_BYTES)
         self._doorbell = Doorbell()
-        self._imports = Imports(self._doorbell)
+        self._imports = Imports()
         self._lock = threading.Lock()  # over all below
         self._is_sent = threading.Condition(self._lock)
         self._writer = FrameWriter(sock)
@@ -274,7 +274,7 @@ class Channel:
             with self._lock:
                 is_all = self._closed is not None or self._flush()
             poll.register(self._sock, select.POLLIN | (0 if is_all else select.POLLOUT))
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(self._imports.nap_ms())}
             self._doorbell.answer()
             if self._closed == _CLOSED_HERE:
                 return _CLOSED_HERE

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from stages.remote.doorbell import Doorbell
 from stages.remote.segment import Segment
 from stages.remote.segments import SharedBytes
 
@@ -20,21 +19,32 @@ NUMBER = struct.Struct("<Q")
 
 _ANNOUNCED = struct.Struct("<16sQ")
 
+_SHORTEST_NAP_MS, _LONGEST_NAP_MS = 10, 500
+
+
+class _Held(weakref.ref[SharedBytes]):
+    """Something that is held here, with its number; queued as soon as it is gone.
+
+    The queue's own ``append`` is called then, and no Python. Python looks for signals when it
+    enters a function, and drops what a handler raises while something is finalized: a Ctrl-C.
+    """
+
+    __slots__ = ("number",)
+    number: int
+
 
 class Imports:
     """The segments that a peer has announced, and what of them was let go of here.
-
-    Args:
-        doorbell: rung when something was let go of.
 
     Attributes:
         nbytes: of all that was handed over so far.
     """
 
-    def __init__(self, doorbell: Doorbell) -> None:
-        self._doorbell = doorbell
+    def __init__(self) -> None:
         self._segments: dict[bytes, Segment] = {}
-        self._released: deque[int] = deque()
+        self._held: dict[int, _Held] = {}
+        self._gone: deque[_Held] = deque()
+        self._nap_ms = _SHORTEST_NAP_MS
         self.nbytes = 0
 
     def announce(self, content: bytes, fds: Sequence[int]) -> None:
@@ -69,8 +79,12 @@ class Imports:
         if segment is None:
             raise ValueError("it speaks of a segment that was not announced")
         self.nbytes += nbytes
-        release = functools.partial(_release, self._released, number, self._doorbell)
-        return SharedBytes(segment, offset, nbytes, release)
+        made = SharedBytes(segment, offset, nbytes)
+        held = _Held(made, self._gone.append)
+        held.number = number
+        self._held[number] = held
+        self._nap_ms = _SHORTEST_NAP_MS
+        return made
 
     def drop(self, content: bytes) -> None:
         """Forget segments; what lies in them stays for as long as somebody has it.
@@ -85,18 +99,29 @@ class Imports:
     def releases(self) -> bytes:
         """The numbers of what was let go of, once; :meth:`Exports.release` of the peer takes it."""
         found = bytearray()
-        while self._released:
-            found += NUMBER.pack(self._released.popleft())
+        while self._gone:
+            number = self._gone.popleft().number
+            self._held.pop(number, None)
+            found += NUMBER.pack(number)
+        if found:
+            self._nap_ms = _SHORTEST_NAP_MS
         return bytes(found)
 
+    def nap_ms(self) -> int | None:
+        """How long to sleep before it is time to look for releases; None while nothing is held.
+
+        The longer nothing was let go of, the longer: nobody is woken by it.
+        """
+        if not self._held:
+            return None
+        nap_ms = self._nap_ms
+        self._nap_ms = min(2 * nap_ms, _LONGEST_NAP_MS)
+        return nap_ms
+
     def clear(self) -> None:
-        """Forget all segments."""
+        """Forget all segments, and what is held: nobody waits for its release."""
         self._segments.clear()
-
-
-def _release(released: deque[int], number: int, doorbell: Doorbell) -> None:
-    released.append(number)
-    doorbell.ring()
+        self._held.clear()
 
 
 def announcement(segments: Sequence[Segment]) -> tuple[bytes, tuple[int, ...]]:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -170,8 +169,6 @@ class SharedBytes:
         segment: the memory.
         offset: of the first byte there.
         nbytes: how many.
-        release: called once, from any thread, when this and all arrays over it are gone; it must
-            neither wait nor raise.
 
     Attributes:
         segment, offset, nbytes: as given.
@@ -182,10 +179,7 @@ class SharedBytes:
 
     __slots__ = ("__weakref__", "nbytes", "offset", "segment")
 
-    def __init__(
-        self, segment: Segment, offset: int, nbytes: int, release: Callable[[], object]
-    ) -> None:
-        weakref.finalize(self, release).atexit = False
+    def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
         if not 0 <= offset <= offset + nbytes <= segment.size:
             raise ValueError(
                 f"bytes {offset} to {offset + nbytes} are not in a segment of {segment.size}"

@@ -8,6 +8,7 @@ import queue
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,6 +126,27 @@ def test_memory_is_used_again_once_the_reader_has_let_go(pair: tuple[End, End]):
         del arrived
         until(lambda: left.channel.num_exports == 0)
     assert left.pool.num_segments == 1 and left.pool.idle_bytes < 2**18
+
+
+def test_letting_go_runs_no_python_that_would_swallow_an_interrupt(pair: tuple[End, End]):
+    """What a signal's handler raises while something is finalized is dropped."""
+    left, right = pair
+    left.channel.send(rows(100, 1))
+    arrived = right.next()
+    tensor = arrived.tensors["rows"]
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        del arrived, tensor
+    finally:
+        sys.setprofile(None)
+    assert calls == []
+    until(lambda: left.channel.num_exports == 0)
 
 
 def test_a_tensor_that_is_kept_never_changes(pair: tuple[End, End]):

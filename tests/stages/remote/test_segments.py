@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def descriptors() -> set[str]:
 
 
 def shared(place: Place, release: Callable[[], object] = lambda: None) -> SharedBytes:
-    return SharedBytes(place.segment, place.offset, place.nbytes, release)
+    made = SharedBytes(place.segment, place.offset, place.nbytes)
+    weakref.finalize(made, release)
+    return made
 
 
 @given(st.lists(st.tuples(st.integers(1, 9 * PAGE_BYTES), st.integers(0, 9)), max_size=40))
@@ -198,7 +201,7 @@ def test_shared_tensors_are_mapped_when_they_are_asked_for():
     place.content[:] = 0
     fd = os.dup(place.segment.fd)
     segment = Segment(place.segment.identity, fd, place.segment.size)
-    handle = SharedTensor(SharedBytes(segment, 0, 8, lambda: None), torch.float32, (2,))
+    handle = SharedTensor(SharedBytes(segment, 0, 8), torch.float32, (2,))
     tensors = SharedTensors({"rows": handle, "small": torch.ones(1)})
     assert list(tensors) == ["rows", "small"] and "rows" in tensors and len(tensors) == 2
     assert tensors.nbytes == 12 and tensors.entries["rows"] is handle
@@ -217,7 +220,7 @@ def test_shared_tensors_are_mapped_when_they_are_asked_for():
 def test_bytes_outside_of_a_segment_are_refused(offset: int, nbytes: int):
     segment = Segment.create(MIB)
     with pytest.raises(ValueError, match="are not in a segment of"):
-        SharedBytes(segment, offset, nbytes, lambda: None)
+        SharedBytes(segment, offset, nbytes)
 
 
 @pytest.mark.parametrize("shape", [(3,), (-1, -2), (2, 2), ()])
