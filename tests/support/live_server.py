@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -92,6 +93,14 @@ class LiveServer:
         self._clients.append(made)
         return made
 
+    def num_tasks(self) -> int:
+        """Coroutines that the server's event loop has under way."""
+        return len(asyncio.all_tasks(self._loop))
+
+    def send_little_at_once(self) -> None:
+        """Let little fit between the server and a client that does not read."""
+        self._http.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
     def check_nothing_is_left(self) -> None:
         """Every request has left every stage soon, and every block is accounted for."""
         for pipeline in self.pipelines.pipelines.values():
@@ -101,9 +110,13 @@ class LiveServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._http.serve())
+            asyncio.run(self._serve())
         except BaseException as error:  # told by join()
             self._error = error
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._http.serve()
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:

@@ -88,9 +88,7 @@ class Admission:
         Raises:
             ApiError: with status 429: too many wait.
         """
-        free = self.max_running - self._num_running if not self._num_waiting else 0
-        if len(priorities) > free and self._num_waiting >= self._max_waiting:
-            raise self._full()
+        self.check_room(len(priorities))
         loop, group = asyncio.get_running_loop(), _Group(len(priorities))
         places = [
             Place(each, next(self._numbers), loop.create_future(), group) for each in priorities
@@ -100,6 +98,16 @@ class Admission:
         self._num_waiting += 1
         self._grant()
         return places
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Check that so many requests that belong together would get their places now.
+
+        Raises:
+            ApiError: with status 429: too many wait.
+        """
+        free = self.max_running - self._num_running if not self._num_waiting else 0
+        if num_requests > free and self._num_waiting >= self._max_waiting:
+            raise self._full()
 
     def leave(self, place: Place) -> None:
         """Give a place up, wherever the request is. May be called again."""

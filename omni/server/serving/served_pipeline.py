@@ -123,6 +123,19 @@ class ServedPipeline:
         omni = self._omni
         return {} if omni is None else omni.replica_stats()
 
+    def check_room(self) -> None:
+        """Check that a request would be taken now, before any work is put into it.
+
+        Raises:
+            ApiError: with status 429: too many wait.
+        """
+        try:
+            self.admission.check_room()
+        except ApiError:
+            if self.meters is not None:
+                self.meters.requests.labels(self.name, "rejected").inc()
+            raise
+
     @property
     def omni(self) -> Omni:
         """What runs requests.

@@ -1,0 +1,160 @@
+"""A server of its own process, as users start it, for the benchmarks that ask it over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import yaml
+
+__all__ = ["MemoryWatch", "Served"]
+
+_READY_S = 300.0
+_EVERY_S = 0.25
+
+
+class Served:
+    """``omni serve`` on a free port, from when its models are loaded.
+
+    Args:
+        config: name of a shipped pipeline, a file, or a mapping as a YAML file holds.
+        flags: further ones of ``omni serve``.
+    """
+
+    def __init__(self, config: str | Mapping[str, Any], flags: Sequence[str] = ()) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="omni-served-")
+        if not isinstance(config, str):
+            file = Path(self._folder.name) / "pipeline.yaml"
+            file.write_text(yaml.safe_dump(dict(config)), "utf-8")
+            config = str(file)
+        self._command = [sys.executable, "-m", "omni", "serve", config, "--port", "0", *flags]
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        )
+        assert self._process.stderr is not None
+        while not (
+            found := re.search(r" at (http://\S+)$", line := self._process.stderr.readline())
+        ):
+            if not line:
+                raise RuntimeError(f"omni serve ended with status {self._process.wait()}")
+            if found is None:
+                print(line, end="", file=sys.stderr)
+        self.url = found.group(1)
+        # What it says later must not fill the pipe.
+        threading.Thread(target=self._pass_on, daemon=True).start()
+        end = time.monotonic() + _READY_S
+        while self._get("/health")["status"] != "ready":
+            if time.monotonic() > end or self._process.poll() is not None:
+                raise RuntimeError("the server does not become ready")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._folder.cleanup()
+
+    @property
+    def process(self) -> psutil.Process:
+        """To look at."""
+        return psutil.Process(self._process.pid)
+
+    def rss(self) -> int:
+        """Bytes that it and its workers hold in memory."""
+        return sum(each.memory_info().rss for each in (self.process, *self.process.children(True)))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)
+        return sum(map(float, values))
+
+    def held_blocks(self) -> int:
+        """Large pages that requests hold."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return sum(
+            int(float(value))
+            for value in re.findall(r'^omni_stage_blocks{.*state="held".*} (\S+)$', text, re.M)
+        )
+
+    def _get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.loads(error.read())
+
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            print(line, end="", file=sys.stderr)
+
+
+class MemoryWatch:
+    """Looks how much memory a server holds, again and again, in a thread.
+
+    Args:
+        served: the server.
+
+    Attributes:
+        samples: seconds from the beginning, and bytes.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.samples: list[tuple[float, int]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def peaks(self) -> tuple[int, int]:
+        """The most bytes in the second and in the last quarter of the time."""
+        end = self.samples[-1][0]
+        second = [size for at, size in self.samples if end / 4 <= at < end / 2]
+        last = [size for at, size in self.samples if at >= end * 3 / 4]
+        return max(second), max(last)
+
+    def _watch(self) -> None:
+        began = time.monotonic()
+        while not self._is_over.wait(_EVERY_S):
+            self.samples.append((time.monotonic() - began, self._served.rss()))

@@ -1,0 +1,170 @@
+"""What a second user does to the first one, and a slow reader to all others, over HTTP.
+
+Run it on a quiet machine::
+
+    python -m benchmarks.server_load --rounds 3
+
+A server in a process of its own, on the seeded voice pipeline; the sender is ``omni bench``'s, in
+this process, on the same cores. Concurrencies are gone through in turns, ``--rounds`` times, and
+every figure is the median of the rounds' medians. The goal: first audio at 2 at most 1.8 times that
+at 1. Then a client that asks for a long answer and reads none of it, beside one that reads: its
+times between pieces are compared with those without the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.served import Served
+from omni.commands.bench.goodput_limits import GoodputLimits
+from omni.commands.bench.http_settings import HttpSettings
+from omni.commands.bench.http_target import HttpTarget
+from omni.commands.bench.level_report import LevelReport
+from omni.commands.bench.level_run import LoadAmount
+from omni.commands.bench.load_level import LoadLevel
+from omni.commands.bench.made_up_source import MadeUpShape
+from omni.commands.bench.measurement import Measurement, MeasurementPlan
+
+__all__ = ["main"]
+
+_GOAL = 1.8
+_MEASURES = ("first_token", "first_audio", "real_time_factor", "end_to_end")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pipeline", default="omni_speech")
+    parser.add_argument("--concurrency", default="1,2,4,8,16")
+    parser.add_argument("--requests", type=int, default=32, help="of each level and round")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    levels = [LoadLevel(concurrency=int(each)) for each in given.concurrency.split(",")]
+    console = Console()
+    with Served(given.pipeline) as served:
+        reports = [
+            report
+            for number in range(given.rounds)
+            for report in _measured(served, given, levels, seed=number)
+        ]
+        console.print(_table(reports))
+        _judge(console, reports)
+        _slow_reader(console, served, given)
+
+
+def _measured(
+    served: Served, given: argparse.Namespace, levels: Sequence[LoadLevel], *, seed: int
+) -> list[LevelReport]:
+    shape = MadeUpShape(prompt_tokens=given.prompt_tokens, sampling={"max_tokens": 32}, seed=seed)
+    plan = MeasurementPlan(levels, LoadAmount(given.requests, seed=seed), 4, shape)
+
+    async def run() -> Measurement:
+        measurement = Measurement(plan)
+        async with HttpTarget(HttpSettings(served.url, speech=True)) as target:
+            await measurement.run(target)
+        return measurement
+
+    reports = asyncio.run(run()).reports(GoodputLimits())
+    for report in reports:
+        if report.requests.failed or report.requests.rejected:
+            raise RuntimeError(f"requests failed: {report.requests}")
+    return reports
+
+
+def _medians(reports: Sequence[LevelReport], name: str) -> dict[int, float]:
+    found = defaultdict(list)
+    for report in reports:
+        assert report.level.concurrency is not None
+        found[report.level.concurrency].append(report.latencies[name].p50)
+    return {concurrency: statistics.median(values) for concurrency, values in found.items()}
+
+
+def _table(reports: Sequence[LevelReport]) -> Table:
+    table = Table(title="medians, in seconds", title_justify="left")
+    for heading in ("at once", "requests/s", *(name.replace("_", " ") for name in _MEASURES)):
+        table.add_column(heading, justify="right")
+    columns = {name: _medians(reports, name) for name in _MEASURES}
+    for concurrency in columns["end_to_end"]:
+        speeds = [
+            report.throughput["requests"]
+            for report in reports
+            if report.level.concurrency == concurrency
+        ]
+        cells = [f"{columns[name][concurrency]:.3f}" for name in _MEASURES]
+        table.add_row(str(concurrency), f"{statistics.median(speeds):.2f}", *cells)
+    return table
+
+
+def _judge(console: Console, reports: Sequence[LevelReport]) -> None:
+    first = _medians(reports, "first_audio")
+    if {1, 2} <= first.keys():
+        ratio = first[2] / first[1]
+        console.print(f"first audio at 2 over that at 1: {ratio:.2f}, goal {_GOAL}")
+    lags = [report.generator.loop_lag for report in reports]
+    worst = max(lag.p99 for lag in lags if lag is not None)
+    share = max(report.generator.cpu_share for report in reports)
+    console.print(f"the sender: loop late by {1000 * worst:.1f} ms (p99), {share:.0%} of a core")
+
+
+def _slow_reader(console: Console, served: Served, given: argparse.Namespace) -> None:
+    one = [LoadLevel(concurrency=1)]
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for number in range(given.rounds):
+        (alone,) = _measured(served, given, one, seed=100 + number)
+        with _reads_nothing(served, given.pipeline):
+            (beside,) = _measured(served, given, one, seed=200 + number)
+        for name, report in (("alone", alone), ("beside a slow reader", beside)):
+            gaps[name].append(report.latencies["end_to_end"].p50)
+    for name, values in gaps.items():
+        console.print(f"end to end {name}: {statistics.median(values):.3f} s")
+
+
+@contextmanager
+def _reads_nothing(served: Served, model: str) -> Iterator[None]:
+    """Clients that ask for long answers, and wait until these have been made without reading."""
+    where = urlsplit(served.url)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Tell me all that there is about the tides."}],
+        "stream": True,
+        "modalities": ["text", "audio"],
+        "audio": {"format": "pcm16"},
+    }
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {where.netloc}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    readers = []
+    for _ in range(8):
+        reader = socket.socket()
+        # As little as can be is taken out of the server's hands.
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        reader.connect((where.hostname, where.port))
+        reader.sendall(head.encode() + content)
+        readers.append(reader)
+    try:
+        # They cost what any request costs while they run; measured is what they cost afterwards.
+        asyncio.run(_until_idle(served))
+        yield
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+async def _until_idle(served: Served) -> None:
+    while served.metric("omni_requests_running") + served.metric("omni_requests_waiting"):
+        await asyncio.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Too many requests, clients that leave and clients that do not read harm nobody else.
+
+How fast all of this goes is measured by ``benchmarks/overload.py`` and ``server_load.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from omni.commands.bench.clock import Clock
+from omni.commands.bench.http_settings import HttpSettings
+from omni.commands.bench.http_target import HttpTarget
+from omni.commands.bench.level_run import LevelRun, LoadAmount
+from omni.commands.bench.load_level import LoadLevel
+from omni.commands.bench.load_source import LineSource, Send
+from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.request_timer import RequestTimer
+from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.gated_stage import GATES, gated_pipeline
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint_cache: object) -> Iterator[LiveServer]:
+    """One small language model that runs two requests at once, and lets three more wait."""
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen2",
+        "engine": {"num_blocks": 256, "max_num_batched_tokens": 256},
+        "sampling": {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True},
+        "outputs": [],
+        "final_output": "text",
+    }
+    chat = PipelineConfig.model_validate({"name": "chat", "stages": {"writer": stage}})
+    with LiveServer([chat], max_running_requests=2, max_waiting_requests=3) as running:
+        running.send_little_at_once()
+        yield running
+
+
+async def checked(send: Send, expected: str, timer: RequestTimer) -> str:
+    answer = await send(timer)
+    if answer != expected:
+        raise RequestFailure("another answer", answer)
+    return answer
+
+
+@pytest.mark.parametrize("level", [LoadLevel(concurrency=24), LoadLevel(rate=2000.0)])
+def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refused(
+    small: LiveServer, level: LoadLevel
+):
+    async def overload() -> LevelRun:
+        async with HttpTarget(HttpSettings(small.url)) as target:
+            lines = [{"prompt": f"The tide of day {number} came in"} for number in range(5)]
+            sends = [target.prepare(line, Path()) for line in lines]
+            alone = [await send(RequestTimer(0.0, Clock().now)) for send in sends]
+            assert len(set(alone)) == 5
+            run = LevelRun(level, LoadAmount(150, timeout_s=PATIENCE_S))
+            pairs = zip(sends, alone, strict=True)
+            await run.run(LineSource([partial(checked, send, text) for send, text in pairs]))
+            return run
+
+    tasks = small.num_tasks()
+    run = asyncio.run(overload())
+    failures = [record.failure for record in run.records if record.failure is not None]
+    assert {failure.kind for failure in failures} == {"status 429"}
+    assert 0 < len(failures) < len(run.records) == 150
+    assert "2 requests run and 3 wait, of at most 2 and 3" in str(failures[0])
+    small.check_nothing_is_left()
+    wait_until(lambda: small.num_tasks() <= tasks)
+
+
+def test_who_comes_to_a_full_server_is_told_so_before_any_work_is_done():
+    """Files of a request are decoded, or fetched, only when there is room for it."""
+    with LiveServer([gated_pipeline("full")], max_running_requests=1, max_waiting_requests=0) as (
+        server
+    ):
+        client = server.client()
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,no base64!"}}
+        wrong: Any = [{"role": "user", "content": [image]}]
+        with pytest.raises(openai.BadRequestError, match="base64"):
+            client.chat.completions.create(model="full", messages=wrong)
+        admission = server.pipelines.pipelines["full"].admission
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(client.completions.create, model="full", prompt="x")
+            wait_until(lambda: admission.num_running == 1)
+            with pytest.raises(openai.RateLimitError):
+                client.chat.completions.create(model="full", messages=wrong)
+            refused = client.with_options(max_retries=0)
+            with pytest.raises(openai.RateLimitError):
+                refused.post("/pipelines/full", cast_to=object, body={"prompt_embeds": "wrong"})
+            GATES["full"].open()
+            assert running.result().choices[0].text == "full(x)"
+        counted = server.pipelines.meters.text().decode()
+        assert 'omni_requests_total{model="full",status="rejected"} 2.0' in counted
+
+
+def raw_request(**fields: Any) -> bytes:
+    body = json.dumps({"model": "chat", "stream": True, **fields}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    return head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def connected(server: LiveServer) -> socket.socket:
+    where = urlsplit(server.url)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    client.settimeout(PATIENCE_S)
+    client.connect((where.hostname, where.port))
+    return client
+
+
+def test_many_clients_that_leave_at_once_and_anywhere_leave_no_task_behind(small: LiveServer):
+    tasks = small.num_tasks()
+
+    def leave(number: int) -> None:
+        chance = random.Random(number)
+        request = raw_request(prompt=["x", f"day {number}"], max_tokens=200, ignore_eos=True)
+        said = request if chance.random() < 0.8 else request[: chance.randrange(len(request))]
+        with connected(small) as client, suppress(TimeoutError):
+            client.sendall(said)
+            client.settimeout(chance.expovariate(20.0) + 0.001)
+            while client.recv(chance.choice([1, 100, 10_000])):
+                pass
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(leave, range(80)))
+    small.check_nothing_is_left()
+    wait_until(lambda: small.num_tasks() <= tasks)
+
+
+def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveServer):
+    many = {"max_tokens": 600, "logprobs": 5, "ignore_eos": True, "prompt": "The slow tide"}
+    client = small.client()
+    whole = client.post("/completions", cast_to=dict[str, Any], body={"model": "chat", **many})
+    expected = whole["choices"][0]["text"]
+    tasks = small.num_tasks()
+    admission = small.pipelines.pipelines["chat"].admission
+    slow = [connected(small) for _ in range(2)]
+    try:
+        for each in slow:
+            each.sendall(raw_request(**many))
+        wait_until(lambda: small.num_tasks() > tasks + 1)
+        # As many as may run at once do not read: these run all the same, one after the other.
+        for number in range(4):
+            stream = client.completions.create(
+                model="chat", prompt=f"day {number}", max_tokens=5, stream=True
+            )
+            assert "".join(chunk.choices[0].text for chunk in stream)
+        wait_until(lambda: not admission.num_running)
+        assert small.num_tasks() > tasks + 1, "both answers are made, and still to be sent"
+        for each in slow:
+            assert said_to(each) == expected
+    finally:
+        for each in slow:
+            each.close()
+    small.check_nothing_is_left()
+
+
+def said_to(client: socket.socket) -> str:
+    """Read an answer to its end; its text."""
+    answer = bytearray()
+    while b"data: [DONE]" not in answer:
+        chunk = client.recv(1 << 16)
+        assert chunk, "the answer was broken off"
+        answer += chunk
+    events = [line for line in bytes(answer).split(b"\n") if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in json.loads(event[6:])["choices"]]
+    return "".join(choice["text"] for choice in choices)
