@@ -218,4 +218,4 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
 
 
 def _completion(output: CompletionOutput) -> Completion:
-    return Completion(output.text, output.token_ids, output.finish_reason)
+    return Completion(output.text, output.token_ids, output.finish_reason, output.logprobs)

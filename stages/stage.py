@@ -67,11 +67,13 @@ class Completion(NamedTuple):
         text: generated text; empty from a model without a tokenizer.
         token_ids: generated ids.
         finish_reason: None while it goes on.
+        logprobs: per generated token, when asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @deferrable("text", "token_ids", "logprobs", "completions")

@@ -194,7 +194,7 @@ def summary_table(
 
 def _format_stage(output: StageOutput) -> Iterator[str]:
     if len(output.completions) > 1:
-        for index, (text, _, _) in enumerate(output.completions):
+        for index, (text, *_) in enumerate(output.completions):
             yield f"[{index}] {text}"
     elif output.text is not None:
         yield output.text

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine import TokenLogprobs, Waveform
 from omni.requests.output_folder import OutputFolder
 from omni.requests.request import OmniOutput
-from stages import StageOutput
+from stages import Completion, StageOutput
 
 __all__ = ["OutputLines", "describe_stage", "file_name", "files_of", "printable"]
 
@@ -117,14 +117,7 @@ def describe_stage(
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
     if len(output.completions) > 1:
-        line["completions"] = [
-            {
-                "text": each.text,
-                "token_ids": list(each.token_ids),
-                "finish_reason": each.finish_reason and each.finish_reason.value,
-            }
-            for each in output.completions
-        ]
+        line["completions"] = [_completion(each) for each in output.completions]
     if "tensors" in wanted and output.tensors:
         line["tensors"] = {name: tensor(name, rows) for name, rows in output.tensors.items()}
     if "audio" in wanted and output.audio is not None:
@@ -163,6 +156,17 @@ def printable(text: str) -> str:
     They stand for the bytes of file names that are no UTF-8.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason and completion.finish_reason.value,
+    }
+    if completion.logprobs is not None:
+        line["logprobs"] = [_logprobs(entry) for entry in completion.logprobs]
+    return line
 
 
 def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:

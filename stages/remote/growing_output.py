@@ -103,7 +103,11 @@ class GrowingOutput:
         return with_fields(
             output,
             completions=defer(
-                Deferred(lambda: (Completion(output.text or "", output.token_ids, None),))
+                Deferred(
+                    lambda: (
+                        Completion(output.text or "", output.token_ids, None, output.logprobs),
+                    )
+                )
             ),
         )
 

@@ -25,9 +25,9 @@ from omni.server.openai.answers import (
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.spoken_sound import check_voice, encoded, pcm16, speaking_stage
 from omni.server.openai.written_text import (
+    LogprobWriter,
     Written,
     completions_of,
-    logprob_writer,
     num_completions,
     text_stage,
     usage_of,
@@ -86,7 +86,7 @@ class Chat:
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
         self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = logprob_writer(stages, self._stage, self._n) if body.logprobs else None
+        self._logprobs = LogprobWriter(stages, self._stage) if body.logprobs else None
         self._id = f"chatcmpl-{client.request_id}"
         self._created = int(time.time())
         speaker = body.audio.voice if body.audio is not None else None

@@ -20,9 +20,9 @@ from omni.server.openai.chat import DONE
 from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.written_text import (
+    LogprobWriter,
     Written,
     completions_of,
-    logprob_writer,
     num_completions,
     text_stage,
     usage_of,
@@ -72,9 +72,7 @@ class Completions:
         self._stage = text_stage(stages)
         sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
         self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = (
-            logprob_writer(stages, self._stage, self._n) if body.logprobs is not None else None
-        )
+        self._logprobs = LogprobWriter(stages, self._stage) if body.logprobs is not None else None
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [

@@ -28,7 +28,6 @@ __all__ = [
     "LogprobWriter",
     "Written",
     "completions_of",
-    "logprob_writer",
     "num_completions",
     "text_stage",
     "usage_of",
@@ -75,17 +74,6 @@ def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, Sampl
     return params.n if params is not None else 1
 
 
-def logprob_writer(pipeline: Pipeline, stage: str, number: int) -> LogprobWriter:
-    """What writes the log-probabilities that were asked for, of so many completions.
-
-    Raises:
-        ApiError: with status 400: they are several, or the stage has no tokenizer.
-    """
-    if number > 1:
-        raise ApiError.bad_request("logprobs: not told of n > 1 answers", param="logprobs")
-    return LogprobWriter(pipeline, stage)
-
-
 def completions_of(output: StageOutput) -> list[Written]:
     """Every completion of an output, in order."""
     if not output.completions:  # a stage that generates no tokens, but has text
@@ -96,10 +84,9 @@ def completions_of(output: StageOutput) -> list[Written]:
             each.text,
             len(each.token_ids),
             None if each.finish_reason is None else each.finish_reason.value,
-            # Of several, the log-probabilities of the first alone are handed on.
-            output.logprobs or () if index == 0 else (),
+            each.logprobs or (),
         )
-        for index, each in enumerate(output.completions)
+        for each in output.completions
     ]
 
 

@@ -124,6 +124,38 @@ def test_logprobs_are_those_of_omni_in_python(
     assert all(bytes(each.bytes).decode() == each.token for each in found)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_one_of_several_answers_has_its_own_logprobs(
+    server: LiveServer, client: Any, stream: bool
+):
+    sampling = {"logprobs": 2, "n": 3, "temperature": 1.0, "seed": 7}
+    answer = client.chat.completions.create(
+        model="chat", messages=HELLO, logprobs=True, top_logprobs=2, stream=stream,
+        n=3, temperature=1.0, seed=7,
+    )  # fmt: skip
+    expected = in_python(server, ChatPrompt(tuple(HELLO)), sampling).completions
+    found: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            if choice.logprobs is not None:
+                found[choice.index] += [each.logprob for each in choice.logprobs.content]
+    assert len({each.text for each in expected}) > 1
+    for index, each in enumerate(expected):
+        assert found[index] == [entry.logprob for entry in each.logprobs]
+        assert len(found[index]) == len(each.token_ids)
+
+
+def test_several_completions_of_text_have_logprobs_of_their_own(server: LiveServer, client: Any):
+    answer = client.completions.create(
+        model="chat", prompt="Once upon", logprobs=2, n=2, temperature=1.0, seed=7
+    )
+    sampling = {"logprobs": 2, "n": 2, "temperature": 1.0, "seed": 7}
+    expected = in_python(server, TextPrompt("Once upon"), sampling).completions
+    assert [choice.logprobs.token_logprobs for choice in answer.choices] == [
+        [entry.logprob for entry in each.logprobs] for each in expected
+    ]
+
+
 def test_what_was_computed_before_is_told_as_cached(client: Any):
     messages = [{"role": "user", "content": "The clocks of the library " * 6}]
     first, again = (

@@ -60,7 +60,6 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
-        ({"logprobs": True, "n": 2}, "logprobs", "n > 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
