@@ -25,6 +25,7 @@ from engine.interface.outputs import (
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
+    WindowStart,
 )
 from engine.interface.prompts import (
     AudioPrompt,
@@ -121,6 +122,7 @@ __all__ = [
     "VideoFeatures",
     "VideoPrompt",
     "Waveform",
+    "WindowStart",
     "build_decoder",
     "decoder_family",
     "register_model_family",

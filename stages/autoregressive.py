@@ -206,6 +206,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
             logprobs=as_stored(first, "logprobs"),
             completions=defer(Deferred(lambda: tuple(map(_completion, output.outputs)))),
             metrics=output.metrics,
+            windows=first.windows,
         )
 
     def close(self) -> None:

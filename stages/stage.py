@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import core_schema
 
-from engine import EngineStats, FinishReason, Prompt, RequestMetrics, SamplingParams, TokenLogprobs
+from engine import EngineStats, Prompt, SamplingParams
 from engine.interface.arguments import check_argument, check_names
-from engine.interface.deferred import deferrable
 from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
 from engine.interface.settings import Settings
+from stages.stage_output import Completion, StageOutput
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from engine import Waveform
 
 __all__ = [
     "FINAL_OUTPUTS",
@@ -58,77 +57,6 @@ class StageRequest:
     sampling: SamplingParams | None = None
     priority: int = 0
     cache_salt: str | None = None
-
-
-class Completion(NamedTuple):
-    """One of the ``SamplingParams.n`` answers to a prompt, so far or in the end.
-
-    Attributes:
-        text: generated text; empty from a model without a tokenizer.
-        token_ids: generated ids.
-        finish_reason: None while it goes on.
-        logprobs: per generated token, when asked for.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@deferrable("text", "token_ids", "logprobs", "completions")
-@dataclass(frozen=True)
-class StageOutput:
-    """What a stage has made of a request, so far or in the end.
-
-    Attributes:
-        request_id: the request.
-        stage: the stage's name.
-        finished: nothing follows from this stage for this request.
-        text: generated text so far; None from a stage that makes no text.
-        delta: what ``text`` grew by.
-        token_ids: generated ids so far.
-        finish_reason: None while it goes on.
-        error: message of a request that failed; it failed alone.
-        num_prompt_tokens: tokens of the stage's input.
-        num_cached_tokens: of these, how many the cache saved computing.
-        encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
-        tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
-            stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
-        logprobs: per generated token, when asked for.
-        completions: from a stage that generates tokens, all ``SamplingParams.n`` of them; the
-            fields above are the first one's.
-        audio: from a stage that makes sound, the whole of it, when finished; else None.
-        audio_delta: what a stage that makes sound has made since the output before; else None.
-        metrics: times.
-    """
-
-    request_id: str
-    stage: str
-    finished: bool
-    text: str | None = None
-    delta: str = ""
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    encoder_prompt_token_ids: tuple[int, ...] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    completions: tuple[Completion, ...] = ()
-    audio: Waveform | None = None
-    audio_delta: Waveform | None = None
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-
-    @property
-    def failure(self) -> str | None:
-        """Why nothing more comes of the request; None while it goes on, and when it is done."""
-        if not self.finished:
-            return None
-        if self.error is None and self.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            return f"it ended the request early ({self.finish_reason})"
-        return self.error
 
 
 StageStats: TypeAlias = EngineStats

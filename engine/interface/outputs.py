@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.interface.deferred import deferrable
 
@@ -22,6 +22,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "TokenLogprobs",
+    "WindowStart",
 ]
 
 
@@ -66,6 +67,18 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+class WindowStart(NamedTuple):
+    """Where one window of an input begins that took several: timestamps count from there.
+
+    Attributes:
+        first_token: place of its first token among all that were generated.
+        begin_s: its place in the input, in seconds.
+    """
+
+    first_token: int
+    begin_s: float
+
+
 @deferrable("text", "token_ids", "logprobs")
 @dataclass(frozen=True)
 class CompletionOutput:
@@ -80,6 +93,7 @@ class CompletionOutput:
         finish_reason: None while it goes on.
         tensors: ``name -> (rows, ...)`` on the CPU: one row for every token whose forward pass
             has run (the prompt and all generated tokens but the last). Only when finished.
+        windows: of a recording that takes several, those that have ended; else none.
     """
 
     index: int
@@ -89,6 +103,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    windows: tuple[WindowStart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
 if TYPE_CHECKING:
     from engine.media.sound_stream import SoundStream
 
-__all__ = ["LongestSound", "check_duration", "check_rate", "read_sound"]
+__all__ = ["LongestSound", "check_duration", "check_rate", "read_sound", "stated_duration"]
 
 logger = package_logger(__name__)
 
@@ -108,6 +108,17 @@ def read_sound(
             samples, num_frames = _decode(sound, longest, resampler, name)
             _check_whole(sound, num_frames, header, name)
             return samples, int(sound.samplerate)
+
+
+def stated_duration(source: MediaSource) -> float | None:
+    """Seconds of a sound as it states them itself; None if it does not.
+
+    Raises:
+        ValueError: it cannot be read, or is of another kind.
+    """
+    with source.open() as file, _opened(file, source.name) as sound:
+        known = 0 < sound.frames < _UNKNOWN_FRAMES
+        return sound.frames / sound.samplerate if known else None
 
 
 def check_rate(rate: int, name: str) -> None:

@@ -41,6 +41,10 @@ class Continuation(Protocol):
     has ended, and the request puts out no others.
     """
 
+    @property
+    def begin_s(self) -> float:
+        """Where the sequence's window begins in the input, in seconds."""
+
     def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
         """Say how the request goes on.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.interface.outputs import TokenLogprobs
+from engine.interface.outputs import TokenLogprobs, WindowStart
 from engine.requests.request import Request, RequestTimes
 from engine.text.stop_checker import CompletionText
 
@@ -24,12 +24,14 @@ class EndedSequences:
         text: what the tokens say.
         token_ids: of all of them.
         logprobs: one entry per token, if they are asked for.
+        windows: where the window of each of them begins.
     """
 
     first: Request
     text: CompletionText
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    windows: list[WindowStart] = field(default_factory=list)
     _rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +56,9 @@ class EndedSequences:
             encoder_rows: one per encoder token.
         """
         kept = request.output_token_ids[:num_kept]
+        if request.continuation is not None:
+            start = WindowStart(len(self.token_ids), request.continuation.begin_s)
+            self.windows.append(start)
         self.token_ids += kept
         self.logprobs += request.logprobs[:num_kept]
         for token_id in kept:

@@ -66,6 +66,7 @@ class Completion:
             logprobs=defer(DeferredItems(logprobs, 0, len(logprobs))) if has_logprobs else None,
             finish_reason=self.finish_reason,
             tensors=self.tensors,
+            windows=() if ended is None else tuple(ended.windows),
         )
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.interface.outputs import CompletionOutput, FinishReason, RequestMetrics, TokenLogprobs
+from engine.interface.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    TokenLogprobs,
+    WindowStart,
+)
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -59,6 +65,7 @@ STAGE_TYPES: tuple[type, ...] = (
     VideoFeatures,
     VideoPrompt,
     Waveform,
+    WindowStart,
 )
 """What stages take and give."""
 

@@ -31,7 +31,8 @@ engine.models.model_loader
 engine.execution
 engine.encoder, engine.generator, engine.llm
 engine
-stages.stage, stages.placement, stages.trace_events
+stages.stage_output, stages.placement, stages.trace_events
+stages.stage
 stages.transforms
 stages
 stages.worker

@@ -28,6 +28,7 @@ from engine.requests.continuation import Sequel
 __all__ = ["SpeechWindows"]
 
 _FRAMES_PER_TIMESTAMP = 2
+_TIMESTAMP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class SpeechWindows:
     begin: int
     first_timestamp_id: int
     end_token_id: int
+
+    @property
+    def begin_s(self) -> float:
+        """See ``Continuation``."""
+        return round(self.begin / _FRAMES_PER_TIMESTAMP * _TIMESTAMP_S, 3)
 
     def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
         """See ``Continuation``."""

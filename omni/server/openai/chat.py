@@ -86,7 +86,7 @@ class Chat:
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
         self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = LogprobWriter(stages, self._stage) if body.logprobs else None
+        self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs else None
         self._id = f"chatcmpl-{client.request_id}"
         self._created = int(time.time())
         speaker = body.audio.voice if body.audio is not None else None

@@ -72,7 +72,7 @@ class Completions:
         self._stage = text_stage(stages)
         sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
         self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = LogprobWriter(stages, self._stage) if body.logprobs is not None else None
+        self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs is not None else None
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -12,13 +11,15 @@ from starlette.responses import Response
 
 from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
 from engine.interface.schema_error import explain_validation_error
+from engine.media.media_source import MediaSource
+from engine.media.sound_file import stated_duration
 from omni.server.openai.answers import as_json
 from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.openai.speech_segments import TIMESTAMP, Segment, segments_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import outputs_of_stage
 from omni.server.serving.request_body import ApiModel
-from stages import AutoregressiveStage
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from stages import StageOutput
 
 __all__ = ["Transcription", "TranscriptionRequest", "read_transcription"]
-
-_TIME = re.compile(r"<\|(\d+\.\d\d)\|>")
-"""How speech models write the time of what they write."""
 
 
 class TranscriptionRequest(ApiModel):
@@ -44,8 +42,8 @@ class TranscriptionRequest(ApiModel):
         temperature: of the stage that writes.
     """
 
-    without_effect: ClassVar = frozenset(("timestamp_granularities[]",))
     not_supported: ClassVar = {
+        "timestamp_granularities[]": ("segment",),
         "prompt": ("",),
         "stream": ("false",),
         "include[]": (),
@@ -58,20 +56,12 @@ class TranscriptionRequest(ApiModel):
     temperature: float | None = None
 
 
-class _Segment(BaseModel):
-    id: int
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-
-
 class _Answer(BaseModel):
     text: str
     task: str | None = None
     language: str | None = None
     duration: float | None = None
-    segments: list[_Segment] | None = None
+    segments: list[Segment] | None = None
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
@@ -123,7 +113,7 @@ class Transcription:
         self._task = task
         self._audio = audio
         self._stage = _hearing_stage(stages)
-        self._tokenizer: Any = _tokenizer(stages, self._stage)
+        self._tokenizer: Any = _tokenizer(pipeline, self._stage)
         fields = {} if body.temperature is None else {"temperature": body.temperature}
         prompt = AudioPrompt(
             audio,
@@ -143,42 +133,24 @@ class Transcription:
         """The text; what the pipeline would do after it is not waited for."""
         runs = outputs_of_stage(self._pipeline, [self._request], "file", self._stage)
         output = {index: output async for index, output in runs}[0]
-        text = _TIME.sub("", output.text or "")
+        text = TIMESTAMP.sub("", output.text or "")
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
         answer = _Answer(text=text)
         if self._body.response_format == "verbose_json":
-            answer = self._verbose(text, output)
+            answer = await self._verbose(text, output)
         return Response(as_json(answer), media_type="application/json")
 
-    def _verbose(self, text: str, output: StageOutput) -> _Answer:
+    async def _verbose(self, text: str, output: StageOutput) -> _Answer:
         answer = _Answer(text=text, task=self._task)
         if self._body.language is not None:
             answer.language = self._body.language
-        answer.segments = self._segments(output.token_ids)
+        source = MediaSource(self._audio, "sound", len(self._audio))
+        answer.duration = await asyncio.to_thread(stated_duration, source)
+        answer.segments = segments_of(
+            output.token_ids, output.windows, answer.duration, self._tokenizer
+        )
         return answer
-
-    def _segments(self, token_ids: Sequence[int]) -> list[_Segment] | None:
-        """What is said between two times; None where they begin anew, which long recordings do."""
-        pieces = self._tokenizer.convert_ids_to_tokens(list(token_ids))
-        segments: list[_Segment] = []
-        start: float | None = None
-        ids: list[int] = []
-        for token_id, piece in zip(token_ids, pieces, strict=True):
-            time = _TIME.fullmatch(piece or "")
-            if time is None:
-                ids.append(token_id)
-                continue
-            now = float(time[1])
-            if segments and now < segments[-1].end:
-                return None
-            if start is not None and ids:
-                said = self._tokenizer.decode(ids, skip_special_tokens=True)
-                segments.append(
-                    _Segment(id=len(segments), start=start, end=now, text=said, tokens=ids)
-                )
-            start, ids = now, []
-        return segments
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:
@@ -193,9 +165,8 @@ def _hearing_stage(pipeline: Pipeline) -> str:
     )
 
 
-def _tokenizer(pipeline: Pipeline, stage: str) -> Any:
-    found = pipeline.stages[stage]
-    tokenizer = found.engine.tokenizer if isinstance(found, AutoregressiveStage) else None
+def _tokenizer(pipeline: ServedPipeline, stage: str) -> Any:
+    tokenizer = pipeline.tokenizer(stage)
     if tokenizer is None:
         raise ApiError.bad_request("this model has no tokenizer to write text with", param="model")
     return tokenizer

@@ -17,11 +17,11 @@ from omni.server.openai.answers import (
     Usage,
 )
 from omni.server.serving.api_error import ApiError
-from stages import AutoregressiveStage
 
 if TYPE_CHECKING:
     from engine import SamplingParams, TokenLogprobs
     from omni.pipelines.pipeline import Pipeline
+    from omni.server.serving.served_pipeline import ServedPipeline
     from stages import StageOutput
 
 __all__ = [
@@ -114,9 +114,8 @@ class LogprobWriter:
         ApiError: with status 400: the stage has no tokenizer that could tell their texts.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: str) -> None:
-        found = pipeline.stages[stage]
-        tokenizer = found.engine.tokenizer if isinstance(found, AutoregressiveStage) else None
+    def __init__(self, pipeline: ServedPipeline, stage: str) -> None:
+        tokenizer = pipeline.tokenizer(stage)
         if tokenizer is None:
             raise ApiError.bad_request(
                 f"logprobs: the stage {stage!r} has no tokenizer to name tokens by",

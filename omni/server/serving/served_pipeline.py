@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -14,11 +15,13 @@ from omni.server.serving.admission import Admission
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
     from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
-    from stages import StageStats
+    from stages import Stage, StageStats
     from stages.worker.worker_state import WorkerState
 
 __all__ = ["PipelineState", "ServedPipeline"]
@@ -64,6 +67,7 @@ class ServedPipeline:
         self.error: str | None = None
         self.meters: Meters | None = None
         self._omni: Omni | None = None
+        self._tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
         self._lock = threading.Lock()
 
     def load(self) -> None:
@@ -77,6 +81,13 @@ class ServedPipeline:
 
         try:
             omni = Omni(self.config)
+            with ExitStack() as unless_ready:
+                unless_ready.callback(omni.close)
+                self._tokenizers = {
+                    name: _tokenizer_of(self.config, name, stage)
+                    for name, stage in omni.pipeline.stages.items()
+                }
+                unless_ready.pop_all()
         except Exception as error:  # the state tells of it to those who ask for the pipeline
             self.fail(str(error) if isinstance(error, ValueError) else repr(error))
             raise
@@ -136,6 +147,10 @@ class ServedPipeline:
                 self.meters.requests.labels(self.name, "rejected").inc()
             raise
 
+    def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
+        """What tells the tokens of a stage's text; None if it writes none, or brings none."""
+        return self._tokenizers[stage]
+
     @property
     def omni(self) -> Omni:
         """What runs requests.
@@ -159,3 +174,22 @@ class ServedPipeline:
             f"the model {self.name!r} is {self.state}{why}",
             code=f"model_{self.state}",
         )
+
+
+def _tokenizer_of(
+    config: PipelineConfig, name: str, stage: Stage
+) -> PreTrainedTokenizerBase | None:
+    """The stage's own, or, of one whose workers are elsewhere, the same read here."""
+    from engine.models.model_loader import open_checkpoint
+    from engine.text.tokenizer import load_tokenizer
+    from stages import AutoregressiveStage
+    from stages.autoregressive import AutoregressiveStageConfig
+
+    if isinstance(stage, AutoregressiveStage):
+        return stage.engine.tokenizer
+    settings = config.resolved(name)
+    if not isinstance(settings, AutoregressiveStageConfig) or "text" not in settings.final_output:
+        return None
+    engine = settings.engine
+    checkpoint = open_checkpoint(settings.model, part=settings.part, revision=engine.revision)
+    return load_tokenizer(checkpoint.path, trust_remote_code=engine.trust_remote_code)

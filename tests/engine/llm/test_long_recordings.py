@@ -28,6 +28,7 @@ from engine.inputs.input_windows import InputWindows
 from engine.interface.outputs import FinishReason
 from engine.models.whisper.speech_windows import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
+from omni.server.openai.speech_segments import TIMESTAMP, segments_of
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.line_faults import LineFault
 
@@ -79,6 +80,32 @@ def reference(folder: str) -> Callable[..., list[int]]:
     return answer
 
 
+@pytest.fixture(scope="module")
+def reference_segments(folder: str) -> Callable[[np.ndarray, int], Any]:
+    model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    extractor = AutoFeatureExtractor.from_pretrained(folder)
+
+    def answer(samples: np.ndarray, num_tokens: int) -> list[tuple[float, float, list[int]]]:
+        features = extractor(
+            samples,
+            sampling_rate=SAMPLING_RATE,
+            truncation=False,
+            padding="longest",
+            return_tensors="pt",
+        )["input_features"]
+        with torch.inference_mode():
+            told = model.generate(
+                features, return_timestamps=True, return_segments=True, language="en",
+                max_new_tokens=num_tokens,
+            )  # fmt: skip
+        return [
+            (round(float(each["start"]), 2), round(float(each["end"]), 2), each["tokens"].tolist())
+            for each in told["segments"][0]
+        ]
+
+    return answer
+
+
 def params(num_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, **more)
 
@@ -100,6 +127,36 @@ def test_tokens_are_those_of_transformers(
     for _ in range(2):
         outputs = run(engine, [AudioPrompt(s, language="en") for s in sounds], params(num_tokens))
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_windows_begin_where_those_of_transformers_do(
+    engine: LLMEngine, folder: str, reference_segments: Callable[[np.ndarray, int], Any]
+) -> None:
+    """By the times of what it says between two timestamps."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    num_compared = num_late = 0
+    for seed, seconds in enumerate((*SECONDS, 6.5, 8.2)):
+        sound = melody(seconds, seed)
+        (output,) = run(engine, [AudioPrompt(sound, language="en")], params(12))
+        completion = output.outputs[0]
+        found = segments_of(completion.token_ids, completion.windows, seconds, tokenizer)
+        ours = {(each.start, each.end, tuple(each.tokens)) for each in found}
+        for start, end, tokens in reference_segments(sound, 12):
+            timed = [TIMESTAMP.fullmatch(each) for each in tokenizer.convert_ids_to_tokens(tokens)]
+            said = tuple(
+                token for token, time in zip(tokens, timed, strict=True)
+                if time is None and token not in tokenizer.all_special_ids
+            )  # fmt: skip
+            if said and timed[0] is not None and timed[-1] is not None:
+                assert (start, end, said) in ours
+                num_compared += 1
+                num_late += start > WINDOW_S
+        assert completion.windows[0].begin_s == 0.0
+        assert sum(len(each.tokens) for each in found) == sum(
+            TIMESTAMP.fullmatch(each) is None and each not in tokenizer.all_special_tokens
+            for each in tokenizer.convert_ids_to_tokens(list(completion.token_ids))
+        )
+    assert num_compared >= 5 and num_late >= 3
 
 
 def test_the_model_s_own_length_ends_windows_too(

@@ -194,6 +194,48 @@ def test_speech_is_written_down(media: LiveServer, client: Any, kind: str):
         assert "<|" not in answer.text
 
 
+def test_a_long_recording_has_segments_from_its_begin_to_its_end(media: LiveServer, client: Any):
+    answer = client.audio.transcriptions.create(
+        model="transcribe_then_summarize",
+        file=("speech.wav", sound(seconds=7.0)),
+        language="en",
+        response_format="verbose_json",
+        timestamp_granularities=["segment"],
+    )
+    prompt = AudioPrompt(sound(seconds=7.0), language="en", timestamps=True)
+    expected = in_python(media, "transcribe_then_summarize", OmniRequest(prompt))
+    windows = expected.stages["transcriber"].windows
+    assert answer.duration == 7.0 and len(windows) > 2
+    assert {each.seek for each in answer.segments} <= {
+        round(100 * each.begin_s) for each in windows
+    }
+    times = [time for each in answer.segments for time in (each.start, each.end)]
+    assert times == list(accumulate(times, max))
+    assert times[-1] > 4.0, "beyond the second window"
+    assert "".join(each.text for each in answer.segments) == answer.text
+
+
+def test_times_of_words_are_refused(client: Any):
+    with pytest.raises(openai.BadRequestError, match="timestamp_granularities"):
+        client.audio.transcriptions.create(
+            model="transcribe_then_summarize",
+            file=("speech.wav", sound(seconds=1.0)),
+            response_format="verbose_json",
+            timestamp_granularities=["word"],
+        )
+
+
+@pytest.mark.parametrize("kind", ["processes"])
+def test_what_needs_a_tokenizer_works_wherever_stages_run(checkpoint_cache: object, kind: str):
+    config = PipelineConfig.load("transcribe_then_summarize", {"runtime.kind": kind})
+    with LiveServer([config]) as server, server.client() as client:
+        written = client.audio.transcriptions.create(
+            model=config.name, file=("speech.wav", sound(seconds=1.0)), language="en",
+            response_format="verbose_json",
+        )  # fmt: skip
+        assert written.segments is not None
+
+
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's own method
 def test_speech_is_translated(media: LiveServer, client: Any):
     answer = client.audio.translations.create(
