@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from engine.text.tokenizer import tokenizers_turn
+from engine.text.tokenizer import encodes_as_the_library, tokenizers_turn
 from engine.text.worker_processes import WorkerProcess, WorkerProcesses
 from engine.text.written_patterns import doubtful_patterns
 
@@ -93,10 +93,13 @@ _PROCESSES: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerProcesses | Non
 
 
 def _processes_of(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProcesses | None:
-    """None for a tokenizer that is harmless, or of a class that does more than the library."""
+    """None for a tokenizer that is harmless.
+
+    One whose class does more than the library is, or is trusted, as it was loaded.
+    """
     if tokenizer not in _PROCESSES:
-        is_plain = type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
-        patterns = doubtful_patterns(tokenizer) if is_plain else ()
+        may_be_sent = encodes_as_the_library(tokenizer)
+        patterns = doubtful_patterns(tokenizer) if may_be_sent else ()
         made = _TokenizerProcesses(tokenizer, patterns) if patterns else None
         # Another thread may have been first; its processes are then the ones.
         _PROCESSES.setdefault(tokenizer, made)

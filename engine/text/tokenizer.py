@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from engine.interface.turns import turn_of
 from engine.text.chat_template import processor_chat_template
-from engine.text.written_patterns import patterns_of_decoder
+from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
 
 __all__ = [
+    "encodes_as_the_library",
     "eos_token_ids",
     "load_tokenizer",
     "max_prompt_chars",
@@ -70,10 +77,28 @@ def load_tokenizer(
             f"the tokenizer in {folder} makes text of tokens by the pattern {patterns[0][:80]!r}, "
             "which need not end, and is not supported"
         )
+    if not (trust_remote_code or encodes_as_the_library(tokenizer)):
+        _refuse_patterns(folder, tokenizer)
     template = processor_chat_template(folder)
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def encodes_as_the_library(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its class adds nothing to what the ``tokenizers`` library makes of a text."""
+    return type(tokenizer)._encode_plus is PreTrainedTokenizerFast._encode_plus
+
+
+def _refuse_patterns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that is run in this process, where nothing can stop its patterns."""
+    if patterns := doubtful_patterns(tokenizer):
+        raise ValueError(
+            f"the tokenizer in {folder} cuts text by the pattern {patterns[0][:80]!r}, which need "
+            f"not end, and its class {type(tokenizer).__name__} cannot be run where it could be "
+            "stopped; name PreTrainedTokenizerFast as the tokenizer_class, or, if the checkpoint "
+            "is to be trusted, set engine.trust_remote_code"
+        )
 
 
 def max_prompt_chars(

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from engine.text import written_patterns
 from engine.text.detokenizer import IncrementalDetokenizer
@@ -85,6 +90,35 @@ def test_a_pattern_that_tries_too_often_is_told_as_an_error() -> None:
 def test_nothing_else_is_taken_for_a_panic(kind: type[BaseException]) -> None:
     with pytest.raises(kind), panics_as_errors():
         raise kind
+
+
+class BusyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Does more than the library, as those of some families do."""
+
+    def _encode_plus(self, text: str, **settings: bool) -> BatchEncoding:
+        return super()._encode_plus(text.strip(), **settings)
+
+
+@pytest.mark.parametrize("pattern", [CUBIC, r"\p{L}+"])
+def test_a_pattern_that_nothing_could_stop_is_refused_with_its_checkpoint(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_by(pattern).save_pretrained(tmp_path)
+    load = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer,
+        "from_pretrained",
+        lambda folder, **_: BusyTokenizer(tokenizer_object=load(folder).backend_tokenizer),
+    )
+    trusted = load_tokenizer(tmp_path, trust_remote_code=True)
+    assert trusted is not None and ids(trusted, " ab ") == trusted("ab")["input_ids"]
+    if pattern != CUBIC:
+        assert isinstance(load_tokenizer(tmp_path), BusyTokenizer)
+        return
+    with pytest.raises(
+        ValueError, match=r"a\*a\*\[cd\].*BusyTokenizer cannot be run where"
+    ):
+        load_tokenizer(tmp_path)
 
 
 def test_a_checkpoint_that_makes_text_by_a_pattern_is_refused(tmp_path: Path) -> None:
