@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.inputs.admission import InputLimits
+from engine.interface.arguments import check_dense
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -214,9 +215,9 @@ def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tenso
     Raises:
         ValueError: it is no such tensor, or holds numbers that are not finite.
     """
-    if not isinstance(rows, Tensor) or rows.layout is not torch.strided:
-        kind = str(rows.layout) if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+    if not isinstance(rows, Tensor):
+        raise ValueError(f"{name} must be a dense tensor, got {type(rows).__name__}")
+    check_dense(name, rows)
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ValueError(
             f"{name} must be (num_tokens, {width}) for this model, got {tuple(rows.shape)}"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.files.json_file import read_json_object
 from engine.inputs.feature_maker import FeatureMaker
+from engine.interface.arguments import check_dense
 from engine.interface.media_limits import MediaLimits
 from engine.interface.prompts import AudioPrompt, VideoFeatures, VideoPrompt
 from engine.interface.turns import turn_of
@@ -165,17 +166,19 @@ class VideoFeatureMaker(FeatureMaker):
         if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
             kind = getattr(pixels, "dtype", type(pixels).__name__)
             raise ValueError(f"pixel_values_videos must be a floating-point tensor, got {kind}")
+        check_dense("pixel_values_videos", pixels)
         if not pixels.isfinite().all():
             raise ValueError("pixel_values_videos holds NaN or infinite values")
-        grid = torch.as_tensor(item.video_grid_thw)
-        if grid.dtype.is_floating_point or grid.dtype == torch.bool:
-            raise ValueError(f"video_grid_thw must be integers, got {grid.dtype}")
-        seconds = float(item.second_per_grid)
+        grid = _integers("video_grid_thw", item.video_grid_thw)
+        try:
+            seconds = float(item.second_per_grid)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"second_per_grid must be a number: {error}") from error
         if not math.isfinite(seconds) or seconds <= 0:
             raise ValueError(f"second_per_grid must be more than 0 and finite, got {seconds}")
         return {
             "pixel_values_videos": pixels.detach().to("cpu", torch.float32),
-            "video_grid_thw": grid.to("cpu", torch.int64),
+            "video_grid_thw": grid,
             "video_second_per_grid": torch.tensor(seconds),
         }
 
@@ -244,3 +247,15 @@ class VideoFeatureMaker(FeatureMaker):
         for rest in range(place + 1, num_grids * depth):
             whole[rest // depth, :, :, rest % depth] = whole[place // depth, :, :, place % depth]
         return whole.flatten(2).flatten(0, 1), grid
+
+
+def _integers(name: str, values: object) -> Tensor:
+    """Integers of any form, int64 on the CPU; ``ValueError`` if they are none."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name} must be integers: {error}") from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+    check_dense(name, tensor)
+    return tensor.to("cpu", torch.int64)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import UnionType
+from typing import TYPE_CHECKING
 
 from engine.interface.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
     "check_argument",
+    "check_dense",
     "check_names",
     "check_request_arguments",
     "check_sampling_argument",
@@ -41,6 +46,18 @@ def check_argument(
     inserted = repr(value) if isinstance(value, str) else "..."
     hint = "" if mend is None else f"; write {mend.replace('{}', inserted)}"
     raise ValueError(f"{name} must be {wanted}, got {shown} ({type(value).__name__}){hint}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose values cannot be gone through.
+
+    Raises:
+        ValueError: it is sparse, or on the device ``meta``, where tensors have no values.
+    """
+    if str(tensor.layout) != "torch.strided":
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
+    if tensor.is_meta:
+        raise ValueError(f"{name} must be a tensor with values, got one on the device meta")
 
 
 def check_names(name: str, value: object, *, or_none: bool = False) -> None:

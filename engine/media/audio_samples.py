@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.interface.arguments import check_argument, check_dense
 from engine.interface.media_limits import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.resampler import Resampler
@@ -90,6 +92,7 @@ class SampleReader:
         return samples
 
     def _take(self, audio: Tensor | NDArray[Any], sampling_rate: int | None) -> NDArray[np.float32]:
+        check_argument("sampling_rate", sampling_rate, Real | None, "a number or None")
         rate = self.rate if sampling_rate is None else sampling_rate
         check_rate(rate, "the audio")
         samples = _check_samples(audio)
@@ -102,6 +105,7 @@ class SampleReader:
 def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:
     array: Any = audio
     if isinstance(audio, Tensor) and audio.is_floating_point():
+        check_dense("audio", audio)
         array = audio.detach().cpu().float().numpy()
     if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
         kind = getattr(array, "dtype", type(array).__name__)

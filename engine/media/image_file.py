@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature
 
+from engine.interface.arguments import check_dense
 from engine.interface.media_limits import MediaLimits
 from engine.interface.turns import turn_of
 from engine.media.media_source import MediaSource
@@ -124,14 +125,17 @@ def upright_rgb(image: Image) -> Image:
 
 
 def _check_pixels(image: Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
-    height_width_channels = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
-    if pixels.dtype != np.uint8 or not height_width_channels:
+    # Some types of tensors are none of numpy's.
+    shape, kind = tuple(image.shape), str(image.dtype).removeprefix("torch.")
+    if kind != "uint8" or len(shape) != 3 or shape[2] != 3 or 0 in shape:
         raise ValueError(
             "an array of pixels must be (height, width, 3) of uint8, red, green and blue, "
-            f"got {pixels.shape} of {pixels.dtype}"
+            f"got {shape} of {kind[:80]}"
         )
-    return np.ascontiguousarray(pixels)
+    if isinstance(image, Tensor):
+        check_dense("pixels", image)
+        image = image.detach().cpu().numpy()
+    return np.ascontiguousarray(image)
 
 
 def image_features(

@@ -196,6 +196,48 @@ WRONG: dict[str, tuple[Modality, Any, str]] = {
         pixels(second_per_grid=9.0, audio=tone(0.25)),
         "reaches place 227 .* is 200",
     ),
+    "no samples": ("audio", torch.empty(8000, device="meta"), "audio must be a tensor with values"),
+    "sparse samples": ("audio", torch.ones(8000).to_sparse(), "audio must be a dense tensor, got"),
+    "a rate in words": (
+        "audio",
+        AudioPrompt(tone(0.25), "fast"),  # type: ignore[arg-type]
+        r"sampling_rate must be a number or None, got 'fast' \(str\)",
+    ),
+    "no colours": (
+        "image",
+        torch.empty(56, 56, 3, dtype=torch.uint8, device="meta"),
+        "image 0: pixels must be a tensor with values, got one on the device meta",
+    ),
+    "half colours": (
+        "image",
+        torch.ones(56, 56, 3, dtype=torch.bfloat16),
+        r"an array of pixels must be .* got \(56, 56, 3\) of bfloat16",
+    ),
+    "no patches": (
+        "video",
+        pixels(pixel_values_videos=torch.empty(48, 1176, device="meta")),
+        "pixel_values_videos must be a tensor with values",
+    ),
+    "sparse patches": (
+        "video",
+        pixels(pixel_values_videos=torch.ones(48, 1176).to_sparse()),
+        "pixel_values_videos must be a dense tensor",
+    ),
+    "a grid in words": ("video", pixels(video_grid_thw="abc"), "video_grid_thw must be integers:"),
+    "no grid at all": ("video", pixels(video_grid_thw=None), "video_grid_thw must be integers:"),
+    "a huge grid": ("video", pixels(video_grid_thw=(10**30, 4, 6)), "grid_thw must be integers:"),
+    "a complex grid": (
+        "video",
+        pixels(video_grid_thw=torch.ones(3, dtype=torch.complex64)),
+        "video_grid_thw must be integers, got torch.complex64",
+    ),
+    "a grid without values": (
+        "video",
+        pixels(video_grid_thw=torch.ones(3, dtype=torch.int64, device="meta")),
+        "video_grid_thw must be a tensor with values",
+    ),
+    "time in words": ("video", pixels(second_per_grid="x"), "second_per_grid must be a number:"),
+    "no time at all": ("video", pixels(second_per_grid=None), "second_per_grid must be a number:"),
     "an age": ("video", pixels(second_per_grid=1e30), "1e.30 s, which cannot be placed"),
 }
 

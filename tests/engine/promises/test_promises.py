@@ -237,6 +237,7 @@ def test_promise_7_a_bad_request_is_refused_and_its_neighbours_finish(roomy: LLM
         (EmbedsPrompt(torch.full((2, 64), 1e300, dtype=torch.float64)), good.params, "infinite in"),
         (EmbedsPrompt([[0.5] * 64]), good.params, "dense tensor, got list"),  # type: ignore[arg-type]
         (EmbedsPrompt(torch.eye(64).to_sparse()), good.params, "dense tensor, got torch.sparse"),
+        (EmbedsPrompt(torch.empty(4, 64, device="meta")), good.params, "be a tensor with values"),
         (TokensPrompt((1.5,)), good.params, "must be integers"),  # type: ignore[arg-type]
         (TokensPrompt(("1",)), good.params, "must be integers"),  # type: ignore[arg-type]
         ("half \ud800 a pair", good.params, "surrogate pair at character 5"),

@@ -115,9 +115,7 @@ def test_a_pattern_that_nothing_could_stop_is_refused_with_its_checkpoint(
     if pattern != CUBIC:
         assert isinstance(load_tokenizer(tmp_path), BusyTokenizer)
         return
-    with pytest.raises(
-        ValueError, match=r"a\*a\*\[cd\].*BusyTokenizer cannot be run where"
-    ):
+    with pytest.raises(ValueError, match=r"a\*a\*\[cd\].*BusyTokenizer cannot be run where"):
         load_tokenizer(tmp_path)
 
 
