@@ -43,7 +43,7 @@ def test_two_voices_come_along():
 # Both voices, teens and tens: what a recognizer confuses most.
 ASKED = {
     "Ada": {"twelve plus thirty": "forty two", "twenty minus five": "fifteen"},
-    "Ben": {"ten times five": "fifty", "ninety plus ninety": "one hundred eighty"},
+    "Ben": {"ten times five": "fifty", "ninety plus twenty five": "one hundred fifteen"},
 }
 
 

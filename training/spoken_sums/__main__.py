@@ -1,9 +1,9 @@
-"""``python -m training.spoken_sums``: all parts in their order, each by the clock, two at a time.
+"""``python -m training.spoken_sums``: all parts in their order, two at a time.
 
 ::
 
-    core A   questions ─► typed ─► ctc ─► end to end ─┐
-    core B   answers ─► codes ─► flow ─► waveforms ───┴─► talker ─► checkpoint ─► figures
+    core A   questions ─► typed ─► ctc ─► end to end ─► polish ─┐
+    core B   answers ─► codes ─► flow ─► waveforms ─────────────┴─► talker ─► checkpoint ─► figures
 
 A part that was cut short goes on from its last saved state; one that is done is done.
 """
@@ -28,6 +28,7 @@ from training.spoken_sums.dit import DiTBudget, train_dit
 from training.spoken_sums.ears_evaluate import evaluate_ears
 from training.spoken_sums.end_to_end import EndToEndSettings, train_end_to_end
 from training.spoken_sums.mouth import train_mouth_talker, write_trained
+from training.spoken_sums.polish import PolishSettings, polish
 from training.spoken_sums.question_texts import question_texts
 from training.spoken_sums.questions import make_questions
 from training.spoken_sums.rendering import Renderer
@@ -42,46 +43,55 @@ __all__ = ["QUICK", "Plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much of everything.
+    """How much of everything; what is left out is what the checkpoint that ships was made with.
 
     Attributes:
         questions: that are said for training.
-        typed: seconds for this part; and so on.
-        ctc: seconds.
-        end_to_end: seconds.
-        flow: seconds of the vocoder's flow from codes to mel bands.
-        waveforms: seconds of its network from mel bands to samples.
-        anti_aliased: seconds of the same, after that, with filters on.
-        talker: seconds.
-        most_steps: an end before that of the ears' parts, for a trial.
+        typed: steps of this part; and so on.
+        ctc: steps.
+        end_to_end: steps.
+        recordings: that the finished tower hears for the last part.
+        polish: steps.
+        flow: steps of the vocoder's flow from codes to mel bands.
+        waveforms: steps of its network from mel bands to samples.
+        anti_aliased: steps of the same, after that, with filters on.
+        talker: steps.
+        replies: of the thinker that the talker learns from.
+        every: figures are about each so-many-th held-out question.
     """
 
-    questions: int = 28_000
-    typed: float = 1200.0
-    ctc: float = 900.0
-    end_to_end: float = 2700.0
-    flow: float = 1800.0
-    waveforms: float = 2400.0
-    anti_aliased: float = 600.0
-    talker: float = 900.0
-    most_steps: int | None = None
+    questions: int = 30_000
+    typed: int = 620
+    ctc: int = 520
+    end_to_end: int = 1740
+    recordings: int = 2500
+    polish: int = 480
+    flow: int = 920
+    waveforms: int = 1200
+    anti_aliased: int = 530
+    talker: int = 4720
+    replies: int = 2400
+    every: int = 1
 
 
 QUICK = Plan(
-    questions=300,
-    typed=20.0,
-    ctc=20.0,
-    end_to_end=20.0,
-    flow=10.0,
-    waveforms=10.0,
-    anti_aliased=10.0,
-    talker=10.0,
-    most_steps=4,
+    questions=120,
+    typed=3,
+    ctc=2,
+    end_to_end=2,
+    recordings=24,
+    polish=2,
+    flow=2,
+    waveforms=2,
+    anti_aliased=1,
+    talker=2,
+    replies=48,
+    every=30,
 )
 """Every part for a few steps: shows that all runs, and learns nothing."""
 
 _LANES = (
-    ("questions", "typed", "ctc", "end_to_end"),
+    ("questions", "typed", "ctc", "end_to_end", "polish"),
     ("answers", "flow", "waveforms"),
 )
 _AFTER = ("talker", "checkpoint", "figures")
@@ -107,6 +117,7 @@ class Parts:
             "typed": self._typed,
             "ctc": self._ctc,
             "end_to_end": self._end_to_end,
+            "polish": self._polish,
             "answers": self._answers,
             "flow": self._flow,
             "waveforms": self._waveforms,
@@ -121,16 +132,18 @@ class Parts:
         make_questions(self._work / "questions", texts, seed=100)
 
     def _typed(self) -> None:
-        settings = TypedSettings(seconds=self._plan.typed, most_steps=self._plan.most_steps)
-        train_typed(self._work, self._renderer, settings)
+        train_typed(self._work, self._renderer, TypedSettings(steps=self._plan.typed))
 
     def _ctc(self) -> None:
-        settings = CTCSettings(seconds=self._plan.ctc, most_steps=self._plan.most_steps)
-        train_ctc(self._work, self._renderer, settings)
+        train_ctc(self._work, self._renderer, CTCSettings(steps=self._plan.ctc))
 
     def _end_to_end(self) -> None:
-        settings = EndToEndSettings(seconds=self._plan.end_to_end, most_steps=self._plan.most_steps)
+        settings = EndToEndSettings(steps=self._plan.end_to_end)
         train_end_to_end(self._work, self._renderer, settings)
+
+    def _polish(self) -> None:
+        settings = PolishSettings(steps=self._plan.polish, recordings=self._plan.recordings)
+        polish(self._work, self._renderer, settings)
 
     def _answers(self) -> None:
         learn_codebook(
@@ -146,22 +159,22 @@ class Parts:
         speeches, file = answers_spoken(self._work), self._work / "bigvgan.pt"
         train_bigvgan(speeches, BigVGANBudget(self._plan.waveforms), file)
         whole = self._plan.waveforms + self._plan.anti_aliased
-        train_bigvgan(speeches, BigVGANBudget(whole, rate=3e-4, anti_aliased=True), file)
+        train_bigvgan(speeches, BigVGANBudget(whole, anti_aliased=True), file)
 
     def _talker(self) -> None:
         tokenizer = self._renderer.tokenizer
-        budget = TalkerBudget(self._plan.talker)
+        budget = TalkerBudget(self._plan.talker, replies=self._plan.replies)
         train_mouth_talker(self._work, self._thinker(), tokenizer, budget)
 
     def _checkpoint(self) -> None:
         write_trained(self._work, self._target, self._thinker(), self._renderer.tokenizer)
 
     def _figures(self) -> None:
-        print("\n".join(evaluate_ears(self._target, self._work)))
+        print("\n".join(evaluate_ears(self._target, self._work, every=self._plan.every)))
 
     def _thinker(self) -> Qwen2_5OmniThinkerForConditionalGeneration:
         model = build_thinker(self._renderer.tokenizer)
-        state = torch.load(self._work / "end_to_end.pt", weights_only=True)
+        state = torch.load(self._work / "thinker.pt", weights_only=True)
         model.load_state_dict(state["model"])
         return model
 

@@ -23,9 +23,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 
 from training.spoken_sums.mel import HOP, mel_of
+from training.spoken_sums.module_training import ModuleTraining
 from training.spoken_sums.mouth_sizes import BIGVGAN
 from training.spoken_sums.speech import LEAD, Speech
-from training.spoken_sums.timed_training import TimedTraining
 
 __all__ = [
     "BigVGANBudget",
@@ -51,7 +51,7 @@ class BigVGANBudget:
     """How long it trains, and at what.
 
     Attributes:
-        seconds: of the clock, on one thread.
+        steps: how many, earlier ones in the same file included.
         rate: the highest learning rate.
         anti_aliased: whether as it is used, or with the plain snake, which is quicker.
         batch: pieces of 0.32 s.
@@ -59,7 +59,7 @@ class BigVGANBudget:
         seed: of weights and pieces.
     """
 
-    seconds: float
+    steps: int
     rate: float = 1e-3
     anti_aliased: bool = False
     batch: int = 8
@@ -248,7 +248,7 @@ def train_bigvgan(speeches: Sequence[Speech], budget: BigVGANBudget, file: Path)
         # Known well by now, and their gradients are most of what a snake costs.
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(not name.endswith(("alpha", "beta")))
-    training = TimedTraining(network, file, budget.seconds, budget.rate, betas=(0.8, 0.99))
+    training = ModuleTraining(network, file, budget.steps, budget.rate, betas=(0.8, 0.99))
     sounds = [speech.samples for speech in speeches]
     mels = [speech.mel for speech in speeches]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
+from training.spoken_sums.number_words import in_words
 from training.spoken_sums.other_words import draw_other
 from training.spoken_sums.sums import (
-    LARGEST_ASKED,
     NOT_A_SUM,
     SIGNS,
     Sum,
     follow_ups,
+    out_of_range,
     training_sums,
 )
 
@@ -26,8 +28,17 @@ __all__ = [
 ]
 
 _SIGN_WEIGHTS = (4, 3, 3)
+_OUT_OF_RANGE = 0.08
+"""Share of sums whose result lies outside: their reply says so."""
 _SPOKEN = ("{}", "{}", "{}", "{}", "what is {}", "what is {}", "how much is {}", "and {}")
-_TYPED = ("{}", "{}", "{}?", "what is {}", "what is {}?", "how much is {}?", "and {}", "and {}?")
+_TYPED = (
+    *("{}", "{}", "{}?", "what is {}", "what is {}?", "how much is {}?", "and {}", "and {}?"),
+    *("what's {}?", "{}.", "{} =", "{} = ?"),
+)
+_TENS_AND_ONES = re.compile(
+    f"({'|'.join(in_words(number) for number in range(20, 100, 10))})"
+    f" ({'|'.join(in_words(number) for number in range(1, 10))})"
+)
 _SIGNS = {"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "times", "×", "x")}
 
 
@@ -48,10 +59,15 @@ class Turn:
 
 def draw_sum(draw: random.Random) -> Sum:
     """A sum of training; every operation's sums are as likely as each other."""
-    if draw.random() < 0.03:
-        small, large = sorted(draw.sample(range(15, LARGEST_ASKED + 1), 2))
-        return draw.choice((Sum(small, "-", large), Sum(large, "*", small)))
+    if draw.random() < _OUT_OF_RANGE:
+        return _draw_near(out_of_range(draw.choice(("-", "*")), training=True), draw)
     return draw.choice(training_sums(draw.choices(SIGNS, _SIGN_WEIGHTS)[0]))
+
+
+def _draw_near(sums: tuple[Sum, ...], draw: random.Random) -> Sum:
+    """One of those out of range; half of the time the nearer of two, where mistakes are made."""
+    one, other = draw.choice(sums), draw.choice(sums)
+    return min(one, other, key=lambda each: each.off) if draw.random() < 0.5 else one
 
 
 def spoken_form(one: Sum, draw: random.Random) -> str:
@@ -62,10 +78,15 @@ def spoken_form(one: Sum, draw: random.Random) -> str:
 def typed_form(one: Sum, draw: random.Random) -> str:
     """One of the ways to type a sum, in words or in figures."""
     if draw.random() < 0.7:
-        return draw.choice(_TYPED).format(one.words)
+        return draw.choice(_TYPED).format(_hyphened(one.words, draw))
     sign = draw.choice(_SIGNS[one.sign])
     space = "" if len(sign) == 1 and sign != "x" and draw.random() < 0.3 else " "
     return draw.choice(_TYPED).format(f"{one.left}{space}{sign}{space}{one.right}")
+
+
+def _hyphened(words: str, draw: random.Random) -> str:
+    """With hyphens between tens and ones, as they are often typed, or as it is."""
+    return _TENS_AND_ONES.sub(r"\1-\2", words) if draw.random() < 0.2 else words
 
 
 def follow_up_words(one: Sum, draw: random.Random) -> str:
@@ -79,7 +100,7 @@ def _typed_follow_up(one: Sum, words: str, draw: random.Random) -> str:
         return draw.choice(("{}{}", "{} {}", "and {} {}", "and {} {}?")).format(
             draw.choice(_SIGNS[one.sign][:2]), one.right
         )
-    return words + draw.choice(("", "?"))
+    return _hyphened(words, draw) + draw.choice(("", "?"))
 
 
 def draw_conversation(draw: random.Random) -> list[Turn]:
@@ -105,9 +126,12 @@ def draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple
     if not is_first and last is not None and kind < 0.4:
         sign = draw.choices(SIGNS, _SIGN_WEIGHTS)[0]
         known = follow_ups(last, sign, training=True)
-        one = draw.choice(known) if known and draw.random() > 0.05 else Sum(last, sign, 97)
-        if one.result is None or one in known:
-            words = follow_up_words(one, draw)
-            return Turn(words, _typed_follow_up(one, words, draw), one.reply), one.result
+        beyond = out_of_range(sign, last, training=True)
+        if beyond and (not known or draw.random() < 2 * _OUT_OF_RANGE):
+            one = _draw_near(beyond, draw)
+        else:
+            one = draw.choice(known)
+        words = follow_up_words(one, draw)
+        return Turn(words, _typed_follow_up(one, words, draw), one.reply), one.result
     one = draw_sum(draw)
     return Turn(spoken_form(one, draw), typed_form(one, draw), one.reply), one.result

@@ -26,7 +26,7 @@ from training.spoken_sums.questions import Question, load_questions
 from training.spoken_sums.rendering import Renderer
 from training.spoken_sums.rooms import LONGEST, Recording, recorded
 from training.spoken_sums.thinker import build_thinker, num_rows, silence_row, tower_rows
-from training.spoken_sums.wall_clock import TrainingRun
+from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.workers import Workers
 
 __all__ = [
@@ -44,23 +44,21 @@ class CTCSettings:
     """Of this part.
 
     Attributes:
-        seconds: for all of it.
+        steps: how many.
         rate: the highest learning rate.
         batch: sounds, shared by all workers.
         commitment: weight of the second term.
-        even: share of the time in which words are also looked for where they would be if each
+        even: share of the steps in which words are also looked for where they would be if each
             letter took as long: without it, hundreds of steps pass before anything is heard.
         strength: of what recordings do to sounds; mild, so that words are soon heard.
-        most_steps: see :class:`TrainingRun`.
     """
 
-    seconds: float = 900.0
+    steps: int = 520
     rate: float = 2e-3
     batch: int = 64
     commitment: float = 0.5
     even: float = 0.3
     strength: float = 0.35
-    most_steps: int | None = None
 
 
 class WordClasses(nn.Module):
@@ -117,8 +115,7 @@ def train_ctc(
     )
     run = TrainingRun(
         folder / "ctc.pt",
-        settings.seconds,
-        most_steps=settings.most_steps,
+        settings.steps,
         tower=tower,
         classes=classes,
         optimizer=optimizer,

@@ -17,9 +17,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from training.spoken_sums.answers import VOICES
 from training.spoken_sums.codes import FRAMES_PER_CODE, Codebook
 from training.spoken_sums.mel import NUM_BANDS
+from training.spoken_sums.module_training import ModuleTraining
 from training.spoken_sums.mouth_sizes import DIT
 from training.spoken_sums.speech import Speech
-from training.spoken_sums.timed_training import TimedTraining
 
 __all__ = ["DiTBudget", "Voice", "flow_of", "make_dit", "train_dit", "voices_of"]
 
@@ -37,14 +37,14 @@ class DiTBudget:
     """How long it trains, and at what.
 
     Attributes:
-        seconds: of the clock, on one thread.
+        steps: how many.
         rate: the highest learning rate.
         batch: windows of 1.2 s.
         half: whether products are in bfloat16.
         seed: of weights and windows.
     """
 
-    seconds: float
+    steps: int
     rate: float = 1.5e-3
     batch: int = 24
     half: bool = True
@@ -142,7 +142,7 @@ def train_dit(
     """Train on windows of the answers."""
     voices = list(voices_of(speeches).values())
     network = make_dit(budget.seed)
-    training = TimedTraining(network, file, budget.seconds, budget.rate)
+    training = ModuleTraining(network, file, budget.steps, budget.rate)
     coded = [codebook.encode(speech.mel) for speech in speeches]
     names = [VOICES.index(speech.utterance.voice) for speech in speeches]
 

@@ -1,4 +1,4 @@
-"""The shipped thinker's figures, through the engine: held-out questions, typed and spoken.
+"""The shipped thinker's figures, through the engine: held-out questions and conversations.
 
 Run it with ``python -m training.spoken_sums.ears_evaluate FOLDER [--work WORK]``.
 """
@@ -6,12 +6,19 @@ Run it with ``python -m training.spoken_sums.ears_evaluate FOLDER [--work WORK]`
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine import ChatPrompt, EngineConfig, LLMEngine, SamplingParams
 from training.spoken_sums.held_out import HeldOutQuestion, held_out_questions, say_held_out
+from training.spoken_sums.held_out_talks import (
+    held_out_out_of_range,
+    held_out_talks,
+    say_held_out_talks,
+)
 from training.spoken_sums.other_words import HELD_OUT_SENTENCES
 from training.spoken_sums.sums import NOT_A_SUM
 
@@ -20,20 +27,21 @@ __all__ = ["evaluate_ears"]
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=24)
 
 
-def evaluate_ears(checkpoint: Path, work: Path) -> list[str]:
+def evaluate_ears(checkpoint: Path, work: Path, *, every: int = 1) -> list[str]:
     """Ask all held-out questions; lines of figures.
 
     Args:
         checkpoint: the folder that ships.
         work: where the questions' sounds are, or will be.
+        every: each so-many-th of the questions, for a trial.
     """
     config = EngineConfig(
         model=str(checkpoint), part="thinker", dtype="float32", block_size=8, num_blocks=2048
     )
     engine = LLMEngine(config)
-    questions = held_out_questions()
+    questions = held_out_questions()[::every]
     typed = [_typed(question.words) for question in questions]
-    sounds = say_held_out(work / "held_out")
+    sounds = say_held_out(work / "held_out", every=every)
     part = {"role": "user", "content": [{"type": "audio"}]}
     spoken = [ChatPrompt((part,), {"audio": [path]}) for path in sounds]
     lines = [
@@ -43,8 +51,55 @@ def evaluate_ears(checkpoint: Path, work: Path) -> list[str]:
     others = _replies(engine, [_typed(sentence) for sentence in HELD_OUT_SENTENCES])
     right = sum(reply == NOT_A_SUM for reply in others)
     lines.append(f"typed sentences that are no sum: {right} of {len(others)} told so")
+    lines += _conversations(engine, work, every)
+    beyond = held_out_out_of_range()[::every]
+    lines += _counted(
+        "typed sums whose result is out of range",
+        [one.words for one in beyond],
+        [one.reply for one in beyond],
+        _replies(engine, [_typed(one.words) for one in beyond]),
+    )
     engine.close()
     return lines
+
+
+def _conversations(engine: LLMEngine, work: Path, every: int) -> list[str]:
+    """Second turns after right first ones, each of the two by keyboard or by voice."""
+    talks = held_out_talks()[::every]
+    sounds = say_held_out_talks(work / "held_out_talks", every=every)
+    lines: list[str] = []
+    for ways in itertools.product(("typed", "spoken"), repeat=2):
+        prompts: list[ChatPrompt] = []
+        for talk, paths in zip(talks, sounds, strict=True):
+            turns = [
+                words if way == "typed" else [{"type": "audio"}]
+                for words, way in zip(talk.words, ways, strict=True)
+            ]
+            messages: tuple[dict[str, Any], ...] = (
+                {"role": "user", "content": turns[0]},
+                {"role": "assistant", "content": talk.first.reply},
+                {"role": "user", "content": turns[1]},
+            )
+            heard = [path for path, way in zip(paths, ways, strict=True) if way == "spoken"]
+            prompts.append(ChatPrompt(messages, {"audio": heard} if heard else {}))
+        lines += _counted(
+            f"{ways[1]} follow-ups to {ways[0]} questions",
+            [" / ".join(talk.words) for talk in talks],
+            [talk.then.reply for talk in talks],
+            _replies(engine, prompts),
+        )
+    return lines
+
+
+def _counted(
+    name: str, questions: Sequence[str], wanted: Sequence[str], replies: Sequence[str]
+) -> list[str]:
+    wrong = [
+        f"  {question!r}: {reply!r}"
+        for question, right, reply in zip(questions, wanted, replies, strict=True)
+        if reply != right
+    ]
+    return [f"{name}: {len(wanted) - len(wrong)} of {len(wanted)} right", *wrong]
 
 
 def _typed(text: str) -> ChatPrompt:

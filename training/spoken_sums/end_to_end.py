@@ -17,7 +17,7 @@ from training.spoken_sums.questions import Question
 from training.spoken_sums.rendering import Rendered, Renderer
 from training.spoken_sums.report import Report
 from training.spoken_sums.rooms import recorded
-from training.spoken_sums.sums import LARGEST_ASKED, is_held_out
+from training.spoken_sums.sums import is_held_out
 from training.spoken_sums.thinker import (
     build_thinker,
     embedding_of,
@@ -26,14 +26,22 @@ from training.spoken_sums.thinker import (
     text_hidden,
     tower_rows,
 )
+from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.typed import collate, length_buckets
 from training.spoken_sums.understanding import right_reply, understood
-from training.spoken_sums.wall_clock import TrainingRun
 from training.spoken_sums.workers import Workers
 
-__all__ = ["EndToEndSettings", "train_end_to_end"]
+__all__ = [
+    "STRENGTH",
+    "EndToEndSettings",
+    "SpokenConversation",
+    "TalkShares",
+    "draw_spoken",
+    "places_of",
+    "train_end_to_end",
+]
 
-_STRENGTH = 0.6
+STRENGTH = 0.6
 """Of what recordings do to sounds."""
 
 
@@ -42,20 +50,18 @@ class EndToEndSettings:
     """Of this part.
 
     Attributes:
-        seconds: for all of it.
+        steps: how many.
         rate: the highest learning rate.
         spoken: conversations of a batch with spoken turns, shared by all workers.
         tokens: of the typed half of a batch, about; shared likewise.
         ctc_weight: of the tower's own loss beside that of the replies.
-        most_steps: see :class:`TrainingRun`.
     """
 
-    seconds: float = 2700.0
+    steps: int = 1740
     rate: float = 8e-4
     spoken: int = 20
     tokens: int = 3600
     ctc_weight: float = 0.5
-    most_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +77,34 @@ class SpokenConversation:
     questions: list[Question | None]
 
 
-def draw_spoken(questions: Sequence[Question], draw: random.Random) -> SpokenConversation:
-    """One to three turns, seven in ten of them spoken, the first one always."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkShares:
+    """What spoken conversations are made of.
+
+    Attributes:
+        turns: how often there are one, two and three, against each other.
+        typed: share of later turns that are typed; the first one is always spoken.
+    """
+
+    turns: tuple[int, int, int] = (52, 34, 14)
+    typed: float = 0.3
+
+
+def draw_spoken(
+    questions: Sequence[Question], draw: random.Random, shares: TalkShares = TalkShares()
+) -> SpokenConversation:
+    """One to three turns, of which some are typed."""
     talk = SpokenConversation([], [])
     last: int | None = None
-    for number in range(draw.choices((1, 2, 3), (60, 28, 12))[0]):
-        if number and draw.random() < 0.3:
+    for _ in range(draw.choices((1, 2, 3), shares.turns)[0]):
+        if talk.turns and draw.random() < shares.typed:
             turn, last = draw_turn(draw, last, is_first=False)
             talk.turns.append(turn)
             talk.questions.append(None)
             continue
         question = draw.choice(questions)
         one = understood(question.words, last)
-        if one is not None and (is_held_out(one) or (one.left > LARGEST_ASKED and not one.result)):
+        if one is not None and is_held_out(one):
             continue
         reply, last = right_reply(question.words, last)
         talk.turns.append(Turn(question.words, question.words, reply))
@@ -104,7 +125,7 @@ def _spoken_batches(
             if not talk.turns:
                 continue
             heard = [
-                None if each is None else recorded(each.powers, _STRENGTH).features
+                None if each is None else recorded(each.powers, STRENGTH).features
                 for each in talk.questions
             ]
             lengths = [None if each is None else num_rows(each.shape[1]) for each in heard]
@@ -154,8 +175,7 @@ def train_end_to_end(
         classes.load_state_dict(heard["classes"])
     run = TrainingRun(
         folder / "end_to_end.pt",
-        settings.seconds,
-        most_steps=settings.most_steps,
+        settings.steps,
         model=model,
         classes=classes,
         optimizer=optimizer,

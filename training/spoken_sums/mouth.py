@@ -23,7 +23,8 @@ from training.spoken_sums.thinker import embedding_of
 __all__ = ["renditions_of", "train_mouth_talker", "write_trained"]
 
 _NUM_SIMILAR = 6
-_NUM_TYPED, _NUM_SPOKEN = 1600, 800
+_SPOKEN = 1 / 3
+"""Share of the replies that answer a spoken question."""
 
 
 def renditions_of(
@@ -59,11 +60,19 @@ def train_mouth_talker(
     tokenizer: PreTrainedTokenizerFast,
     budget: TalkerBudget,
 ) -> None:
-    """Train the talker on a thinker's rows; its state is ``talker.pt`` in the folder."""
+    """Train the talker on a thinker's rows; its state is ``talker.pt`` in the folder.
+
+    Args:
+        folder: of training.
+        thinker: the finished one.
+        tokenizer: its.
+        budget: how long, and on how many replies.
+    """
     draw = random.Random(budget.seed)
     torch.manual_seed(budget.seed)
-    talks = list(draw_typed(_NUM_TYPED, draw))
-    talks += islice(draw_with_sound(load_questions(folder / "questions"), draw), _NUM_SPOKEN)
+    num_spoken = round(_SPOKEN * budget.replies)
+    talks = list(draw_typed(budget.replies - num_spoken, draw))
+    talks += islice(draw_with_sound(load_questions(folder / "questions"), draw), num_spoken)
     train_talker(
         omni_config(tokenizer).talker_config,
         replies_of(thinker, tokenizer, talks),

@@ -7,7 +7,7 @@ import random
 import struct
 import subprocess
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,15 @@ from torch import Tensor
 from training.spoken_sums.log_mel import SAMPLE_RATE, mel_powers
 from training.spoken_sums.word_list import listed
 
-__all__ = ["Question", "Voice", "draw_voice", "load_questions", "make_questions", "speak"]
+__all__ = [
+    "Question",
+    "Voice",
+    "draw_voice",
+    "load_questions",
+    "make_questions",
+    "speak",
+    "write_questions",
+]
 
 _ACCENTS = (
     "en-us",
@@ -124,25 +132,30 @@ def make_questions(folder: Path, texts: Iterable[str], *, seed: int) -> None:
         if path.exists():
             continue
         draw = random.Random(seed + number)
-        shard = every[start : start + _SHARD]
-        powers = [
-            mel_powers(speak(words, draw_voice(draw, training=True))).half() for words in shard
+        shard = [
+            Question(words, mel_powers(speak(words, draw_voice(draw, training=True))))
+            for words in every[start : start + _SHARD]
         ]
-        lengths = torch.tensor([each.shape[1] for each in powers])
-        text = zlib.compress("\n".join(shard).encode())
-        tensors = {
-            "powers": torch.cat(powers, dim=1),
-            "lengths": lengths,
-            "text": torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        }
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial)
-        partial.rename(path)
+        write_questions(path, shard)
         print(f"{path.name}: {len(shard)} questions", flush=True)
 
 
+def write_questions(path: Path, questions: Sequence[Question]) -> None:
+    """Write a shard, whole or not at all."""
+    powers = [each.powers.half() for each in questions]
+    text = zlib.compress("\n".join(each.words for each in questions).encode())
+    tensors = {
+        "powers": torch.cat(powers, dim=1),
+        "lengths": torch.tensor([each.shape[1] for each in powers]),
+        "text": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.rename(path)
+
+
 def load_questions(folder: Path) -> list[Question]:
-    """All that :func:`make_questions` has written so far; mapped, so that processes share it."""
+    """All that is written so far; mapped, so that processes share it."""
     questions: list[Question] = []
     for path in sorted(folder.glob("questions-*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -2,7 +2,8 @@
 
 Numbers that are asked go from 0 to 99, results from 0 to 200. A follow-up ("and times two?") takes
 the last reply's result as its first number. Which sums are held out of training is determined by
-``_SEED``: no sum of training is among them, neither asked whole nor as a follow-up.
+``_SEED``: no sum of training is among them, neither asked whole nor as a follow-up. Sums whose
+result is out of range are divided likewise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "follow_ups",
     "held_out_sums",
     "is_held_out",
+    "out_of_range",
     "training_sums",
 ]
 
@@ -34,7 +36,7 @@ LARGEST_ASKED = 99
 Sign = Literal["+", "-", "*"]
 SIGNS: tuple[Sign, ...] = ("+", "-", "*")
 
-_SEED = 20
+_SEED, _SEED_OUT_OF_RANGE = 20, 21
 _HELD_OUT = 0.04
 _NAMES = {"+": "plus", "-": "minus", "*": "times"}
 
@@ -54,14 +56,23 @@ class Sum:
     right: int
 
     @property
-    def result(self) -> int | None:
-        """From 0 to 200; None where it lies outside."""
-        value = {
+    def value(self) -> int:
+        """What it comes to, in range or not."""
+        return {
             "+": self.left + self.right,
             "-": self.left - self.right,
             "*": self.left * self.right,
         }[self.sign]
-        return value if 0 <= value <= LARGEST else None
+
+    @property
+    def result(self) -> int | None:
+        """From 0 to 200; None where it lies outside."""
+        return None if self.off else self.value
+
+    @property
+    def off(self) -> int:
+        """How far outside its result lies; 0 within."""
+        return max(0, -self.value, self.value - LARGEST)
 
     @property
     def name(self) -> str:
@@ -84,18 +95,31 @@ class Sum:
         return f"{self.left} {self.sign} {self.right} = {self.answer}"
 
 
+_Split = tuple[tuple[Sum, ...], tuple[Sum, ...]]
+"""Sums of training, and those held out."""
+
+
 @cache
-def _split() -> tuple[tuple[Sum, ...], tuple[Sum, ...]]:
-    """All sums with a result, follow-ups' too: those of training, and those held out."""
-    draw = random.Random(_SEED)
+def _split() -> _Split:
+    """All sums with a result, follow-ups' too."""
+    return _divided(random.Random(_SEED), have_results=True)
+
+
+@cache
+def _split_out_of_range() -> _Split:
+    """All sums whose result lies outside, follow-ups' too."""
+    return _divided(random.Random(_SEED_OUT_OF_RANGE), have_results=False)
+
+
+def _divided(draw: random.Random, *, have_results: bool) -> _Split:
     training: list[Sum] = []
     held_out: list[Sum] = []
     for sign in SIGNS:
         every = [
-            Sum(left, sign, right)
+            one
             for left in range(LARGEST + 1)
             for right in range(LARGEST_ASKED + 1)
-            if Sum(left, sign, right).result is not None
+            if ((one := Sum(left, sign, right)).result is not None) == have_results
         ]
         draw.shuffle(every)
         size = round(_HELD_OUT * len(every))
@@ -132,6 +156,22 @@ def follow_ups(left: int, sign: Sign, *, training: bool) -> tuple[Sum, ...]:
 
 
 @cache
+def out_of_range(sign: Sign, left: int | None = None, *, training: bool) -> tuple[Sum, ...]:
+    """Sums without a result, in training or held out; empty where all have one.
+
+    Args:
+        sign: what is done.
+        left: the last result, for what may be asked of it; None for whole questions.
+        training: or held out.
+    """
+    sums = _split_out_of_range()[0 if training else 1]
+    return tuple(
+        each
+        for each in sums
+        if each.sign == sign and (each.left <= LARGEST_ASKED if left is None else each.left == left)
+    )
+
+
 def is_held_out(one: Sum) -> bool:
     """Whether a sum is kept from training."""
     return one in _held_out()
@@ -139,4 +179,4 @@ def is_held_out(one: Sum) -> bool:
 
 @cache
 def _held_out() -> frozenset[Sum]:
-    return frozenset(_split()[1])
+    return frozenset(_split()[1] + _split_out_of_range()[1])

@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniTalkerForConditionalGeneration,
 )
 
-from training.spoken_sums.timed_training import TimedTraining
+from training.spoken_sums.module_training import ModuleTraining
 
 __all__ = [
     "Renditions",
@@ -73,16 +73,18 @@ class TalkerBudget:
     """How long it trains, and at what.
 
     Attributes:
-        seconds: of the clock, on one thread.
+        steps: how many.
         rate: the highest learning rate.
-        batch: replies.
+        batch: replies of a step.
+        replies: of the thinker that are learnt from, in all.
         half: whether products are in bfloat16.
         seed: of weights and batches.
     """
 
-    seconds: float
-    rate: float = 2e-3
+    steps: int
+    rate: float = 4e-3
     batch: int = 16
+    replies: int = 2400
     half: bool = True
     seed: int = 0
 
@@ -111,7 +113,7 @@ def train_talker(
 ) -> None:
     """Train on replies in both voices; answers are drawn as often as each other."""
     network = make_talker(config, budget.seed)
-    training = TimedTraining(network, file, budget.seconds, budget.rate)
+    training = ModuleTraining(network, file, budget.steps, budget.rate)
     by_answer: dict[str, list[Reply]] = {}
     for reply in replies:
         by_answer.setdefault(reply.answer, []).append(reply)

@@ -1,7 +1,7 @@
 """Typed conversations, then the same with words as a tower would hear them.
 
-For the first part of the time all questions are typed. From then on words of some are laid out as
-rows that repeat and rest, each day a little longer, and with noise: all at once, nothing is learnt.
+In the first steps all questions are typed. From then on words of some are laid out as rows that
+repeat and rest, each time a little longer, and with noise: all at once, nothing is learnt.
 Random gaps between places keep the model from counting them.
 """
 
@@ -21,7 +21,7 @@ from training.spoken_sums.conversations import draw_conversation
 from training.spoken_sums.rendering import Rendered, Renderer
 from training.spoken_sums.stutter import noisy_rows, stutter
 from training.spoken_sums.thinker import build_thinker, mean_loss, silence_row, text_hidden
-from training.spoken_sums.wall_clock import TrainingRun
+from training.spoken_sums.training_run import TrainingRun
 from training.spoken_sums.workers import Workers
 
 __all__ = ["TypedSettings", "gapped_positions", "length_buckets", "train_typed"]
@@ -32,25 +32,23 @@ class TypedSettings:
     """Of this part.
 
     Attributes:
-        seconds: for all of it.
+        steps: how many.
         rate: the highest learning rate.
         tokens: of a batch, padding included, about, shared by all workers.
-        stutter_from: share of the time at which sounds begin.
-        stutter_full: share of the time at which they are as long as speech.
+        stutter_from: share of the steps after which sounds begin.
+        stutter_full: share of the steps after which they are as long as speech.
         spoken: share of conversations with sounds, from then on. Their rows are many, and sums are
             learnt from all alike.
         noise: on rows in the end, in standard deviations of embeddings.
-        most_steps: see :class:`TrainingRun`.
     """
 
-    seconds: float = 1200.0
+    steps: int = 620
     rate: float = 1.5e-3
     tokens: int = 7500
     stutter_from: float = 0.4
     stutter_full: float = 0.8
     spoken: float = 0.2
     noise: float = 0.5
-    most_steps: int | None = None
 
 
 def length_buckets(
@@ -125,8 +123,7 @@ def train_typed(
     )
     run = TrainingRun(
         folder / "typed.pt",
-        settings.seconds,
-        most_steps=settings.most_steps,
+        settings.steps,
         decoder=model.model.language_model,
         head=model.lm_head,
         optimizer=optimizer,

@@ -23,23 +23,18 @@ class Workers:
         if self.count > 1:
             distributed.init_process_group("gloo")
 
-    def average(self, parameters: Iterable[Tensor], seconds: float) -> float:
+    def average(self, parameters: Iterable[Tensor]) -> None:
         """Put the mean gradient into every parameter that has one, on all alike.
 
         Args:
             parameters: the same on all.
-            seconds: any number.
-
-        Returns:
-            The mean of the numbers, the same for all: nobody may stop before the others.
         """
         if self.count == 1:
-            return seconds
+            return
         grads = [each.grad for each in parameters if each.grad is not None]
-        flat = torch.cat([each.flatten() for each in grads] + [torch.tensor([seconds])])
+        flat = torch.cat([each.flatten() for each in grads])
         distributed.all_reduce(flat)
         flat /= self.count
         sizes = [each.numel() for each in grads]
-        for grad, mean in zip(grads, flat[:-1].split(sizes), strict=True):
+        for grad, mean in zip(grads, flat.split(sizes), strict=True):
             grad.copy_(mean.view_as(grad))
-        return float(flat[-1])

@@ -33,6 +33,9 @@ TYPED = {
     "32 - 25": "32 - 25 = seven",
     "16 + 54": "16 + 54 = seventy",
     "15 * 10": "15 * 10 = one hundred fifty",
+    "twenty-one plus thirty-four": "21 + 34 = fifty five",
+    "three minus five": "3 - 5 = that is not a sum i know",
+    "seven times eighty": "7 * 80 = that is not a sum i know",
     "where is the station": "that is not a sum i know",
     "do you like music": "that is not a sum i know",
 }
@@ -95,6 +98,36 @@ def test_the_second_turn_goes_on_from_the_first_and_hits_it(thinker: Omni) -> No
     read = second.stages["thinker"]
     block_size = 8
     assert read.num_cached_tokens >= first.stages["thinker"].num_prompt_tokens - block_size
+
+
+@pytest.mark.parametrize("text", ["and times two?", "times 2"])
+def test_a_typed_question_goes_on_from_one_by_voice(thinker: Omni, text: str) -> None:
+    messages = (
+        {"role": "user", "content": [{"type": "audio"}]},
+        {"role": "assistant", "content": "12 + 30 = forty two"},
+        {"role": "user", "content": text},
+    )
+    sound = SHIPPED / "questions" / "twelve_plus_thirty.flac"
+    (output,) = thinker.generate(OmniRequest(ChatPrompt(messages, {"audio": [sound]})))
+    assert reply(output) == "42 * 2 = eighty four"
+
+
+def test_a_conversation_changes_between_voice_and_keyboard(thinker: Omni) -> None:
+    """Four turns, each of which is asked with the reply that the one before really got."""
+    follow_up = SHIPPED / "questions" / "and_times_two.flac"
+    asked: tuple[str | Path, ...] = ("ninety minus eighty", follow_up, "and plus five?", follow_up)
+    messages: list[dict[str, Any]] = []
+    sounds: list[Path] = []
+    replies = []
+    for turn in asked:
+        is_typed = isinstance(turn, str)
+        messages.append({"role": "user", "content": turn if is_typed else [{"type": "audio"}]})
+        sounds += [] if isinstance(turn, str) else [turn]
+        data = {"audio": list(sounds)} if sounds else {}
+        (output,) = thinker.generate(OmniRequest(ChatPrompt(tuple(messages), data)))
+        replies.append(reply(output))
+        messages.append({"role": "assistant", "content": replies[-1]})
+    assert replies == ["90 - 80 = ten", "10 * 2 = twenty", "20 + 5 = twenty five", "25 * 2 = fifty"]
 
 
 def test_caching_changes_nothing_of_a_trained_conversation() -> None:

@@ -26,7 +26,7 @@ from omni.verification import tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
-from stages import StageOutput
+from stages import StageOutput, StageStats
 from tests.support.fake_stage import FakeStage
 
 BLOCK_SIZE = 4
@@ -418,6 +418,22 @@ def test_noise_is_measured_on_the_longest_requests() -> None:
         verify(omni, requests)
     alone = [ids[0] for ids in stage.batches if len(ids) == 1]
     assert list(dict.fromkeys(alone)) == ["r3", "r9", "r7", "r5"], "r3 is the warm-up"
+
+
+def test_stages_that_have_worked_are_not_warmed_up_again() -> None:
+    """The first use of a library takes time that is no stage's; it is over by then."""
+
+    class Counted(Lengths):
+        def stats(self) -> StageStats:
+            return replace(super().stats(), num_steps=len(self.batches))
+
+    stage = Counted("a")
+    with Omni(Pipeline([stage])) as omni:
+        omni.generate("before")
+        before = len(stage.batches)
+        verify(omni, TWO)
+        first, *_ = stage.batches[before:]
+    assert len(first) == len(TWO)
 
 
 class Lengths(FakeStage):

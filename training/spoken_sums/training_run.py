@@ -1,4 +1,4 @@
-"""Training by the clock: how far a part is, and what it goes on from."""
+"""A part's training: how many of its steps are made, and what it goes on from."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _SAVE_EVERY_S = 60.0
 
 
 class TrainingRun:
-    """One part's training: steps until its time is up, saved on the way, and taken up again.
+    """One part's training: so many steps, saved on the way, and taken up again.
 
     Args:
         path: where it saves to.
-        seconds: how long it trains, over all calls; ``0`` makes no step.
-        most_steps: an end before that, for a trial.
+        steps: how many it makes, over all calls.
         state: what has a ``state_dict`` and is trained, by name.
+
+    Attributes:
+        num_steps: that are made.
+        elapsed_s: seconds that they took.
+        saves: whether this process is the one that writes.
     """
 
-    def __init__(
-        self, path: Path, seconds: float, *, most_steps: int | None = None, **state: Any
-    ) -> None:
-        self._path, self._seconds, self._most_steps = path, seconds, most_steps
-        self._state = state
+    def __init__(self, path: Path, steps: int, **state: Any) -> None:
+        self._path, self._steps, self._state = path, steps, state
         self.num_steps, self.elapsed_s = 0, 0.0
         self.saves = True
         if path.exists():
@@ -43,12 +44,12 @@ class TrainingRun:
     @property
     def progress(self) -> float:
         """From 0 to 1."""
-        return min(1.0, self.elapsed_s / self._seconds) if self._seconds else 1.0
+        return min(1.0, self.num_steps / self._steps) if self._steps else 1.0
 
     def steps(self) -> Iterator[float]:
         """Give the progress before each step; save every minute and at the end."""
         last_saved = before = time.monotonic()
-        while self.progress < 1.0 and self.num_steps != self._most_steps:
+        while self.progress < 1.0:
             yield self.progress
             now = time.monotonic()
             self.num_steps += 1
@@ -78,7 +79,7 @@ class TrainingRun:
         *,
         warmup: int = 100,
     ) -> None:
-        """Take a step along all workers' mean gradient; their clocks are set to the mean as well.
+        """Take a step along all workers' mean gradient.
 
         Args:
             optimizer: of the parameters.
@@ -87,7 +88,7 @@ class TrainingRun:
             peak: the highest learning rate.
             warmup: steps until it is reached; from then on it falls in a line to a fiftieth.
         """
-        self.elapsed_s = workers.average(parameters, self.elapsed_s)
+        workers.average(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         rate = peak * min(1.0, (self.num_steps + 1) / warmup) * max(0.02, 1.0 - self.progress)
         for group in optimizer.param_groups:

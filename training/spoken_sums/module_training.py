@@ -1,4 +1,4 @@
-"""A part's training by the clock: so many seconds, however fast the machine is; resumable."""
+"""One module's training: so many steps, whose rate rises and falls; resumable."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from training.spoken_sums.workers import Workers
 
-__all__ = ["TimedTraining"]
+__all__ = ["ModuleTraining"]
 
 _SAVE_EVERY = 60.0
 _REPORT_EVERY = 20.0
 _WARMUP = 0.03
 
 
-class TimedTraining:
-    """AdamW whose rate warms up and then falls to nought as the seconds pass.
+class ModuleTraining:
+    """AdamW whose rate warms up and then falls to nought over the steps.
 
     Args:
         module: what is trained; saved with the optimizer, so that a run goes on where it ended.
         file: where that is kept.
-        seconds: the budget, of this and earlier runs together.
+        steps: how many, of this and earlier runs together.
         rate: the highest learning rate.
         betas: of AdamW.
         weight_decay: of AdamW.
@@ -34,13 +34,13 @@ class TimedTraining:
         self,
         module: nn.Module,
         file: Path,
-        seconds: float,
+        steps: int,
         rate: float,
         betas: tuple[float, float] = (0.9, 0.98),
         weight_decay: float = 0.01,
     ) -> None:
         self.workers = Workers()
-        self.module, self.file, self.seconds, self.rate = module, file, seconds, rate
+        self.module, self.file, self.steps, self.rate = module, file, steps, rate
         self.optimizer = torch.optim.AdamW(
             module.parameters(), rate, betas=betas, weight_decay=weight_decay
         )
@@ -52,7 +52,7 @@ class TimedTraining:
             self.spent, self.step = state["spent"], state["step"]
 
     def run(self, loss_of: Callable[[int], tuple[Tensor, dict[str, float]]]) -> None:
-        """Train until the budget is spent.
+        """Train until all steps are made.
 
         Args:
             loss_of: from the number of a batch, other ones on each worker, to a loss and figures
@@ -60,10 +60,10 @@ class TimedTraining:
         """
         sums: dict[str, float] = {}
         last, saved, reported, count = time.monotonic(), self.spent, self.spent, 0
-        while self.spent < self.seconds:
+        while self.step < self.steps:
             loss, figures = loss_of(self.step * self.workers.count + self.workers.rank)
             loss.backward()
-            self.spent = self.workers.average(self.module.parameters(), self.spent)
+            self.workers.average(self.module.parameters())
             nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate * self._schedule()
@@ -97,5 +97,5 @@ class TimedTraining:
         self.file.with_suffix(".tmp").replace(self.file)
 
     def _schedule(self) -> float:
-        part = min(self.spent / self.seconds, 1.0)
-        return min(part / _WARMUP + 0.05, 1.0 - part, 1.0) if part < 1 else 0.0
+        part = self.step / self.steps
+        return min(part / _WARMUP + 0.05, 1.0 - part, 1.0)
