@@ -12,7 +12,7 @@ from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.live_request import LiveRequest
-from omni.runtime.stage_links import StageLinks, streamed_edges
+from omni.runtime.stage_links import StageLinks, streamed_edges, tensor_sources
 from omni.runtime.stream import Stream
 from omni.runtime.trace import Trace
 from stages import StageOutput
@@ -73,6 +73,7 @@ class Orchestrator:
         self._on_stage_output = on_stage_output
         self._live: dict[str, LiveRequest] = {}
         self._links = StageLinks(pipeline, trace)
+        self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
         self._edges = [
             (source, edge) for source, edges in streamed_edges(pipeline).items() for edge in edges
         ]
@@ -296,7 +297,9 @@ class Orchestrator:
         """Send a request into a stage that it waited for."""
         enter = live.enter(next(self._tickets), name, sources)
         self._stays[enter.ticket] = (live, name)
-        self._links[name].send(replace(enter, first_row=first_row, group=group))
+        wants = name in self._tensor_sources
+        enter = replace(enter, first_row=first_row, group=group, wants_tensors=wants)
+        self._links[name].send(enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
         """A stage is done with a request, and takes no more chunks of it."""

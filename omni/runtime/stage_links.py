@@ -14,7 +14,7 @@ from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["StageLinks", "streamed_edges"]
+__all__ = ["StageLinks", "streamed_edges", "tensor_sources"]
 
 
 class StageLinks(Mapping[str, StageLink]):
@@ -86,6 +86,24 @@ def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
             edge = StreamedEdge(name, inputs.chunk_size, inputs.max_pending_chunks)
             edges[inputs.sources[0]].append(edge)
     return {name: tuple(of_source) for name, of_source in edges.items()}
+
+
+def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
+    """The stages whose finished outputs have tensors that somebody needs.
+
+    The user, or a stage behind that takes them whole: one that takes chunks has its rows by then.
+
+    Args:
+        pipeline: of the stages.
+        is_heard: whether somebody listens to all outputs of all stages.
+    """
+    if is_heard:
+        return frozenset(pipeline.stages)
+    needed = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
+    for stage in pipeline.stages.values():
+        if stage.inputs is not None and stage.inputs.chunk_size is None:
+            needed.update(stage.inputs.sources)
+    return frozenset(needed)
 
 
 def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:

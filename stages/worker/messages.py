@@ -99,6 +99,7 @@ class Enter:
         speaker: whose voice is wanted.
         streams: by consumer, where its streamed edges begin, if not at the beginning.
         group: of requests that are to begin in one turn; None for one that begins by itself.
+        wants_tensors: whether the finished output is to have its tensors; chunks have theirs.
     """
 
     ticket: int
@@ -112,6 +113,7 @@ class Enter:
     speaker: str | None = None
     streams: Mapping[str, StreamPlace] = field(default_factory=dict)
     group: int | None = None
+    wants_tensors: bool = True
 
 
 @dataclass(frozen=True, slots=True)

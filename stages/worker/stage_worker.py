@@ -290,6 +290,8 @@ class StageWorker(StageLink):
             self._news.append(Moved(stay.enter.ticket, with_fields(output, finished=False)))
             self._fail(stay, error)
             return
+        if output.finished and not stay.enter.wants_tensors:
+            output = with_fields(output, tensors={})
         chunks = tuple(chunk for chunk in cut if chunk is not None)
         if chunks:
             stay.has_cut = stay.was_told_of = True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine import CodecPrompt, Prompt, SpeechPrompt
+from omni.runtime import stage_links
 from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
+from stages.worker.messages import Event, Moved
+from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
 from tests.support.speech_pipeline import (
     PROMPTS,
@@ -121,6 +126,45 @@ def test_sound_and_text_are_told_once_and_add_up() -> None:
             if "code2wav" in output.stages and not output.stages["code2wav"].finished
         )
         assert list(of_request[-1].stages) == ["thinker", "code2wav"]
+
+
+class Told(StageWorker):
+    """Notes of finished outputs which tensors they have."""
+
+    seen: ClassVar[dict[str, list[str]]] = {}
+
+    def news(self) -> list[Event]:
+        news = super().news()
+        for event in news:
+            if isinstance(event, Moved) and event.output is not None and event.output.finished:
+                self.seen[event.output.stage] = sorted(event.output.tensors)
+        return news
+
+
+@pytest.mark.parametrize(
+    ("chunk", "final_output", "is_heard", "expected"),
+    [
+        (2, ("text",), False, []),
+        (2, ("text", "tensors"), False, list(sorted(Thinker.makes))),
+        (None, ("text",), False, list(sorted(Thinker.makes))),
+        (2, ("text",), True, list(sorted(Thinker.makes))),
+    ],
+)
+def test_whole_tensors_are_told_only_where_somebody_needs_them(
+    chunk: int | None,
+    final_output: tuple[str, ...],
+    is_heard: bool,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = told(whole()["x"])
+    monkeypatch.setattr(stage_links, "StageWorker", Told)
+    stages = speech_stages((chunk, 3), thinker={"final_output": final_output})
+    heard: list[StageOutput] = []
+    last = drain(start(stages, {"x": PROMPTS["x"]}, heard.append if is_heard else None))["x"][-1]
+    assert told(last) == said
+    assert Told.seen["thinker"] == expected
+    assert sorted(last.stages["thinker"].tensors) == (expected if len(final_output) > 1 else [])
 
 
 @pytest.mark.usefixtures("anywhere")
