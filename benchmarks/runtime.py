@@ -1,33 +1,50 @@
 """What stages in processes of their own gain and cost.
 
-    python benchmarks/runtime.py [--rounds 5]
+    python benchmarks/runtime.py [--rounds 5] [--only a,b,d,e]
 
 (a) omni_speech streaming: in processes with one thread a worker, against inline with two threads:
     the whole job, and the time to the first sound.
-(b) two equally heavy stages, one thread a worker: throughput in processes, against the first stage
-    alone on one core.
+(b) two equally heavy stages, long prompts and short outputs, one thread a worker: throughput in
+    processes, against the first stage alone on one core. A seeded model of 5 M parameters, 128
+    prompts of 256 tokens, 4 tokens out; timed from the 16th answer to the last, since the second
+    stage has nothing to do before the first one has finished anything. Goal: 0.85.
 (d) control: what a token costs more that is generated in a process, against inline, of a model that
-    costs nearly nothing.
+    costs nearly nothing. Goal: 0.15 ms.
+(e) 64 conversations of 5 turns on 4 replicas: tokens of prompts that were hits where a request goes
+    to the replica that holds its prefix, against any replica by chance. Counted, not timed.
 
-Both sides run in turns, in one go; printed are medians and ratios. What a hop costs is told by
-benchmarks/tensor_hop.py.
+In (a), (b) and (d) both sides run in turns, in one go; printed are medians and the median of each
+round's own ratio. What a hop costs, (c), is told by benchmarks/tensor_hop.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from omni import Omni, OmniRequest
+from engine import TokensPrompt
+from omni import Omni, OmniOutput, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.seeded.language_models import build_causal_lm
+from stages.remote.prefix_router import PrefixRouter
+from stages.worker.messages import Enter
 
 _SPOKEN = [f"what is it that you say, number {number}" for number in range(8)]
-_LONG = [f"{number} " + "the quick brown fox jumps over the lazy dog " * 12 for number in range(24)]
+_FILLED = 15
+"""Answers after which all stages have work."""
+
+_REPLICAS, _CONVERSATIONS, _TURNS, _AT_ONCE = 4, 64, 5, 16
+
+Timed = Callable[[], tuple[float, float]]
 
 
 @contextmanager
@@ -54,80 +71,167 @@ def speech(config: PipelineConfig, threads: int) -> tuple[float, float]:
         return time.perf_counter() - began, first
 
 
-def texts(config: PipelineConfig, threads: int) -> tuple[float, float]:
-    """Seconds of a job of long prompts and short answers; the second is not used."""
-    with opened(config, threads) as omni:
-        began = time.perf_counter()
-        omni.generate(_LONG)
-        return time.perf_counter() - began, 0.0
+def job(config: PipelineConfig, prompts: Sequence[TokensPrompt]) -> tuple[float, float]:
+    """Seconds from an early answer to the last one; the second figure is not used."""
+    ends = []
+
+    def note(output: OmniOutput) -> None:
+        assert output.error is None, output.error
+        if output.finished:
+            ends.append(time.perf_counter())
+
+    with opened(config, 1) as omni:
+        omni.generate(prompts, on_progress=note)
+    return ends[-1] - ends[_FILLED], 0.0
 
 
-def tokens(config: PipelineConfig, threads: int) -> tuple[float, float]:
-    """Seconds for each generated token of one request that runs alone."""
-    with opened(config, threads) as omni:
+def tokens(config: PipelineConfig) -> tuple[float, float]:
+    """Milliseconds for each generated token of one request that runs alone."""
+    with opened(config, 1) as omni:
         began = time.perf_counter()
         (output,) = omni.generate("Hello")
         count = sum(len(stage.token_ids) for stage in output.stages.values())
-        return (time.perf_counter() - began) / count, 0.0
+        return 1e3 * (time.perf_counter() - began) / count, 0.0
 
 
-def paired(
-    rounds: int, one: Callable[[], tuple[float, float]], other: Callable[[], tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Medians of both figures, of both sides, which take turns."""
-    sides: list[list[tuple[float, float]]] = [[], []]
+def paired(rounds: int, one: Timed, other: Timed) -> list[tuple[tuple[float, ...], ...]]:
+    """Both figures of both sides, which take turns, by round."""
+    found: list[tuple[tuple[float, ...], ...]] = []
     for number in range(rounds):
-        for side in (0, 1) if number % 2 == 0 else (1, 0):
-            sides[side].append((one, other)[side]())
-    return [
-        (statistics.median(each[0] for each in side), statistics.median(each[1] for each in side))
-        for side in sides
-    ]
+        first, second = (one, other) if number % 2 == 0 else (other, one)
+        results = [first(), second()]
+        found.append(tuple(results if number % 2 == 0 else reversed(results)))
+    return found
+
+
+def medians(found: Sequence[tuple[tuple[float, ...], ...]], figure: int = 0) -> str:
+    """Of one figure, and of the rounds' own ratios, the first side over the second."""
+    one, other = ([sides[at][figure] for sides in found] for at in (0, 1))
+    ratios = [first / second for first, second in zip(one, other, strict=True)]
+    return (
+        f"{statistics.median(one):.3f} and {statistics.median(other):.3f}: "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+
+
+def placed(config: str, stages: Collection[str], **overrides: Any) -> PipelineConfig:
+    """A shipped pipeline in processes, with one thread a worker."""
+    threads = {f"stages.{name}.placement.threads": 1 for name in stages}
+    return PipelineConfig.load(config, {"runtime.kind": "processes"} | threads | overrides)
+
+
+def run_speech(rounds: int) -> None:
+    inline = PipelineConfig.load("omni_speech")
+    apart = placed("omni_speech", inline.stages)
+    found = paired(rounds, lambda: speech(inline, 2), lambda: speech(apart, 1))
+    print(f"(a) omni_speech, s inline and in processes: whole {medians(found)}")
+    print(f"    first sound {medians(found, 1)}")
+
+
+def run_throughput(rounds: int, num_prompts: int = 128) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(20, 700, (num_prompts, 256), generator=generator)
+    prompts = [TokensPrompt(tuple(row)) for row in ids.tolist()]
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_causal_lm(
+            folder, hidden_size=256, num_layers=6, num_heads=4, intermediate_size=768
+        )
+        settings = {
+            "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_blocks": 1024},
+            "sampling": {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0},
+        }
+        stage = {"kind": "autoregressive", "model": str(model), "final_output": "text", **settings}
+        alone = PipelineConfig.model_validate({"name": "alone", "stages": {"writer": stage}})
+        inputs = {"from": "writer", "transform": "hidden_states_as_prompt_embeds"}
+        thread = {"placement": {"threads": 1}}
+        both = PipelineConfig.model_validate(
+            {
+                "name": "both",
+                "runtime": {"kind": "processes"},
+                "stages": {
+                    "writer": stage | thread | {"outputs": ["hidden_states"]},
+                    "reader": stage | thread | {"inputs": inputs, "outputs": []},
+                },
+            }
+        )
+        found = paired(rounds, lambda: job(alone, prompts), lambda: job(both, prompts))
+    print(f"(b) one stage alone and two in processes, s: {medians(found)}, goal 0.85")
+
+
+def run_tokens(rounds: int) -> None:
+    many = {"stages.writer.sampling.max_tokens": 400, "stages.writer.sampling.ignore_eos": True}
+    here = PipelineConfig.load("two_step", many)
+    there = placed("two_step", here.stages, **many)
+    found = paired(rounds, lambda: tokens(here), lambda: tokens(there))
+    more = [remote[0] - local[0] for local, remote in found]
+    print(f"(d) a token, ms inline and in processes: {medians(found)}; ", end="")
+    print(f"{statistics.median(more):+.3f} ms more, goal 0.15")
+
+
+def chance(self: PrefixRouter, enter: Enter, loads: Mapping[int, int]) -> int:
+    """What a router does that knows nothing."""
+    return random.Random(enter.request_id).choice(sorted(loads))
+
+
+def hits(config: PipelineConfig) -> tuple[int, int]:
+    """Tokens of prompts that were hits, and all of them, of conversations that go on in turns."""
+    order = random.Random(0)
+    said = {number: f"Conversation {number}. " for number in range(_CONVERSATIONS)}
+    with Omni(config) as omni:
+        for turn in range(_TURNS):
+            numbers = list(said)
+            order.shuffle(numbers)
+            for start in range(0, len(numbers), _AT_ONCE):
+                batch = numbers[start : start + _AT_ONCE]
+                for number in batch:
+                    said[number] += f"And what came then, I ask you for the {turn}. time? "
+                requests = [OmniRequest(said[each], f"{each}-{turn}") for each in batch]
+                for number, output in zip(batch, omni.generate(requests), strict=True):
+                    assert output.error is None, output.error
+                    said[number] += str(output.stages["writer"].text)
+        stats = omni.stats()["writer"]
+    return stats.cached_tokens, stats.prompt_tokens
+
+
+def run_affinity() -> None:
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen2",
+        "engine": {"block_size": 8, "num_blocks": 2048},
+        "sampling": {"max_tokens": 8, "temperature": 0.0},
+        "final_output": "text",
+    }
+    shares = {}
+    for replicas in (1, _REPLICAS):
+        given = {
+            "name": "talk",
+            "runtime": {"kind": "processes"},
+            "stages": {"writer": stage | {"placement": {"replicas": replicas, "threads": 1}}},
+        }
+        config = PipelineConfig.model_validate(given)
+        shares[f"{replicas} replicas" if replicas > 1 else "one replica"] = hits(config)
+        if replicas > 1:
+            with patch.object(PrefixRouter, "choose", chance):
+                shares["by chance"] = hits(config)
+    told = "; ".join(
+        f"{name} {cached} of {all_of_them} ({cached / all_of_them:.1%})"
+        for name, (cached, all_of_them) in shares.items()
+    )
+    print(f"(e) hits: {told}")
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    one_thread = {"runtime.kind": "processes"}
-
-    spoken = PipelineConfig.load("omni_speech")
-    apart = PipelineConfig.load(
-        "omni_speech",
-        one_thread | {f"stages.{name}.placement.threads": 1 for name in spoken.stages},
-    )
-    inline, processes = paired(rounds, lambda: speech(spoken, 2), lambda: speech(apart, 1))
-    print(
-        f"(a) omni_speech: whole {inline[0]:.2f} s inline, {processes[0]:.2f} s in processes: ",
-        end="",
-    )
-    print(f"{inline[0] / processes[0]:.2f} times as fast; ", end="")
-    print(f"first sound {inline[1]:.2f} s, {processes[1]:.2f} s: {inline[1] / processes[1]:.2f}")
-
-    short = {"stages.writer.sampling.max_tokens": 4, "stages.reader.sampling.max_tokens": 4}
-    both = PipelineConfig.load(
-        "two_step",
-        one_thread | short | {f"stages.{n}.placement.threads": 1 for n in ("writer", "reader")},
-    )
-    alone = PipelineConfig.load("two_step", short)
-    alone = alone.model_copy(
-        update={
-            "stages": {
-                "writer": alone.stages["writer"].model_copy(update={"final_output": ("text",)})
-            }
-        }
-    )
-    single, double = paired(rounds, lambda: texts(alone, 1), lambda: texts(both, 1))
-    ratio = single[0] / double[0]
-    print(f"(b) one stage alone {single[0]:.2f} s, two in processes {double[0]:.2f} s: {ratio:.2f}")
-
-    many = {"stages.writer.sampling.max_tokens": 400, "stages.writer.sampling.ignore_eos": True}
-    here = PipelineConfig.load("two_step", many)
-    there = PipelineConfig.load("two_step", one_thread | many)
-    local, remote = paired(rounds, lambda: tokens(here, 1), lambda: tokens(there, 1))
-    more = 1e3 * (remote[0] - local[0])
-    print(f"(d) a token: {1e3 * local[0]:.3f} ms inline, {more:+.3f} ms in processes")
+    parser.add_argument("--only", default="a,b,d,e")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
+    for name, run in (("a", run_speech), ("b", run_throughput), ("d", run_tokens)):
+        if name in wanted:
+            run(arguments.rounds)
+    if "e" in wanted:
+        run_affinity()
 
 
 if __name__ == "__main__":
