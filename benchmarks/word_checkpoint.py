@@ -1,0 +1,33 @@
+"""The checkpoint of ``engine_cpu.py`` with a tokenizer: every id is a word, so all text streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import copyfile
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from omni.seeded.checkpoints import resolve_model
+
+__all__ = ["VOCAB_SIZE", "word_checkpoint"]
+
+VOCAB_SIZE = 32_000
+
+
+def word_checkpoint(folder: Path) -> Path:
+    """Lay the checkpoint's files into an empty folder, beside a tokenizer.
+
+    It turns ids into words; of words it makes bytes, so that prompts are best given as ids.
+    """
+    for file in Path(resolve_model("seeded:qwen2-benchmark")).iterdir():
+        copyfile(file, folder / file.name)  # links out of a checkpoint are refused
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # The letter by which byte-level tokenizers write a space.
+    pieces += [f"Ġw{token_id}" for token_id in range(len(pieces), VOCAB_SIZE)]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder

@@ -1,0 +1,50 @@
+"""``omni bench`` counts the same in process and over HTTP, where the same is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from omni.commands.cli import app
+from tests.support.live_server import LiveServer
+
+
+def measured(out: Path, *flags: str) -> Any:
+    result = CliRunner().invoke(app, ["bench", *flags, "-o", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    (level,) = json.loads(out.read_text())["levels"]
+    return level
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_tokens_and_hits_are_the_same_in_process_and_over_http(
+    server: LiveServer, endpoint: str, tmp_path: Path
+):
+    """One request at a time, so that what is hit does not depend on who came first."""
+    flags = ("--endpoint", endpoint, "--requests", "6", "--turns", "2", "--prompt-tokens", "60")
+    flags += ("--shared-prefix-tokens", "32", "--max-tokens", "7", "--seed", "4711")
+    flags += ("--temperature", "0", "--ignore-eos", "--warmup", "2")
+    within = measured(tmp_path / "within.json", "two_step", *flags)
+    over = measured(tmp_path / "over.json", "--url", server.url, "--model", "two_step", *flags)
+    assert within["requests"]["ok"] == over["requests"]["ok"] == 6
+    assert within["tokens"] == over["tokens"]
+    assert over["tokens"]["output"] == 42 and over["tokens"]["cached"] > 0
+    counts = [level["latencies"]["between_tokens"]["count"] for level in (within, over)]
+    # A server puts what has gathered into one piece.
+    assert 0 < counts[1] <= counts[0]
+
+
+def test_speech_is_timed_over_http(checkpoint_cache: object, tmp_path: Path):
+    flags = ("--requests", "2", "--prompt-tokens", "24", "--max-tokens", "6", "--warmup", "0")
+    with LiveServer(["omni_speech"]) as speaking:
+        url = ("--url", speaking.url)
+        level = measured(tmp_path / "out.json", *url, "--speech", "--voice", "Ethan", *flags)
+        silent = measured(tmp_path / "silent.json", *url, *flags)
+    assert level["audio_s"] > 0
+    assert level["latencies"]["first_audio"]["count"] == 2
+    assert level["latencies"]["real_time_factor"]["count"] == 2
+    assert silent["audio_s"] == 0 and "first_audio" not in silent["latencies"]
