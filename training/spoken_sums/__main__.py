@@ -68,7 +68,7 @@ class Plan:
     polish: int = 480
     flow: int = 920
     waveforms: int = 1200
-    anti_aliased: int = 530
+    anti_aliased: int = 810
     talker: int = 4720
     replies: int = 2400
     every: int = 1
