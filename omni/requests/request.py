@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Any, TypeAlias
 
 from engine import Prompt, SamplingParams
+from omni.requests.stage_time import StageTime
 from stages import StageOutput
 
 __all__ = ["OmniOutput", "OmniRequest", "Requests", "as_requests"]
@@ -95,6 +96,8 @@ class OmniOutput:
         error: why the request failed or was cut short; ``stages`` then holds what there was.
         refused: whether it failed because it could not run as it was asked for: it is the asker's
             to mend, and no stage has begun.
+        timeline: its stays in all stages, those included that the user gets nothing of; given
+            whenever it has entered or left one, else empty.
     """
 
     request_id: str
@@ -102,3 +105,4 @@ class OmniOutput:
     finished: bool
     error: str | None = None
     refused: bool = False
+    timeline: tuple[StageTime, ...] = ()

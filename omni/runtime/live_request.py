@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine import FinishReason, SamplingParams
-from engine.interface.deferred import with_fields
+from engine.interface.deferred import num_items, with_fields
 from omni.requests.request import OmniOutput, OmniRequest
+from omni.requests.stage_time import StageTime
 from omni.runtime.stream import Stream
 from stages import Stage, StageOutput
 from stages.worker.messages import Enter
@@ -35,6 +37,8 @@ class LiveRequest:
         has_moved: whether any stage has told anything of it.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
         visible: what the user has been or is about to be told, by final stage.
+        times: its stays, by stage.
+        has_new_times: whether it has entered or left a stage since it was told of.
     """
 
     request: OmniRequest
@@ -48,11 +52,15 @@ class LiveRequest:
     has_moved: bool = False
     finished: dict[str, StageOutput] = field(default_factory=dict)
     visible: dict[str, StageOutput] = field(default_factory=dict)
+    times: dict[str, StageTime] = field(default_factory=dict)
+    has_new_times: bool = False
 
     def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...]) -> Enter:
         """Begin a stay in a stage that it waited for, with what that makes its prompt of."""
         self.waiting.discard(name)
         self.inside[name] = ticket
+        self.times[name] = StageTime(name, time.monotonic())
+        self.has_new_times = True
         return Enter(
             ticket,
             self.request_id,
@@ -63,6 +71,21 @@ class LiveRequest:
             cache_salt=self.request.cache_salt,
             speaker=self.speaker,
         )
+
+    def note_end(self, name: str, output: StageOutput) -> None:
+        """Take down when a stage was done with it, and what it took there."""
+        metrics = output.metrics
+        self.times[name] = replace(
+            self.times[name],
+            ended_s=time.monotonic(),
+            queue_s=metrics.queue_s,
+            first_token_s=metrics.first_token_s,
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+            num_tokens=num_items(output, "token_ids"),
+            num_preemptions=metrics.num_preemptions,
+        )
+        self.has_new_times = True
 
     def is_held_up(self, source: str) -> bool:
         """Whether it rests in a stage, since a stage behind does not keep up."""
@@ -104,7 +127,9 @@ class LiveRequest:
         for name, output in stages.items():
             if output.delta or output.audio_delta is not None:
                 self.visible[name] = with_fields(output, delta="", audio_delta=None)
-        return OmniOutput(self.request_id, stages, finished, error)
+        times = tuple(self.times.values()) if self.has_new_times or finished else ()
+        self.has_new_times = False
+        return OmniOutput(self.request_id, stages, finished, error, timeline=times)
 
     def cut_short(self, reason: FinishReason) -> None:
         """Show the stages that were not done as ended."""

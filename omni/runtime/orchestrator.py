@@ -241,6 +241,7 @@ class Orchestrator:
         if output is not None:
             if output.finished:
                 self._leave(live, name)
+                live.note_end(name, output)
                 if self._on_stage_output is not None:
                     self._on_stage_output(output)
             try:

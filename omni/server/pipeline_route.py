@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from omni.requests.request import OmniRequest
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms, asked
+from omni.server.serving.asked import AskedRequest, Terms, asked
 from omni.server.serving.feeds import Feeds, Update
 from omni.server.serving.live_response import EventStream, LiveResponse
 from omni.server.serving.request_body import read_json
@@ -43,6 +42,15 @@ class PipelineRequest(RequestLine):
     stream: bool = False
 
 
+@router.get("/{name}/requests")
+async def recent(request: Request, name: str) -> Response:
+    """Tell where the last requests of a pipeline spent their time: those of the same API key."""
+    server: PipelineServer = request.app.state.server
+    client: Client = request.state.client
+    records = server.meters.recent.of(server.find(name).name, client.tenant)
+    return JSONResponse({"object": "list", "data": [each.told() for each in records]})
+
+
 @router.post("/{name}")
 async def run(request: Request, name: str) -> Response:
     """Run a request of any kind on a pipeline."""
@@ -65,7 +73,7 @@ async def run(request: Request, name: str) -> Response:
     return LiveResponse(answer.whole(), timeout_s)
 
 
-def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> OmniRequest:
+def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> AskedRequest:
     # Only here: a server answers before torch is imported.
     from omni.requests.request_prompt import prompt_of
     from omni.requests.request_sampling import sampling_of
@@ -88,7 +96,7 @@ class _Answer:
     """What comes of one request, under the id that its client gave it."""
 
     def __init__(
-        self, pipeline: ServedPipeline, request: OmniRequest, request_id: str | None
+        self, pipeline: ServedPipeline, request: AskedRequest, request_id: str | None
     ) -> None:
         self._pipeline = pipeline
         self._request = request

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine import Prompt, SamplingParams
     from omni.server.serving.guard import Client
 
-__all__ = ["Terms", "asked"]
+__all__ = ["AskedRequest", "Terms", "asked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,17 @@ class Terms:
     speaker: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AskedRequest(OmniRequest):
+    """A pipeline's request that came from a client.
+
+    Attributes:
+        tenant: see :class:`~omni.server.serving.guard.Client`.
+    """
+
+    tenant: str | None = None
+
+
 def asked(
     client: Client,
     prompt: Prompt,
@@ -37,7 +48,7 @@ def asked(
     terms: Terms,
     *,
     index: int = 0,
-) -> OmniRequest:
+) -> AskedRequest:
     """Make a request, under an id that no client can choose.
 
     Its cache salt is the client's API key's, so that who has another key cannot find out by the
@@ -51,11 +62,12 @@ def asked(
         index: among several requests of one client's request.
     """
     salts = [salt for salt in (client.tenant, terms.cache_salt) if salt is not None]
-    return OmniRequest(
+    return AskedRequest(
         prompt,
         request_id=f"{client.request_id}-{index}",
         sampling=sampling,
         priority=terms.priority,
         cache_salt=":".join(salts) if salts else None,
         speaker=terms.speaker,
+        tenant=client.tenant,
     )

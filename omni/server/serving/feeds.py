@@ -15,8 +15,9 @@ from omni.server.serving.meters import RequestMeter
 
 if TYPE_CHECKING:
     from engine import Waveform
-    from omni.requests.request import OmniOutput, OmniRequest
+    from omni.requests.request import OmniOutput
     from omni.server.serving.admission import Place
+    from omni.server.serving.asked import AskedRequest
     from omni.server.serving.served_pipeline import ServedPipeline
     from stages import StageOutput
 
@@ -93,7 +94,7 @@ class Feeds:
     """
 
     def __init__(
-        self, pipeline: ServedPipeline, requests: Sequence[OmniRequest], prompt_param: str
+        self, pipeline: ServedPipeline, requests: Sequence[AskedRequest], prompt_param: str
     ) -> None:
         self._pipeline = pipeline
         self._prompt_param = prompt_param
@@ -105,7 +106,7 @@ class Feeds:
     async def __aenter__(self) -> Self:
         omni, meters = self._pipeline.omni, self._pipeline.meters
         assert meters is not None
-        timed = [RequestMeter(meters, self._pipeline.name) for _ in self._requests]
+        timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
         try:
             places = self._pipeline.admission.take([each.priority for each in self._requests])
         except ApiError:
@@ -192,7 +193,7 @@ class Feeds:
 
 
 async def outputs_of_stage(
-    pipeline: ServedPipeline, requests: Sequence[OmniRequest], prompt_param: str, stage: str
+    pipeline: ServedPipeline, requests: Sequence[AskedRequest], prompt_param: str, stage: str
 ) -> AsyncIterator[tuple[int, StageOutput]]:
     """Run requests until one stage is done with all of them; what comes later is not waited for.
 

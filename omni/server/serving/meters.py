@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from engine.interface.deferred import num_items
+from omni.server.serving.recent_requests import RecentRequests, RequestRecord
 from omni.server.serving.stage_meters import Metered, StageMeters
 
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
+    from omni.server.serving.asked import AskedRequest
     from stages import StageOutput
 
 __all__ = ["Meters", "RequestMeter"]
@@ -27,9 +29,13 @@ class Meters:
 
     Args:
         pipelines: whose stages are read when somebody looks.
+
+    Attributes:
+        recent: the last requests.
     """
 
     def __init__(self, pipelines: Iterable[Metered]) -> None:
+        self.recent = RecentRequests()
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "omni_requests",
@@ -73,28 +79,32 @@ class RequestMeter:
     Args:
         meters: of the server.
         model: the pipeline's name.
+        request: which.
     """
 
-    def __init__(self, meters: Meters, model: str) -> None:
+    def __init__(self, meters: Meters, model: str, request: AskedRequest) -> None:
         self._meters = meters
         self._model = model
-        self._arrived = time.monotonic()
-        self._has_token = False
-        self._has_audio = False
-        self._is_over = False
+        self._record = RequestRecord(
+            model, request.request_id or "", request.tenant, time.time(), time.monotonic()
+        )
         # By stage: how many tokens there were, and when the last of them came.
         self._tokens: dict[str, tuple[int, float]] = {}
 
     def begin(self) -> None:
         """It is the request's turn."""
+        self._record.turn_s = time.monotonic()
         self._meters.queue.labels(self._model).observe(self._elapsed)
 
     def note(self, output: OmniOutput) -> None:
         """Something came of it."""
+        record = self._record
+        for each in output.timeline:
+            record.stages[each.stage] = each
         for stage in output.stages.values():
             self._note_tokens(stage)
-            if not self._has_audio and stage.audio_delta is not None:
-                self._has_audio = True
+            if record.first_audio_s is None and stage.audio_delta is not None:
+                record.first_audio_s = time.monotonic()
                 self._meters.first_audio.labels(self._model).observe(self._elapsed)
         if output.finished and output.error is None:
             for stage in output.stages.values():
@@ -107,9 +117,11 @@ class RequestMeter:
 
     def end(self, status: str) -> None:
         """It has ended; only the first word on it counts."""
-        if not self._is_over:
-            self._is_over = True
+        record = self._record
+        if not record.status:
+            record.status, record.ended_s = status, time.monotonic()
             self._meters.requests.labels(self._model, status).inc()
+            self._meters.recent.add(record)
             if status == "ok":
                 self._meters.total.labels(self._model).observe(self._elapsed)
 
@@ -121,9 +133,9 @@ class RequestMeter:
             return
         now = time.monotonic()
         self._tokens[stage.stage] = (count, now)
-        if not self._has_token:
-            self._has_token = True
-            self._meters.first_token.labels(self._model).observe(now - self._arrived)
+        if self._record.first_token_s is None:
+            self._record.first_token_s = now
+            self._meters.first_token.labels(self._model).observe(self._elapsed)
         if before:
             between = self._meters.between_tokens.labels(self._model, stage.stage)
             for _ in range(count - before):
@@ -131,4 +143,4 @@ class RequestMeter:
 
     @property
     def _elapsed(self) -> float:
-        return time.monotonic() - self._arrived
+        return time.monotonic() - self._record.began_s

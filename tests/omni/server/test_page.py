@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+import openai
 import pytest
 import soundfile
 
@@ -61,6 +62,66 @@ def test_figures_are_those_of_the_stages(running: LiveServer):
     assert talker["inputs"] == ["thinker"] and talker["kind"] == "autoregressive"
 
 
+def test_where_the_time_of_requests_went_is_told(running: LiveServer):
+    with running.client() as client:
+        client.completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="two_step", prompt=[[10**6]])
+    with urllib.request.urlopen(f"{running.url}/v1/pipelines/two_step/requests") as answer:
+        refused, done, *_ = json.loads(answer.read())["data"]
+    assert (refused["status"], done["status"]) == ("refused", "ok")
+    assert refused["first_token"] is None and refused["stages"] == []
+    writer, reader = done["stages"]
+    assert (writer["name"], reader["name"]) == ("writer", "reader")
+    assert 0 <= done["turn"] <= writer["entered"] < writer["left"] <= reader["entered"]
+    assert reader["left"] <= done["seconds"]
+    assert (reader["tokens"], writer["is_whole"], reader["is_whole"]) == (5, True, True)
+    assert writer["entered"] + writer["first_token"] <= writer["left"]
+
+
+def test_who_has_another_key_sees_nothing_of_a_request(checkpoint_cache: object):
+    with LiveServer(["two_step"], api_keys=["one", "other"]) as server:
+        server.client("one").completions.create(model="two_step", prompt="Hello", max_tokens=2)
+        seen = {}
+        for key in ("one", "other"):
+            request = urllib.request.Request(
+                f"{server.url}/v1/pipelines/two_step/requests",
+                headers={"Authorization": f"Bearer {key}"},
+            )
+            with urllib.request.urlopen(request) as answer:
+                seen[key] = len(json.loads(answer.read())["data"])
+    assert seen == {"one": 1, "other": 0}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_a_request_is_opened_by_the_keyboard(running: LiveServer, tmp_path: Path):
+    with running.client() as client:
+        client.completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+    with Browser(tmp_path / "profile", f"{running.url}/") as page:
+        page.wait_for("document.querySelectorAll('#model option').length == 2")
+        page.run("$('model').value = 'two_step'; $('model').dispatchEvent(new Event('change')); 0")
+        page.wait_for("document.querySelectorAll('#requests details').length > 0")
+        page.run("document.querySelector('#requests summary').focus(); 0")
+        for kind in ("keyDown", "keyUp"):
+            page.send(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                windowsVirtualKeyCode=13,
+            )  # fmt: skip
+        page.wait_for("document.querySelectorAll('#requests table').length == 1")
+        lanes = page.run(
+            "[...document.querySelectorAll('#requests .lane')].map(each => each.ariaLabel)"
+        )
+        assert lanes[1].startswith("writer: from ") and "5 out" in lanes[2]
+        shown = "getComputedStyle(document.body).backgroundColor"
+        colours = []
+        for scheme in ("light", "dark"):
+            features = [{"name": "prefers-color-scheme", "value": scheme}]
+            page.send("Emulation.setEmulatedMedia", features=features)
+            colours.append(page.run(shown))
+        assert colours[0] == "rgb(255, 255, 255)" and colours[1] != colours[0]
+        assert page.problems == []
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
     sound = io.BytesIO()
@@ -80,6 +141,16 @@ def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
         assert "What <b>was</b> that?" in said and "12 out" in said
         assert page.run("messages.length") == 2 and page.run("messages[1].content.length") > 0
         page.wait_for("Number(document.querySelectorAll('.stage dd')[5].textContent) >= 12")
+
+        page.wait_for("document.querySelectorAll('#requests details').length == 1")
+        page.run("document.querySelector('#requests summary').click(); 0")
+        page.wait_for("document.querySelectorAll('#requests .lane').length == 4")
+        opened = page.run("document.querySelector('#requests details').innerText")
+        assert "ok" in opened and "first sound after" in opened and "12 out" in opened
+        for name in ("waiting for its turn", "thinker", "talker", "code2wav"):
+            assert name in opened
+        memory = page.run("document.querySelector('.stage .bar').getAttribute('aria-label')")
+        assert "full attention: 0 blocks held" in memory
 
         page.run("$('speak').checked = false; $('tokens').value = '1500'; $('seed').value = '1';")
         page.run("$('text').value = 'All of it.'; $('form').requestSubmit(); 0")
