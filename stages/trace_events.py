@@ -8,7 +8,10 @@ from functools import cache
 from pathlib import Path
 from platform import node
 
-__all__ = ["StageEvent", "Traced", "this_clock"]
+__all__ = ["RUN_AGAIN", "StageEvent", "Traced", "this_clock"]
+
+RUN_AGAIN = "run again"
+"""The name of the event that all that a request came with is sent to a stage once more."""
 
 
 @dataclass(frozen=True, slots=True)

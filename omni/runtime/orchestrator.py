@@ -70,7 +70,7 @@ class Orchestrator:
     ) -> None:
         pipeline.ownership.check()
         self._pipeline = pipeline
-        self._on_stage_output = on_stage_output
+        self._on_stage_output = on_stage_output or (lambda _: None)
         self._live: dict[str, LiveRequest] = {}
         self._links = StageLinks(pipeline, trace)
         self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
@@ -242,8 +242,7 @@ class Orchestrator:
             if output.finished:
                 self._leave(live, name)
                 live.note_end(name, output)
-                if self._on_stage_output is not None:
-                    self._on_stage_output(output)
+                self._on_stage_output(output)
             try:
                 live.show(self._pipeline.stages[name], output)
             except ValueError as error:

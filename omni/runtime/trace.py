@@ -8,12 +8,12 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from stages.trace_events import StageEvent, Traced, this_clock
+from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 
 __all__ = ["Trace", "TraceError"]
 
@@ -51,6 +51,7 @@ class _Request:
         until_us: by process, where its track there ends so far.
         ended_s: by stage, when the last step ended that moved it there.
         sent: by stage, what has not arrived yet.
+        given: by stage, all that was sent there.
     """
 
     track: int
@@ -58,6 +59,7 @@ class _Request:
     until_us: dict[int, float] = field(default_factory=dict)
     ended_s: dict[str, float] = field(default_factory=dict)
     sent: dict[str, deque[_Sent]] = field(default_factory=dict)
+    given: dict[str, list[_Sent]] = field(default_factory=dict)
 
 
 class Trace:
@@ -117,14 +119,16 @@ class Trace:
         ends = [request.ended_s[source] for source in sources if source in request.ended_s]
         # Something that was paused meanwhile ended later than the chunk that is sent.
         start_s = max(ends, default=time.monotonic())
-        on_way = request.sent.setdefault(stage, deque())
-        on_way.append(_Sent(start_s, " + ".join(sources), num_bytes))
+        sent = _Sent(start_s, " + ".join(sources), num_bytes)
+        request.sent.setdefault(stage, deque()).append(sent)
+        request.given.setdefault(stage, []).append(sent)
 
     def left(self, stage: str, request_id: str) -> None:
         """Take note that a stage has a request no more: nothing is on its way to it there."""
         request = self._requests.get(request_id)
         if request is not None:
             request.sent.pop(stage, None)
+            request.given.pop(stage, None)
 
     def take(self, stage: str, traced: Traced) -> None:
         """Write what a stage's worker has told."""
@@ -188,6 +192,9 @@ class Trace:
         """Keep when a request's last piece of time ended, and tell of what has arrived."""
         assert event.request_id is not None
         request = self._request(event.request_id)
+        if event.name == RUN_AGAIN:
+            again = [replace(each, start_s=event.start_s) for each in request.given.get(stage, ())]
+            request.sent[stage] = deque(again)
         if event.name in _RECEIPTS and (on_way := request.sent.get(stage)):
             sent = on_way.popleft()
             for each in self._transfer(sent, process, event, offset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -14,7 +15,7 @@ from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders
 from stages.remote.prefix_router import PrefixRouter
 from stages.remote.visit import ContradictionError, Visit
 from stages.remote.worker_life import Ended, WorkerLife
-from stages.trace_events import Traced
+from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
     Abort,
     CloseStream,
@@ -225,6 +226,7 @@ class RemoteLink(StageLink):
                 self._idle_at[replica] = message.num_commands
             case Built():
                 self._is_up[replica] = True
+                self._trace("worker started", replica)
                 self._outboxes[replica] = []
                 self._num_sent[replica], self._idle_at[replica] = 0, -1
                 for visit in [each for each in self._visits.values() if each.replica == replica]:
@@ -274,6 +276,7 @@ class RemoteLink(StageLink):
     def _bury(self, replica: int, ended: Ended) -> None:
         """A worker has ended: run again what it had."""
         self._is_up[replica] = False
+        self._trace("worker ended", replica, reason=ended.reason)
         self._outboxes[replica] = []
         self._num_sent[replica], self._idle_at[replica] = 0, -1
         self._router.forget(replica)
@@ -295,6 +298,16 @@ class RemoteLink(StageLink):
         visit.begin_again(next(self._tickets))
         self._by_ticket[visit.ticket] = visit
         self._place(visit)
+        self._trace(RUN_AGAIN, visit.replica, visit.enter.request_id, run=visit.num_runs)
+
+    def _trace(
+        self, name: str, replica: int, request_id: str | None = None, **args: int | str
+    ) -> None:
+        """Tell a trace, if there is one, what no worker can."""
+        if self._lives[replica].spec.is_traced:
+            now_s = time.monotonic()
+            event = StageEvent(name, now_s, None, request_id, args)
+            self._traces.append(Traced((event,), replica, this_clock(), now_s))
 
     def _fail(self, visit: Visit, told: str, *, has_begun: bool = True) -> None:
         self._forget(visit)

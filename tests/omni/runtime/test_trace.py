@@ -20,16 +20,23 @@ from omni.requests.request import OmniRequest
 from omni.runtime import trace as trace_module
 from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.stage_links import streamed_edges
 from omni.runtime.trace import Trace, TraceError
 from omni.runtime.traced_link import TracedLink
+from stages import Stage
+from stages.remote import worker_life
+from stages.remote.control import WorkerSpec
+from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.trace_events import StageEvent, Traced, this_clock
 from stages.worker.messages import Enter
 from stages.worker.stage_link import StageLink
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
+from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
-from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, told
+from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, told, until
+from tests.support.thread_workers import ThreadWorkers
 from tests.support.trace_file import check_trace, names_of, read_prefix, read_trace
 
 SLOW_VOCODER = {"code2wav": {"steps_per_token": 3}}
@@ -194,6 +201,56 @@ def test_replicas_are_processes_of_their_own(tmp_path: Path) -> None:
             trace.take("a", told_by)
     events = read_trace(file)
     assert names_of(events, "a", "x") == names_of(events, "a (replica 1)", "x") == ["step"]
+
+
+def test_the_death_of_a_worker_and_what_is_run_again_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The talker dies when it has taken a chunk; all of them are sent to its next worker."""
+    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    made: list[FakeSpeechStage] = []
+
+    def build(spec: WorkerSpec) -> tuple[Stage, Any]:
+        (stage,) = (each for each in speech_stages() if each.name == spec.name)
+        made.append(stage)
+        return stage, plain.transforms.get(spec.name)
+
+    shapes = speech_stages()
+    plain = Pipeline(shapes)
+    edges, workers = streamed_edges(plain), ThreadWorkers(build)
+    starting = [
+        StartingStage(
+            shape,
+            [WorkerSpec(shape.name, "", "", None, edges[shape.name], is_traced=True)],
+            workers.connect,
+            WorkerPolicy(),
+        )
+        for shape in shapes
+    ]
+    stages = [each.wait() for each in starting]
+    pipeline, file = Pipeline(stages), tmp_path / "out.json"
+    (talker,) = (stage for stage in made if stage.name == "talker")
+    with Trace(file, pipeline.order) as trace:
+        orchestrator = Orchestrator(pipeline, trace=trace)
+        orchestrator.add_request(OmniRequest(PROMPTS["z"], "z"))
+        until(orchestrator, lambda: len(talker.received.get("z", ())) > 1)
+        workers.kill("talker")
+        assert drain(orchestrator)["z"][-1].error is None
+    for stage in stages:
+        stage.close()
+    workers.join()
+
+    events = read_trace(file)
+    about_worker = [each for each in names_of(events, "talker", None) if each != "step"]
+    assert about_worker == ["worker ended", "worker started"]
+    (ended,) = (each for each in events if each["name"] == "worker ended")
+    assert ended["args"] == {"reason": "was killed by a test"}
+    of_request = names_of(events, "talker", "z")
+    again = of_request.index("run again")
+    assert of_request[again:].count("make prompt") == 1
+    taken = of_request.count("make prompt") + of_request.count("take chunk")
+    sent = [each for each in events if each["ph"] == "b" and each["args"]["from"] == "thinker"]
+    assert len(sent) == taken
 
 
 def test_no_more_requests_are_remembered_than_a_bound(
