@@ -31,14 +31,14 @@ install: $(STAMP)
 
 # torch goes first and alone: the constraint then keeps every later package from replacing it.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "1/3 $(VENV): an environment of its own, about 1.5 GB with all that is in it"
+	@echo "1/3 $(VENV): an environment of its own, about 2 GB with all that is in it"
 	@test -x $(BIN)/python || { python=$$(.ci/python "$(PYTHON)") && "$$python" -m venv $(VENV); }
 	@echo "2/3 $(TORCH), the largest part (some 200 MB)"
 	@$(PIP) $(TORCH) || { \
 		echo "$(TORCH) cannot be installed for $$($(BIN)/python --version)." \
 			"To try another Python: make clean, then make PYTHON=/path/to/python" >&2; \
 		exit 1; }
-	@echo "3/3 omni-pipeline and what it needs (some 250 MB)"
+	@echo "3/3 omni-pipeline and what it needs (some 330 MB)"
 	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 

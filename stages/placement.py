@@ -117,6 +117,11 @@ class Placement(Settings):
         return float(self.threads or 1) if self.num_cpus is None else self.num_cpus
 
     @property
+    def actor_threads(self) -> int:
+        """CPU threads of each worker on a Ray cluster: the CPUs that it reserves, one at least."""
+        return self.threads or max(1, int(self.reserved_cpus))
+
+    @property
     def reserved_gpus(self) -> float:
         """GPUs that Ray reserves for each worker."""
         return float(self.device == "cuda") if self.num_gpus is None else self.num_gpus

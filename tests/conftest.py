@@ -13,13 +13,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.support.ray_cluster import SessionCluster
 
 # Examples that pass quickly alone miss any deadline on a busy machine. On CI every run draws the
 # same examples: a rare near tie is for a developer to find, not for another's change to fail by.
@@ -71,6 +75,16 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
     with suppress(NativeBuildError):
         load_kernels()
     return cache(lambda name: resolve_model(f"seeded:{name}", cache_dir=checkpoint_cache))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(checkpoint_cache: Path) -> Iterator[SessionCluster]:
+    """The Ray cluster of this worker of the run."""
+    from tests.support.ray_cluster import SessionCluster
+
+    cluster = SessionCluster()
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture(scope="session")

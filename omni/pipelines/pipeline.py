@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class Pipeline:
         check_tensors(self.stages, transforms)
         self.check_speaker(speaker)
         self.ownership = Ownership("this pipeline")
+        self._after_stages: list[Callable[[], object]] = []
         self._claim_stages()
 
     @classmethod
@@ -169,12 +170,18 @@ class Pipeline:
             )
         return params
 
+    def close_after_stages(self, close: Callable[[], object]) -> None:
+        """Have something closed once the stages are, on which they stand."""
+        self._after_stages.append(close)
+
     def close(self) -> None:
         """Close every stage, even if one of them fails to. May be called again."""
         if self.ownership.is_over:
             return
         self.ownership.close()
         with ExitStack() as closing:
+            for close in self._after_stages:
+                closing.callback(close)
             for stage in self.stages.values():
                 closing.callback(stage.ownership.close)
                 closing.callback(stage.close)

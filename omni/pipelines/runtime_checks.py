@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from omni.pipelines.pipeline_config import PipelineConfig
+from stages.cluster.cluster_address import find_cluster
 from stages.placement import Placement
 from stages.portable import check_portable
 
 __all__ = ["check_cluster", "check_devices", "check_runtime", "cuda_devices"]
-
-_ANSWER_S = 5.0
-"""How long a Ray cluster may take to answer."""
 
 
 def check_runtime(config: PipelineConfig) -> None:
@@ -29,10 +27,6 @@ def check_runtime(config: PipelineConfig) -> None:
         check_portable(config.stages)
     if config.runtime.kind == "ray":
         check_cluster(config.runtime.address)
-        raise ValueError(
-            "runtime.kind: this version does not run stages on 'ray' yet; take 'processes', which "
-            "gives every stage processes of its own on this machine"
-        )
     else:
         check_devices({name: stage.placement for name, stage in config.stages.items()})
 
@@ -78,27 +72,21 @@ def check_devices(placements: Mapping[str, Placement]) -> None:
         )
 
 
-def check_cluster(address: str | None, patience_s: float = _ANSWER_S) -> None:
-    """Check that something answers where a Ray cluster should be.
+def check_cluster(address: str | None) -> None:
+    """Check that Ray is installed, and that a cluster answers where one should be.
 
     Args:
-        address: ``host:port``, ``ray://host:port``, ``auto``, or None.
-        patience_s: seconds to wait for an answer.
+        address: ``host:port``, ``auto``, or None.
 
     Raises:
-        ValueError: nothing answers there.
+        ValueError: Ray is not installed, or nothing answers there.
     """
-    if address is None or address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
-    except OSError as error:
-        reason = f"nothing in {patience_s:g} s" if isinstance(error, TimeoutError) else error
+    if find_spec("ray") is None:
         raise ValueError(
-            f"runtime.address: no Ray cluster answers at {address!r}: {reason}; leave the address "
-            "out to start one on this machine"
-        ) from error
+            "runtime.kind: 'ray' needs a package that is not installed: pip install "
+            "'omni-pipeline[ray]'"
+        )
+    find_cluster(address)
 
 
 def _number(device: str) -> int:

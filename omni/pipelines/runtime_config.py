@@ -16,7 +16,8 @@ from stages.placement import Placement, RuntimeKind
 
 __all__ = ["RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
 
-_ADDRESS = re.compile(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+_ADDRESS = re.compile(r"auto|([\w.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+_CLIENT = "ray://"
 
 
 def _known_kind(value: Any) -> Any:
@@ -32,8 +33,8 @@ class RuntimeConfig(Settings):
     Attributes:
         kind: ``inline`` runs all stages by turns in one thread of this process, ``processes`` each
             in processes of its own on this machine, ``ray`` in the actors of a Ray cluster.
-        address: of the Ray cluster to join: ``host:port``, ``ray://host:port``, or ``auto`` for one
-            that runs here; None joins one that runs here, or starts one.
+        address: of the Ray cluster to join, which this machine is a node of: ``host:port``, or
+            ``auto`` for one that runs here; None joins one that runs here, or starts one.
         max_retries: how often a request is run again that was in a worker when this died.
         stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
     """
@@ -101,12 +102,14 @@ def check_address(address: str) -> None:
     Raises:
         ValueError: it is none.
     """
+    if address.startswith(_CLIENT):
+        raise ValueError(
+            f"got {address[:80]!r}, for Ray's remote clients, through which no tensors can be "
+            "shared; run on a node of the cluster, and give host:port (6379 unless it was changed)"
+        )
     port = address.rpartition(":")[2]
     if not _ADDRESS.fullmatch(address) or (address != "auto" and not 0 < int(port) < 2**16):
-        raise ValueError(
-            f"must be host:port, ray://host:port or auto, got {address[:80]!r}; such as "
-            "127.0.0.1:6379"
-        )
+        raise ValueError(f"must be host:port or auto, got {address[:80]!r}; such as 127.0.0.1:6379")
 
 
 def available_cores() -> int:

@@ -149,6 +149,8 @@ class Driver:
         finally:
             with self._changed:
                 self._pauses -= 1
+                if not self._pauses:
+                    self._orchestrator.heed_news()
                 self._changed.notify_all()
 
     def check_can_wait(self) -> None:

@@ -82,9 +82,10 @@ class Orchestrator:
         self._tickets = count()
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._has_news = threading.Event()
-        self._links.tell_news(self._has_news.set)
+        self._on_news: Callable[[], object] = self._has_news.set
+        self.heed_news()
 
-    def prepare_aside(self, on_news: Callable[[], None]) -> None:
+    def prepare_aside(self, on_news: Callable[[], object]) -> None:
         """Have requests prepared in other threads from now on, so that no turn waits for it.
 
         A request that cannot run is then refused by an output of :meth:`step`, and not by
@@ -93,8 +94,13 @@ class Orchestrator:
         Args:
             on_news: called in any thread when there may be work for :meth:`step`.
         """
-        self._links.tell_news(on_news)
+        self._on_news = on_news
+        self.heed_news()
         self._links.prepare_aside()
+
+    def heed_news(self) -> None:
+        """Have the stages tell this orchestrator of news, after another one has driven them."""
+        self._links.tell_news(self._on_news)
 
     @property
     def has_unfinished_requests(self) -> bool:

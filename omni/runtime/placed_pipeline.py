@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, available_cores, resolve_threads
+from stages.cluster.cluster_address import find_cluster
 from stages.portable import import_name, portable_transform
 from stages.remote.connection import Connect
 from stages.remote.control import WorkerSpec
@@ -40,14 +42,13 @@ def build_pipeline(
     if config.runtime.kind == "inline" and connect is None:
         return Pipeline.from_config(config)
     check_graph(config.stages)
-    if connect is None:
-        from stages.remote.process_connection import connect_process  # only where it is used
-
-        connect = connect_process
     policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
     names = config.topological_order()
-    threads = resolve_threads(config, available_cores())
+    threads = _threads(config)
     with ExitStack() as built:
+        ground = _Ground(connect) if connect is not None else _ground(config)
+        built.callback(ground.close)
+        connect = ground.connect
         starting = {}
         for name in names:
             specs = worker_specs(config, name, threads[name], is_traced=is_traced)
@@ -60,6 +61,7 @@ def build_pipeline(
             except ValueError as error:
                 raise ValueError(f"stage {name!r}: {error}") from error
         pipeline = Pipeline(stages, speaker=config.speaker)
+        pipeline.close_after_stages(ground.close)
         built.pop_all()
     return pipeline
 
@@ -127,6 +129,42 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     except ValidationError as error:
         mistakes = explain_validation_error(error, PipelineConfig, given)
     raise ValueError(mistakes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What workers stand on.
+
+    Attributes:
+        connect: starts one.
+        close: to be called when all have ended.
+    """
+
+    connect: Connect
+    close: Callable[[], object] = lambda: None
+
+
+def _ground(config: PipelineConfig) -> _Ground:
+    """Of processes or of a Ray cluster; only what is asked for is imported.
+
+    Raises:
+        ValueError: the cluster cannot be joined, or does not have what the stages ask for.
+    """
+    if config.runtime.kind != "ray":
+        from stages.remote.process_connection import connect_process
+
+        return _Ground(connect_process)
+    from stages.cluster.reservation import Reservation
+
+    placements = {name: stage.placement for name, stage in config.stages.items()}
+    reservation = Reservation.of(find_cluster(config.runtime.address), placements)
+    return _Ground(reservation.connect, reservation.close)
+
+
+def _threads(config: PipelineConfig) -> dict[str, int]:
+    if config.runtime.kind == "ray":
+        return {name: stage.placement.actor_threads for name, stage in config.stages.items()}
+    return resolve_threads(config, available_cores())
 
 
 def worker_specs(

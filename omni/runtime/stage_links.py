@@ -61,7 +61,7 @@ class StageLinks(Mapping[str, StageLink]):
         """Whether nothing has moved in any stage since this was asked before."""
         return all([link.check_idle() for link in self._links.values()])
 
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""
         for link in self._links.values():
             link.tell_news(on_news)

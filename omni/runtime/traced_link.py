@@ -82,7 +82,7 @@ class TracedLink(StageLink):
         """See :class:`StageLink`."""
         return self._link.time_to_work
 
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """See :class:`StageLink`."""
         self._link.tell_news(on_news)
 

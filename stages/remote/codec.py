@@ -26,16 +26,17 @@ from torch import Tensor
 
 from stages.remote.picture import picture_of, pixels_of
 from stages.remote.plain_types import STAGE_TYPES, PlainType
-from stages.remote.segments import SharedBytes, SharedTensor, SharedTensors
+from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.segments import SharedTensor, SharedTensors
 
 __all__ = ["Codec", "Find", "Share"]
 
-Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | SharedBytes], Any]"
+Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | RemoteBytes], Any]"
 """Takes bytes, ``(n,)`` uint8, on whatever device, or what another process has placed; gives what
 stands for them in the message, of None, numbers, strings, bytes and lists: or None for small ones,
 which then travel in the message."""
 
-Find: TypeAlias = "Callable[[Any], SharedBytes | NDArray[np.uint8]]"
+Find: TypeAlias = "Callable[[Any], RemoteBytes | NDArray[np.uint8]]"
 """From what stands for bytes to the bytes. Raises ``ValueError`` for what stands for none."""
 
 
@@ -287,12 +288,12 @@ class _Writer:
             raise _Unsendable(str(error)) from error
         return [_Mark.IMAGE, mode, *size, self._bytes(pixels)]
 
-    def _bytes(self, content: NDArray[np.uint8] | Tensor | SharedBytes) -> Any:
+    def _bytes(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Any:
         """The reference that ``share`` gave, in a list, or the content."""
         reference = None if self._share is None else self._share(content)
         if reference is not None:
             return [reference]
-        if isinstance(content, SharedBytes):
+        if isinstance(content, RemoteBytes):
             content = content.array()
         return (content.cpu().numpy() if isinstance(content, Tensor) else content).tobytes()
 
@@ -374,7 +375,7 @@ class _Reader:
     def _tensor_or_handle(self, name: str, shape: list[int], content: Any) -> Tensor | SharedTensor:
         sides, dtype = _sides(shape), _DTYPES[name]
         found = self._content(content)
-        if isinstance(found, SharedBytes):
+        if isinstance(found, RemoteBytes):
             return SharedTensor(found, dtype, sides)
         if len(found) != math.prod(sides) * dtype.itemsize:
             raise ValueError(f"{len(found)} bytes for a tensor {sides} of {dtype}")
@@ -389,9 +390,9 @@ class _Reader:
 
     def _flat_bytes(self, content: Any) -> NDArray[np.uint8]:
         found = self._content(content)
-        return found.array() if isinstance(found, SharedBytes) else found
+        return found.array() if isinstance(found, RemoteBytes) else found
 
-    def _content(self, content: Any) -> SharedBytes | NDArray[np.uint8]:
+    def _content(self, content: Any) -> RemoteBytes | NDArray[np.uint8]:
         """What is in the message, as the receiver's own, or what its reference stands for."""
         if type(content) is bytes:
             return np.frombuffer(bytearray(content), np.uint8)

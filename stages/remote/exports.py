@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stages.remote.doorbell import Doorbell
 from stages.remote.imports import NUMBER
+from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.segment import Segment
 from stages.remote.segments import Place, SegmentPool, SharedBytes
 
@@ -42,7 +43,7 @@ class Shipment:
         self.items: dict[int, Place | SharedBytes] = {}
         self.nbytes = 0
 
-    def share(self, content: NDArray[np.uint8] | Tensor | SharedBytes) -> list[Any] | None:
+    def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[Any] | None:
         """Hand over what is large; see :data:`stages.remote.codec.Share`.
 
         Raises:
@@ -51,6 +52,8 @@ class Shipment:
         item: Place | SharedBytes
         if isinstance(content, SharedBytes):
             item = content
+        elif isinstance(content, RemoteBytes):
+            return self.share(content.array())
         elif content.nbytes <= INLINE_BYTES:
             return None
         else:

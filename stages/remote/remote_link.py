@@ -75,9 +75,9 @@ class RemoteLink(StageLink):
         self._idle_at = [-1] * len(self._lives)
         self._hopeless: dict[int, str] = {}
         self._has_moved = False
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_news: Callable[[], object] = lambda: None
 
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._on_news = on_news
         for life in self._lives:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stages.remote.arena import Arena
+from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.segment import PAGE_BYTES, Segment
 
 __all__ = ["Place", "SegmentPool", "SharedBytes", "SharedTensor", "SharedTensors"]
@@ -162,7 +163,7 @@ def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
 
 
-class SharedBytes:
+class SharedBytes(RemoteBytes):
     """What a reader has of a place in another process's pool.
 
     Args:
@@ -203,7 +204,7 @@ class SharedBytes:
 
 
 class SharedTensor:
-    """A tensor that another process has placed.
+    """A tensor whose bytes lie somewhere else.
 
     Attributes:
         source: where its bytes are.
@@ -215,7 +216,7 @@ class SharedTensor:
 
     __slots__ = ("dtype", "shape", "source")
 
-    def __init__(self, source: SharedBytes, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, source: RemoteBytes, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         wanted = math.prod(shape) * dtype.itemsize
         if wanted != source.nbytes or any(side < 0 for side in shape):
             raise ValueError(f"{shape} of {dtype} cannot lie in {source.nbytes} bytes")

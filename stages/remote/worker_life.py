@@ -31,6 +31,8 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _BEAT_PATIENCE_S = 0.5
 _STATS_PATIENCE_S = 2.0
+_BUILD_PATIENCE_S = 300.0
+"""What a worker has at least until it is up: it imports, and loads a model, before it can speak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,14 @@ class WorkerLife:
         self._calls: dict[int, Future[Any]] = {}
         self._heard_at = time.monotonic()
         self._settings: dict[str, Call] = {}
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: StageFacts | None = None
         self._beat: Beat | None = None
         self._counted = StageStats()
         self._state = WorkerState("starting")
 
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :meth:`news` may have something."""
         self._on_news = on_news
 
@@ -216,14 +218,20 @@ class WorkerLife:
 
     def time_to_stall(self) -> float:
         """Seconds after which a worker that says nothing counts as dead."""
-        return self._heard_at + self._stall_timeout_s - time.monotonic()
+        return self._heard_at + self._patience_s - time.monotonic()
+
+    @property
+    def _patience_s(self) -> float:
+        return (
+            self._stall_timeout_s if self._is_up else max(self._stall_timeout_s, _BUILD_PATIENCE_S)
+        )
 
     def check_alive(self) -> None:
         """End a worker that has said nothing for too long."""
-        connection = self._connection
+        connection, patience_s = self._connection, self._patience_s
         if connection is not None and self.time_to_stall() <= 0:
             self._heard_at = time.monotonic()
-            connection.kill(f"gave no sign of life for {self._stall_timeout_s:g} s")
+            connection.kill(f"gave no sign of life for {patience_s:g} s")
 
     def close(self) -> None:
         """End the worker, and start no more. May be called again."""

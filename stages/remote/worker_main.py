@@ -31,7 +31,7 @@ from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["WorkerLoop", "build_stage"]
+__all__ = ["Build", "WorkerLoop", "build_stage"]
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
@@ -40,6 +40,8 @@ _BEAT_S = 0.5
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
 
 Send = Callable[[WorkerMessage], None]
+Build = Callable[[WorkerSpec], tuple[Stage, Transform | None]]
+"""Makes the stage of a worker, and the transform that makes its prompts."""
 
 
 def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
@@ -63,17 +65,17 @@ class WorkerLoop:
     Args:
         spec: what to build.
         send: to the link; from any thread. It raises ``ConnectionError`` when nobody listens.
-        build: makes the stage and its transform.
+        build: None for :func:`build_stage`.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         send: Send,
-        build: Callable[[WorkerSpec], tuple[Stage, Transform | None]] = build_stage,
+        build: Build | None = None,
     ) -> None:
         self._spec = spec
-        self._build = build
+        self._build = build or build_stage
         self._send = send
         self._inbox: deque[Command | Call] = deque()
         self._changed = threading.Condition()

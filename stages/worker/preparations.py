@@ -85,7 +85,9 @@ class Preparations(Generic[T]):
         patience_s: see above.
     """
 
-    def __init__(self, on_done: Callable[[], None] | None = None, patience_s: float = 0.1) -> None:
+    def __init__(
+        self, on_done: Callable[[], object] | None = None, patience_s: float = 0.1
+    ) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
         self._waiting: dict[T, list[Preparation[T]]] = {}

@@ -62,7 +62,7 @@ class StageLink(ABC):
         return None
 
     @abstractmethod
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""
 
     @abstractmethod

@@ -60,12 +60,12 @@ class StageWorker(StageLink):
         self._stays: dict[str, Stay] = {}
         self._news: list[Event] = []
         self._preparations: Preparations[Stay] | None = None
-        self._on_news: Callable[[], None] | None = None
+        self._on_news: Callable[[], object] | None = None
         self._has_moved = False
         # Counted by the stage when it was last asked whether it is idle.
         self._num_steps = -1
 
-    def tell_news(self, on_news: Callable[[], None]) -> None:
+    def tell_news(self, on_news: Callable[[], object]) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._on_news = on_news
 

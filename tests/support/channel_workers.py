@@ -13,9 +13,8 @@ from stages.remote.control import WorkerSpec
 from stages.remote.process_connection import ProcessConnection
 from stages.remote.segments import SegmentPool
 from stages.remote.wire import wire_codec
-from stages.remote.worker_main import WorkerLoop
+from stages.remote.worker_main import Build, WorkerLoop
 from stages.remote.worker_process import WorkerProcess
-from tests.support.thread_workers import Build
 
 __all__ = ["ChannelWorkers"]
 

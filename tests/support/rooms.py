@@ -37,6 +37,7 @@ stages.transforms
 stages
 stages.worker
 stages.remote
+stages.cluster
 stage_configs, omni.documents
 omni.seeded
 omni.pipelines, omni.requests

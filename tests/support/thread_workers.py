@@ -9,13 +9,9 @@ from typing import Any
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import WorkerSpec
 from stages.remote.wire import wire_codec
-from stages.remote.worker_main import WorkerLoop, build_stage
-from stages.stage import Stage, Transform
+from stages.remote.worker_main import Build, WorkerLoop, build_stage
 
 __all__ = ["Build", "ThreadWorkers"]
-
-
-Build = Callable[[WorkerSpec], tuple[Stage, Transform | None]]
 
 
 class ThreadWorkers:

@@ -10,7 +10,7 @@ import pytest
 
 from omni.pipelines import runtime_checks
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.runtime_checks import check_cluster, check_devices, check_runtime
+from omni.pipelines.runtime_checks import check_devices, check_runtime
 from stages.placement import Placement
 
 ON_RAY = {"runtime.kind": "ray"}
@@ -69,38 +69,19 @@ def test_nobody_waits_for_torch_where_no_device_is_named(monkeypatch: pytest.Mon
     check_runtime(PipelineConfig.load("omni_speech", {"runtime.kind": "processes"}))
 
 
-def test_ray_is_said_to_be_missing() -> None:
-    with pytest.raises(ValueError, match="does not run stages on 'ray' yet; take 'processes'"):
+def test_ray_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_checks, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'omni-pipeline\[ray\]'"):
         check_runtime(PipelineConfig.load("omni_speech", ON_RAY))
 
 
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_cluster_that_does_not_answer(scheme: str) -> None:
-    address = f"{scheme}127.0.0.1:{unused_port()}"
+def test_a_cluster_that_does_not_answer() -> None:
+    address = f"127.0.0.1:{unused_port()}"
     config = PipelineConfig.load("omni_speech", ON_RAY | {"runtime.address": address})
     with pytest.raises(ValueError, match="runtime.address: no Ray cluster answers at '") as caught:
         check_runtime(config)
     assert address in str(caught.value)
     assert "leave the address out to start one on this machine" in str(caught.value)
-
-
-def test_a_cluster_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(address: object, timeout: float) -> socket.socket:
-        assert timeout == 0.25
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(socket, "create_connection", silent)
-    with pytest.raises(
-        ValueError, match=r"no Ray cluster answers at '10\.0\.0\.1:1': nothing in 0"
-    ):
-        check_cluster("10.0.0.1:1", patience_s=0.25)
-
-
-def test_a_cluster_that_answers() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        check_cluster(f"127.0.0.1:{server.getsockname()[1]}")
-    check_cluster(None)
-    check_cluster("auto")
 
 
 def test_a_kind_that_no_worker_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,11 +103,11 @@ MISTAKES = {
     ),
     "an address without a port": (
         ON_RAY | {"runtime.address": "head"},
-        "runtime.address: must be host:port, ray://host:port or auto, got 'head'",
+        "runtime.address: must be host:port or auto, got 'head'",
     ),
     "a port that cannot be": (
         ON_RAY | {"runtime.address": "head:99999"},
-        "runtime.address: must be host:port, ray://host:port or auto, got 'head:99999'",
+        "runtime.address: must be host:port or auto, got 'head:99999'",
     ),
     "replicas in one process": (
         {"stages.talker.placement.replicas": 2},

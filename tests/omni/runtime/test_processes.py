@@ -20,6 +20,7 @@ from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.remote.remote_stage import RemoteStage
 from tests.support.patience import PATIENCE_S
+from tests.support.same_outputs import assert_same
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 SPOKEN = ["hello there", "what is it"]
@@ -55,25 +56,6 @@ def wait_for(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < until, "it never came to be"
         time.sleep(0.01)
-
-
-def assert_same(found: list[OmniOutput], expected: list[OmniOutput]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.error is None, ours.error
-        assert ours.stages.keys() == theirs.stages.keys()
-        for name, stage in theirs.stages.items():
-            mine = ours.stages[name]
-            assert (mine.token_ids, mine.text) == (stage.token_ids, stage.text)
-            assert (mine.finish_reason, mine.completions) == (
-                stage.finish_reason,
-                stage.completions,
-            )
-            assert mine.tensors.keys() == stage.tensors.keys()
-            for tensor, rows in stage.tensors.items():
-                torch.testing.assert_close(mine.tensors[tensor], rows, atol=1e-5, rtol=0)
-            if stage.audio is not None:
-                assert mine.audio is not None
-                torch.testing.assert_close(mine.audio.samples, stage.audio.samples)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +115,18 @@ def test_cached_equals_uncached_there(texts: list[OmniOutput]) -> None:
     with in_processes("two_step") as omni:
         report = verify(omni, PROMPTS)
         assert report.equal, report
+
+
+def test_who_drove_the_stages_for_a_while_is_not_told_of_their_news_any_more() -> None:
+    """The driver would sleep until a worker counts as dead."""
+    config = PipelineConfig.load("two_step", {"runtime.stall_timeout_s": 1e6})
+    with in_processes(config) as omni:
+        assert verify(omni, PROMPTS[:1]).equal
+        again: list[OmniOutput] = []
+        waiting = threading.Thread(target=lambda: again.extend(omni.generate(PROMPTS)), daemon=True)
+        waiting.start()
+        waiting.join(PATIENCE_S)
+        assert len(again) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("victim", ["thinker", "talker", "code2wav"])

@@ -1,0 +1,208 @@
+"""A worker in an actor of a Ray cluster, and the way to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.interface.described_error import described
+from engine.interface.log_fields import package_logger
+from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
+from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
+from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, plain_bytes
+from stages.remote.connection import Connection, WorkerGone
+from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.wire import wire_codec
+
+__all__ = ["ActorConnection"]
+
+_LOG = package_logger(__name__)
+_EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
+_NUM_CALLS = 2
+"""Of ``say`` at once: the next one waits in the actor, so that nothing waits when one ends."""
+
+
+class ActorConnection(Connection):
+    """Speaks with an actor; see :class:`~stages.remote.connection.Connect`.
+
+    Args:
+        actor: a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
+        household: knows what this process has of the cluster's objects.
+        label: of the worker, for messages and the thread.
+        on_message, on_end: see there.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        household: Household,
+        label: str,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._actor, self._household = actor, household
+        self._on_message, self._on_end = on_message, on_end
+        self._codec = wire_codec()
+        self._hello: Hello | None = None
+        self._lock = threading.Lock()  # over all below
+        self._num_sent = 0
+        self._killed_for: str | None = None
+        self._is_closed = self._is_over = self._is_killed = False
+        self._calls = deque(self._actor.say.remote(number) for number in range(_NUM_CALLS))
+        self._thread = threading.Thread(
+            target=self._listen, name=f"actor {label}"[:60], daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, if it is on this machine."""
+        hello = self._hello
+        return hello.pid if hello is not None and hello.machine == machine_name() else None
+
+    def send(self, message: Any) -> None:
+        """See :class:`~stages.remote.connection.Connection`."""
+        references: list[Any] = []
+
+        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
+            reference = content.reference if isinstance(content, ObjectBytes) else None
+            if reference is None:
+                if content.nbytes <= INLINE_BYTES:
+                    return None
+                reference = _put(plain_bytes(content))
+            references.append(reference)
+            return [len(references) - 1, content.nbytes]
+
+        self._check_open()
+        content = self._codec.encode(message, share)
+        with self._lock:
+            self._check_open()
+            self._actor.take.remote(self._num_sent, content, references)
+            self._num_sent += 1
+
+    def kill(self, reason: str) -> None:
+        """See :class:`~stages.remote.connection.Connection`."""
+        self._killed_for = reason
+        self._kill()
+
+    def close(self, grace_s: float) -> None:
+        """See :class:`~stages.remote.connection.Connection`."""
+        with self._lock:
+            self._is_closed = True
+        if not ray.is_initialized():  # to ask for anything would begin another cluster
+            return
+        if self._hello is not None and not self._is_over:
+            self._actor.end.remote()
+            self._thread.join(grace_s)
+        self._kill()
+        self._thread.join(grace_s)
+
+    def _check_open(self) -> None:
+        if self._is_over or self._is_closed or not ray.is_initialized():
+            raise WorkerGone("its actor has ended")
+
+    def _kill(self) -> None:
+        if not ray.is_initialized():
+            return
+        with suppress(ValueError):  # what Ray raises of an actor that it knows no more
+            ray.kill(self._actor, no_restart=True)
+        # A process that is stopped hears nothing, and Ray waits some seconds for it. Only once:
+        # the id may be another process's soon.
+        pid, self._is_killed = None if self._is_killed or self._is_over else self.pid, True
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _listen(self) -> None:
+        try:
+            reason = self._hear_all()
+        except ray.exceptions.RayError as error:
+            reason = _told(error)
+        except Exception as error:  # of whoever handles messages, or of what was said
+            _LOG.exception("what an actor said could not be heard")
+            reason = f"could not be heard: {described(error)}"
+        with self._lock:
+            is_closed = self._is_closed
+        if not is_closed:
+            self._kill()
+        self._is_over = True
+        self._calls.clear()
+        if not is_closed:
+            self._on_end(self._killed_for or reason)
+
+    def _hear_all(self) -> str:
+        """Hear what the actor says until the last word; what ended it."""
+        items = self._items()
+        while True:
+            said: object = ray.get(next(items))
+            if not isinstance(said, bytes):
+                raise ValueError(f"a {type(said).__name__} in the place of a bundle")
+            bundle = msgspec.msgpack.decode(said, type=Bundle)
+            if bundle.hello is not None:
+                self._greet(bundle.hello)
+            for content, num_beside in zip(bundle.contents, bundle.num_beside, strict=True):
+                beside = Attachments([next(items) for _ in range(num_beside)], self._household)
+                self._on_message(self._codec.decode(content, beside.find))
+            if bundle.ended is not None:
+                return bundle.ended
+
+    def _items(self) -> Iterator[Any]:
+        """References to all that the actor yields, call after call."""
+        for number in itertools.count(_NUM_CALLS):
+            for item in self._calls[0]:  # noqa: UP028 - Ray's iterator cannot be closed
+                yield item
+            self._calls.popleft()
+            self._calls.append(self._actor.say.remote(number))
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ValueError(
+                f"the actor speaks version {hello.protocol} of the protocol, and this process "
+                f"version {PROTOCOL_VERSION}: all nodes must have the same release installed"
+            )
+        self._hello = hello
+
+
+def _put(content: NDArray[np.uint8]) -> Any:
+    """Place bytes in the object store.
+
+    Raises:
+        MemoryError: it has no room for them.
+    """
+    try:
+        return ray.put(content)
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        raise MemoryError(
+            f"Ray's object store has no room for {content.nbytes} bytes; give it more: ray start "
+            "--object-store-memory"
+        ) from error
+
+
+def _told(error: ray.exceptions.RayError) -> str:
+    """What an actor died of, in words that go on after "its worker"."""
+    text = str(error).strip()
+    found = _EXIT.search(text)
+    if found is not None:
+        return f"died ({found[1]}: {found[2].strip()})"
+    first, last = text.splitlines()[0], text.splitlines()[-1]
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"failed with {last}"
+    if "creation task" in text:
+        return (
+            f"could not begin: {last}; the same release of omni-pipeline has to be installed on "
+            "every node"
+        )
+    return f"died ({first})"

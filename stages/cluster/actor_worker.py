@@ -1,0 +1,169 @@
+"""What an actor of a Ray cluster runs: one stage's worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.interface.described_error import described
+from engine.interface.log_fields import LogFields, package_logger
+from stages.cluster.object_bytes import Attachments
+from stages.cluster.parcels import (
+    INLINE_BYTES,
+    Bundle,
+    Hello,
+    InOrder,
+    Outbox,
+    Parcel,
+    Turns,
+    plain_bytes,
+)
+from stages.remote.control import WorkerMessage, WorkerSpec
+from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.wire import wire_codec
+from stages.remote.worker_log import forward_log
+from stages.remote.worker_main import Build, WorkerLoop
+
+__all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
+
+PROTOCOL_VERSION = 1
+"""Of all that actors and their links say to each other. One that speaks another is refused."""
+
+_MOST_ITEMS = 4096
+"""Of one call of :meth:`ActorWorker.say`: Ray keeps an account of them until it ends."""
+
+_LOG = package_logger(__name__)
+
+
+class ActorWorker:
+    """Drives a stage by what it is told, and says what happens. ::
+
+        link ── take(number, bytes, references) ──► in order ──► WorkerLoop, in a thread of its own
+        link ◄── say(): bytes, then the objects beside them ◄── outbox ◄──┘
+
+    What :meth:`say` yields belongs to the process that called it: it stays in the object store when
+    this actor dies, for as long as somebody has a reference to it.
+
+    Args:
+        argument: the :class:`~stages.remote.control.WorkerSpec`.
+        build: see :class:`~stages.remote.worker_main.WorkerLoop`.
+    """
+
+    def __init__(self, argument: bytes, build: Build | None = None) -> None:
+        self._codec = wire_codec()
+        spec: WorkerSpec = self._codec.decode(argument)
+        self._outbox = Outbox()
+        self._inbox: InOrder[tuple[bytes, list[Any]]] = InOrder()
+        self._loop = WorkerLoop(spec, self._send, build)
+        self._turns = Turns()
+        self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
+        self._thread = threading.Thread(
+            target=self._run, args=(spec,), name=f"stage {spec.label}", daemon=True
+        )
+        self._thread.start()
+
+    @ray.method(concurrency_group="take", num_returns=0)
+    def take(self, number: int, content: bytes, references: list[Any]) -> None:
+        """Take a message.
+
+        Args:
+            number: how many were sent before it.
+            content: the message.
+            references: the objects beside it.
+        """
+        try:
+            for each, beside in self._inbox.put(number, (content, references)):
+                if beside:  # fetched here, so that no step waits for the network
+                    ray.wait(beside, num_returns=len(beside), fetch_local=True)
+                self._loop.take(self._codec.decode(each, Attachments(beside).find))
+        except Exception as error:  # nobody waits for this call; the link hears of it
+            _LOG.exception("a message could not be taken")
+            self._outbox.end(f"could not take a message: {described(error)}")
+            self._loop.end()
+
+    @ray.method(concurrency_group="take", num_returns=0)
+    def end(self) -> None:
+        """Have the worker end after its turn."""
+        self._loop.end()
+
+    @ray.method(concurrency_group="say", num_returns="streaming")
+    def say(self, number: int) -> Iterator[bytes | NDArray[np.uint8]]:
+        """Yield what the worker says, as it says it: a bundle, then what is beside its messages.
+
+        It ends after the last word, and after so many items that it is time for another call.
+
+        Args:
+            number: of calls that were made before; they come to their end first.
+        """
+        with self._turns.turn(number):
+            num_items = 0
+            ended = None
+            while num_items < _MOST_ITEMS and ended is None:
+                bundle, beside = self._next_bundle()
+                ended = bundle.ended
+                num_items += 1 + len(beside)
+                yield msgspec.msgpack.encode(bundle)
+                while beside:  # nothing is kept while the next ones are waited for
+                    yield beside.popleft()
+
+    def _next_bundle(self) -> tuple[Bundle, deque[NDArray[np.uint8]]]:
+        hello, self._hello = self._hello, None
+        if hello is not None:
+            return Bundle(hello=hello), deque()
+        parcels, ended = self._outbox.take()
+        contents = [parcel.content for parcel in parcels]
+        beside = deque(each for parcel in parcels for each in parcel.beside)
+        return Bundle(contents, [len(each.beside) for each in parcels], None, ended), beside
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker has ended."""
+        return not self._thread.is_alive()
+
+    def settle_in(self, spec: WorkerSpec) -> None:
+        """Make the process the worker's own, from the thread that will step."""
+        forward_log(self._send, spec.log_level, LogFields(spec.name, spec.replica))
+        torch.set_num_threads(spec.threads)
+
+    def _run(self, spec: WorkerSpec) -> None:
+        reason = "has ended"
+        try:
+            self.settle_in(spec)
+            self._loop.run()
+        except Exception as error:  # told to the link, which starts another worker
+            _LOG.exception("a worker failed")
+            reason = f"failed with {described(error)}"
+        finally:
+            self._outbox.end(reason)
+
+    def _send(self, message: WorkerMessage) -> None:
+        beside: list[NDArray[np.uint8]] = []
+
+        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
+            if content.nbytes <= INLINE_BYTES:
+                return None
+            beside.append(plain_bytes(content))
+            return [len(beside) - 1, content.nbytes]
+
+        encoded = self._codec.encode(message, share)
+        self._outbox.put(Parcel(encoded, tuple(beside)))
+
+
+def machine_name() -> str:
+    """Equal in processes that see each other's process ids, and in no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not on Linux; then nobody else is taken for a neighbour
+        return f"unknown {os.getpid()}"

@@ -1,0 +1,90 @@
+"""Where a Ray cluster is, found out without Ray, and within seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+__all__ = ["check_answers", "find_cluster"]
+
+_ANSWER_S = 5.0
+# What a client of HTTP/2, and so of gRPC, says first, and how the answer begins: with settings.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
+_HEADER_BYTES = 9
+_SETTINGS = 4
+
+
+def find_cluster(address: str | None) -> str | None:
+    """The cluster that an address means.
+
+    Args:
+        address: ``host:port``; ``auto`` for the one that ``RAY_ADDRESS`` names or ``ray start`` has
+            begun on this machine; None for that one if it answers.
+
+    Returns:
+        ``host:port`` of one that answers; None where one has to be started.
+
+    Raises:
+        ValueError: nothing answers there.
+    """
+    if address is not None and address != "auto":
+        check_answers(address)
+        return address
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        check_answers(named, "RAY_ADDRESS")
+        return named
+    started = _started_here()
+    if started is not None:
+        try:
+            check_answers(started)
+            return started
+        except ValueError:  # it has ended, and left its note
+            pass
+    if address == "auto":
+        raise ValueError(
+            "runtime.address: no Ray cluster runs on this machine; leave the address out to start "
+            "one"
+        )
+    return None
+
+
+def check_answers(
+    address: str, place: str = "runtime.address", patience_s: float = _ANSWER_S
+) -> None:
+    """Check that something answers that may be a Ray cluster.
+
+    Args:
+        address: ``host:port``.
+        place: that gave it, for the message.
+        patience_s: seconds to wait for an answer.
+
+    Raises:
+        ValueError: it does not.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if not host or not port.isdigit():
+            raise ValueError("it is no host:port")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s) as sock:
+            sock.sendall(_GREETING)
+            said = sock.recv(_HEADER_BYTES)
+            if len(said) < 4 or said[3] != _SETTINGS:
+                raise ValueError("what answers there is something else")
+    except (OSError, ValueError) as error:
+        reason = f"nothing in {patience_s:g} s" if isinstance(error, TimeoutError) else error
+        raise ValueError(
+            f"{place}: no Ray cluster answers at {address!r}: {reason}; leave the address out to "
+            "start one on this machine"
+        ) from error
+
+
+def _started_here() -> str | None:
+    """What ``ray start`` has noted."""
+    folder = os.environ.get("RAY_TMPDIR") or "/tmp"
+    try:
+        noted = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return noted or None

@@ -1,0 +1,295 @@
+"""This process in a Ray cluster: one that is there, or one that is its own."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+
+from engine.interface.described_error import described
+from stages.cluster.object_bytes import Household
+
+__all__ = ["Membership", "join"]
+
+_JOINED_WITHIN_S = 120.0
+_LEFT_WITHIN_S = 60.0
+_STORE_BYTES = (80 * 2**20, 8 * 2**30)
+"""The smallest that Ray takes, and more than rows on their way ever need."""
+
+_LOGICAL_CPUS = 1024
+"""Of a cluster that is this process's alone: reserving them keeps nobody out."""
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""For a cluster of one's own: nothing goes out, and no process is there but those needed."""
+
+_SET_BY_RAY = ("RAY_AUTH_MODE",)
+
+_TOKEN = secrets.token_hex(32)
+"""Without it nobody can speak to a cluster of one's own; no file has it."""
+
+_TAKEN_BY_RAY = (
+    signal.SIGSEGV,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGTERM,
+    signal.SIGBUS,
+    signal.SIGTRAP,
+)
+_SIGACTION_BYTES = 1024
+"""More than any system's ``struct sigaction`` has."""
+
+_REMOVER = 'cat; for _ in 1 2 3 4 5; do sleep 2; rm -rf "$0"; [ -e "$0" ] || exit; done'
+"""Waits for the end of whoever has started it, in whatever way, and removes a folder."""
+
+
+class Membership:
+    """A share in this process's connection to a cluster. To be left.
+
+    Attributes:
+        household: what this process has of the cluster's objects.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.household = connection.household
+        self._is_left = False
+
+    def leave(self) -> None:
+        """Leave; the last one disconnects, and ends a cluster that was started for it."""
+        with _LOCK:
+            if not self._is_left:
+                self._is_left = True
+                self._connection.drop()
+
+
+def join(address: str | None) -> Membership:
+    """Join a cluster, or start one that is this process's own.
+
+    A process is in one cluster at a time: if it is in one already, that one is taken.
+
+    Args:
+        address: ``host:port`` of a cluster that this machine is a node of; None starts one.
+
+    Raises:
+        ValueError: it cannot be joined, this process is in another one, or none can be started.
+    """
+    global _CONNECTION
+    with _LOCK:
+        if _CONNECTION is not None and not (_CONNECTION.num_members and ray.is_initialized()):
+            _CONNECTION = None
+        if _CONNECTION is None:
+            _CONNECTION = _Connection(address)
+        else:
+            _check_same(address)
+        _CONNECTION.num_members += 1
+        return Membership(_CONNECTION)
+
+
+def _check_same(address: str | None) -> None:
+    there = str(ray.get_runtime_context().gcs_address)
+    if address is not None and not _is_same(address, there):
+        raise ValueError(
+            f"runtime.address: {address!r} was asked for, but this process is in the Ray cluster "
+            f"at {there!r}, and can be in one only"
+        )
+
+
+def _is_same(address: str, other: str) -> bool:
+    """Whether two addresses are of one machine's port, as far as their words tell."""
+    host, _, port = address.rpartition(":")
+    other_host, _, other_port = other.rpartition(":")
+    own = {"localhost", "127.0.0.1", ray.util.get_node_ip_address()}
+    return port == other_port and (host == other_host or {host, other_host} <= own)
+
+
+class _Connection:
+    """Made by Ray's ``init`` in a thread that stays, or found as somebody else has made it.
+
+    Linux kills the processes of a cluster when the *thread* that has started them ends.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.num_members = 0
+        self.household = Household()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if ray.is_initialized():  # by whoever uses this library, and it stays so
+            _check_same(address)
+            return
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._keep, args=(address,), name="ray cluster", daemon=True
+        )
+        self._thread.start()
+        what = "none could be started" if address is None else f"{address!r} could not be joined"
+        if not self._ready.wait(_JOINED_WITHIN_S):
+            self._over.set()
+            raise ValueError(f"a Ray cluster: {what} within {_JOINED_WITHIN_S:g} s")
+        if self._error is not None:
+            raise ValueError(f"a Ray cluster: {what}: {_explained(self._error)}") from self._error
+        atexit.register(self._end)
+
+    def drop(self) -> None:
+        """One member less; under the lock."""
+        self.num_members -= 1
+        if not self.num_members:
+            self._end()
+
+    def _end(self) -> None:
+        if self._over.is_set() or os.getpid() != _PID:
+            return
+        self._over.set()
+        atexit.unregister(self._end)
+        if ray.is_initialized():
+            self.household.bring_home()
+        if self._thread is not None:
+            self._thread.join(_LEFT_WITHIN_S)
+
+    def _keep(self, address: str | None) -> None:
+        folder = None if address is not None else _new_folder()
+        remover = None if folder is None else _start_remover(folder)
+        try:
+            try:
+                _connect(address, folder)
+            except BaseException as error:  # told by the one who waits
+                self._error = error
+            finally:
+                self._ready.set()
+            if self._error is None:
+                self._over.wait()
+            with _signals_kept():
+                ray.shutdown()
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if remover is not None:
+                _stop(remover)
+
+
+_LOCK = threading.RLock()
+_CONNECTION: _Connection | None = None
+_PID = os.getpid()
+
+
+def _connect(address: str | None, folder: str | None) -> None:
+    common: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
+    ours = {} if address is not None else _QUIET | {"RAY_AUTH_TOKEN": _TOKEN}
+    with _environment(ours), _silence(), _signals_kept():
+        if address is not None:
+            ray.init(address=address, **common)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=_LOGICAL_CPUS,
+                include_dashboard=False,
+                object_store_memory=_store_bytes(),
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started within, where the user has not."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in values.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in {*values, *_SET_BY_RAY} - before.keys():
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Of Ray's log only what is an error.
+
+    Where a connection is this library's own, Ray's prints to stdout end for good: every death of an
+    actor is told there at length, and here by the log, in a line.
+    """
+    vars(ray._private.worker)["_worker_logs_enabled"] = False
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """What signals do, they do afterwards: Ray has them print where its own threads are.
+
+    Python sets handlers in its main thread alone, which may be another one.
+    """
+    library = ctypes.CDLL(None)
+    kept = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _TAKEN_BY_RAY}
+    for number, action in kept.items():
+        library.sigaction(int(number), None, action)
+    try:
+        yield
+    finally:
+        for number, action in kept.items():
+            library.sigaction(int(number), action, None)
+
+
+def _store_bytes() -> int:
+    """A quarter of the memory that is free, as far as shared memory has room for it."""
+    free: int = psutil.virtual_memory().available // 4
+    with_room = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    if with_room is not None:
+        free = min(free, with_room.f_bavail * with_room.f_frsize * 4 // 5)
+    smallest, largest = _STORE_BYTES
+    return max(smallest, min(largest, free))
+
+
+def _new_folder() -> str:
+    """For the sockets and logs of a cluster. A socket's path has 107 bytes at most."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="omni-ray-", dir=parent if len(parent) < 24 else "/tmp")
+
+
+def _start_remover(folder: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _REMOVER, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _stop(remover: subprocess.Popen[bytes]) -> None:
+    """The folder is gone."""
+    os.killpg(remover.pid, signal.SIGKILL)
+    assert remover.stdin is not None
+    remover.stdin.close()
+    remover.wait()
+
+
+def _explained(error: BaseException) -> str:
+    told = described(error)
+    if "AuthenticationError" in type(error).__name__:
+        return f"{told}; see RAY_AUTH_TOKEN of Ray"
+    return told

@@ -1,0 +1,133 @@
+"""Bytes in Ray's object store."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from stages.remote.remote_bytes import RemoteBytes
+
+__all__ = ["Attachments", "Household", "ObjectBytes"]
+
+
+class _Writable:
+    """Over an array that may only be read. Torch wants another one, and nobody writes to it."""
+
+    def __init__(self, content: NDArray[np.uint8]) -> None:
+        self._content = content
+        self.__array_interface__ = {
+            "data": (content.ctypes.data, False),
+            "shape": content.shape,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class ObjectBytes(RemoteBytes):
+    """A reference to an object, which stays in the store as long as anybody has one.
+
+    Args:
+        reference: Ray's, to an array of uint8.
+        nbytes: how many bytes it has.
+        household: of a process that may leave the cluster while its users keep what they got: it
+            copies what it reads, out of a store that must not fill up. A worker, which has none,
+            reads in the store itself.
+    """
+
+    __slots__ = ("__weakref__", "_content", "_copies", "_lock", "_reference", "nbytes")
+
+    def __init__(self, reference: Any, nbytes: int, household: Household | None = None) -> None:
+        self.nbytes = nbytes
+        self._reference = reference
+        self._copies = household is not None
+        self._content: NDArray[np.uint8] | None = None
+        self._lock = threading.Lock()
+        if household is not None:
+            household.add(self)
+
+    @property
+    def reference(self) -> Any | None:
+        """Ray's; None once the bytes are this process's own."""
+        return self._reference
+
+    def array(self) -> NDArray[np.uint8]:
+        """See :class:`~stages.remote.remote_bytes.RemoteBytes`."""
+        with self._lock:
+            if self._content is not None:
+                return self._content
+            found = self._fetch()
+            if self._copies:
+                self._content, self._reference = found.copy(), None
+                return self._content
+            return np.asarray(_Writable(found))
+
+    def bring_home(self) -> None:
+        """Copy the bytes, while they can be had; if they cannot, whoever looks will hear why."""
+        try:
+            self.array()
+        except RuntimeError:
+            with self._lock:
+                self._reference = None
+
+    def _fetch(self) -> NDArray[np.uint8]:
+        if self._reference is None:
+            raise RuntimeError("an object of the Ray cluster that was left is lost")
+        try:
+            found: object = ray.get(self._reference)
+        except ray.exceptions.RayError as error:
+            told = str(error).partition("\n")[0]
+            raise RuntimeError(f"an object of the Ray cluster is lost: {told}") from error
+        if (
+            not isinstance(found, np.ndarray)
+            or found.dtype != np.uint8
+            or found.shape != (self.nbytes,)
+        ):
+            raise RuntimeError(f"an object of {self.nbytes} bytes was announced; it is another")
+        return found
+
+
+class Household:
+    """All that a process has of a cluster's objects, so that it can leave the cluster."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[ObjectBytes] = weakref.WeakSet()
+
+    def add(self, member: ObjectBytes) -> None:
+        """Know of one."""
+        self._members.add(member)
+
+    def bring_home(self) -> None:
+        """Make copies of all that somebody still has."""
+        for member in list(self._members):
+            member.bring_home()
+
+
+class Attachments:
+    """The objects beside one message.
+
+    Args:
+        references: Ray's.
+        household: see :class:`ObjectBytes`.
+    """
+
+    def __init__(self, references: Sequence[Any], household: Household | None = None) -> None:
+        self._references, self._household = references, household
+
+    def find(self, reference: Any) -> ObjectBytes:
+        """What stands for bytes in the message; see :data:`stages.remote.codec.Find`.
+
+        Raises:
+            ValueError: it stands for nothing.
+        """
+        match reference:
+            case [int() as number, int() as nbytes] if (
+                0 <= number < len(self._references) and nbytes >= 0
+            ):
+                return ObjectBytes(self._references[number], nbytes, self._household)
+        raise ValueError(f"no reference: {reference!r:.80}")

@@ -1,0 +1,147 @@
+"""Messages on their way to and from an actor: bytes, and what is beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stages.remote.remote_bytes import RemoteBytes
+
+__all__ = ["INLINE_BYTES", "Bundle", "Hello", "InOrder", "Outbox", "Parcel", "Turns", "plain_bytes"]
+
+INLINE_BYTES = 64 * 2**10
+"""Up to here a copy in the message is cheaper than an object in the store."""
+
+_MOST_AT_ONCE = 64
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An encoded message.
+
+    Attributes:
+        content: the message.
+        beside: what it speaks of by number, in order.
+    """
+
+    content: bytes
+    beside: tuple[NDArray[np.uint8], ...] = ()
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What an actor says first.
+
+    Attributes:
+        protocol: the version that it speaks.
+        pid: its process.
+        machine: where that is.
+    """
+
+    protocol: int
+    pid: int
+    machine: str
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """What an actor says at once. After it come the objects beside its messages, in order.
+
+    Attributes:
+        contents: of the messages.
+        num_beside: of each, how many objects are beside it.
+        hello: in the first one.
+        ended: what ended the worker; nothing comes after it.
+    """
+
+    contents: list[bytes] = []
+    num_beside: list[int] = []
+    hello: Hello | None = None
+    ended: str | None = None
+
+
+class Outbox:
+    """Parcels that wait to be taken. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._parcels: deque[Parcel] = deque()
+        self._ended: str | None = None
+
+    def put(self, parcel: Parcel) -> None:
+        """Add one.
+
+        Raises:
+            ConnectionError: it has ended.
+        """
+        with self._changed:
+            if self._ended is not None:
+                raise ConnectionError(f"nobody listens any more: {self._ended}")
+            self._parcels.append(parcel)
+            self._changed.notify()
+
+    def end(self, reason: str) -> None:
+        """Nothing comes after what is there. May be called again, for nothing."""
+        with self._changed:
+            self._ended = self._ended or reason
+            self._changed.notify()
+
+    def take(self) -> tuple[list[Parcel], str | None]:
+        """Wait for parcels, and take what is there; and the reason, once nothing else comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._parcels or self._ended is not None)
+            count = min(len(self._parcels), _MOST_AT_ONCE)
+            taken = [self._parcels.popleft() for _ in range(count)]
+            return taken, None if self._parcels else self._ended
+
+
+class InOrder(Generic[_Item]):
+    """Gives numbered items in the order of their numbers, whatever order they come in."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, _Item] = {}
+
+    def put(self, number: int, item: _Item) -> Iterator[_Item]:
+        """Take one in; those whose turn it is."""
+        self._early[number] = item
+        while self._next in self._early:
+            yield self._early.pop(self._next)
+            self._next += 1
+
+
+class Turns:
+    """Lets numbered callers in one after another, whichever thread comes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait for the end of the turn before; the numbers begin at 0."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._next += 1
+                self._changed.notify_all()
+
+
+def plain_bytes(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> NDArray[np.uint8]:
+    """What a codec would share, as an array in this process's memory."""
+    if isinstance(content, RemoteBytes):
+        return content.array()
+    made: Any = content.cpu().numpy() if isinstance(content, Tensor) else content
+    return np.asarray(made)

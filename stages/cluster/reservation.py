@@ -1,0 +1,181 @@
+"""What a pipeline's workers get of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from stages.cluster.actor_connection import ActorConnection
+from stages.cluster.actor_worker import ActorWorker
+from stages.cluster.membership import Membership, join
+from stages.placement import Placement
+from stages.remote.connection import Connection
+from stages.remote.control import WorkerSpec
+from stages.remote.wire import wire_codec
+
+__all__ = ["Reservation"]
+
+_RESERVED_WITHIN_S = 60.0
+_NODE_ID = "ray.io/node-id"
+_GROUPS = {"take": 1, "say": 2}
+"""Threads; a call of ``say`` waits for the one before."""
+
+_ONE_THREAD = "OMP_NUM_THREADS"
+_REMOTE: Any = ray.remote
+_ACTOR: Any = _REMOTE(concurrency_groups=_GROUPS)(ActorWorker)
+
+
+class Reservation:
+    """A placement group with a bundle for every worker of a pipeline. ::
+
+        writer     {CPU: 1}     replica 0        an actor that dies is followed by another one
+        talker     {CPU: 1}     replica 0        in the same bundle
+                   {CPU: 1}     replica 1
+
+    Args:
+        membership: of this process in the cluster; it is left when this is closed.
+        placements: by stage.
+
+    Raises:
+        ValueError: the cluster does not have what is asked for, or nothing of it is free. Nothing
+            is reserved, and the membership is the caller's still.
+    """
+
+    def __init__(self, membership: Membership, placements: Mapping[str, Placement]) -> None:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._bundles: dict[tuple[str, int], int] = {}
+        self._needs: list[dict[str, float]] = []
+        selectors = []
+        for name, placement in placements.items():
+            try:
+                needs = _needs(placement)
+                selector = _selector(placement, nodes)
+                _check_fits(needs, selector, nodes)
+            except ValueError as error:
+                raise ValueError(f"stage {name!r}: placement{error}") from error
+            for replica in range(placement.replicas):
+                self._bundles[name, replica] = len(self._needs)
+                # Ray reserves no bundle of nothing.
+                self._needs.append(needs or {"CPU": 0.001})
+                selectors.append(selector)
+        self._group = placement_group(
+            self._needs,
+            strategy="PACK",
+            bundle_label_selector=selectors if any(selectors) else None,
+        )
+        self._membership = membership
+        if not self._group.wait(_RESERVED_WITHIN_S):
+            remove_placement_group(self._group)
+            wanted = "; ".join(_shown(needs) for needs in self._needs)
+            raise ValueError(
+                f"the Ray cluster has no room for {len(self._needs)} workers: reserving {wanted} "
+                f"took more than {_RESERVED_WITHIN_S:g} s, and {_shown(ray.available_resources())} "
+                "is free; see num_cpus, num_gpus, resources and node of each stage's placement"
+            )
+
+    @classmethod
+    def of(cls, address: str | None, placements: Mapping[str, Placement]) -> Reservation:
+        """Join a cluster for it, or start one; see :func:`~stages.cluster.membership.join`.
+
+        Raises:
+            ValueError: as for both. Nothing is left.
+        """
+        membership = join(address)
+        try:
+            return cls(membership, placements)
+        except BaseException:
+            membership.leave()
+            raise
+
+    def connect(
+        self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
+    ) -> Connection:
+        """Start an actor in its bundle; see :class:`~stages.remote.connection.Connect`."""
+        if not ray.is_initialized():  # to ask for an actor would begin another cluster
+            raise ConnectionError("this process has left the Ray cluster")
+        index = self._bundles[spec.name, spec.replica]
+        needs = dict(self._needs[index])
+        actor = _ACTOR.options(
+            num_cpus=needs.pop("CPU", 0),
+            num_gpus=needs.pop("GPU", 0),
+            resources=needs,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
+            runtime_env={"env_vars": _environment(spec.threads)},
+        ).remote(wire_codec().encode(spec))
+        return ActorConnection(actor, self._membership.household, spec.label, on_message, on_end)
+
+    def close(self) -> None:
+        """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""
+        if ray.is_initialized():
+            with suppress(ray.exceptions.RayError):  # it goes with this process's job anyway
+                remove_placement_group(self._group)
+        self._membership.leave()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """What a worker's process needs to find this process's modules, where they are there, too."""
+    entries: list[object] = [*sys.path]  # Python passes over what is no str
+    path = [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), _ONE_THREAD: str(threads)}
+
+
+def _needs(placement: Placement) -> dict[str, float]:
+    amounts = {"CPU": placement.reserved_cpus, "GPU": placement.reserved_gpus}
+    return {name: amount for name, amount in amounts.items() if amount} | placement.resources
+
+
+def _selector(placement: Placement, nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Which nodes a bundle may be on, in the words of Ray's labels."""
+    if placement.node is None:
+        return {}
+    wanted = placement.node
+    found = [
+        node["NodeID"]
+        for node in nodes
+        if wanted in (node["NodeID"], node["NodeManagerAddress"], node.get("NodeManagerHostname"))
+    ]
+    if not found:
+        there = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in nodes)
+        raise ValueError(f".node: the Ray cluster has no node {wanted!r}; there are {there}")
+    return {_NODE_ID: found[0] if len(found) == 1 else f"in({','.join(found)})"}
+
+
+def _check_fits(
+    needs: Mapping[str, float], selector: Mapping[str, str], nodes: Sequence[Mapping[str, Any]]
+) -> None:
+    there = [
+        node["Resources"]
+        for node in nodes
+        if node["NodeID"] in selector.get(_NODE_ID, node["NodeID"])
+    ]
+    for resources in there:
+        if all(resources.get(name, 0) >= amount for name, amount in needs.items()):
+            return
+    shown = "; ".join(_shown(resources) for resources in there[:8])
+    raise ValueError(
+        f": each worker needs {_shown(needs)}, and no node of the Ray cluster has that: there is "
+        f"{shown}"
+    )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    """Amounts that people know: not bytes, nor what Ray keeps for itself."""
+    known = {
+        name: amount
+        for name, amount in resources.items()
+        if ":" not in name
+        and name not in ("memory", "object_store_memory")
+        and "_group_" not in name
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(known.items())) or "nothing"

@@ -1,0 +1,31 @@
+"""Bytes that lie somewhere else: in another process's memory, in an object store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RemoteBytes"]
+
+
+class RemoteBytes(ABC):
+    """A handle on bytes, which can be passed on without looking at them.
+
+    Attributes:
+        nbytes: how many there are.
+    """
+
+    __slots__ = ()
+
+    nbytes: int
+
+    @abstractmethod
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, ``(nbytes,)``; nobody may change them.
+
+        Raises:
+            MemoryError: there is no room for them.
+            RuntimeError: they are lost.
+        """

@@ -1,0 +1,92 @@
+"""A Ray cluster is looked for without Ray, and within seconds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from stages.cluster.cluster_address import check_answers, find_cluster
+
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@contextmanager
+def server(says: bytes | None) -> Iterator[str]:
+    """Answers one caller; None never says anything."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def answer() -> None:
+            caller, _ = listener.accept()
+            with closing(caller):
+                caller.recv(1000)
+                if says is None:
+                    caller.recv(1000)
+                else:
+                    caller.sendall(says)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing was begun on this machine."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_what_speaks_as_ray_does_is_taken() -> None:
+    with server(SETTINGS) as address:
+        assert find_cluster(address) == address
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\0\0"])
+def test_what_says_something_else_is_none(says: bytes) -> None:
+    with server(says) as address, pytest.raises(ValueError, match="what answers there is some"):
+        find_cluster(address)
+
+
+def test_what_says_nothing_is_not_waited_for() -> None:
+    with server(None) as address, pytest.raises(ValueError, match=r"nothing in 0\.05 s; leave"):
+        check_answers(address, patience_s=0.05)
+
+
+def test_where_nobody_listens_there_is_none() -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"no Ray cluster answers at '{address}'"):
+            find_cluster(address)
+
+
+def test_without_an_address_the_one_here_is_found(nowhere: Path) -> None:
+    assert find_cluster(None) is None
+    with pytest.raises(ValueError, match="address: no Ray cluster runs on this machine"):
+        find_cluster("auto")
+    for wanted in (None, "auto"):
+        with server(SETTINGS) as address:
+            nowhere.write_text(address)
+            assert find_cluster(wanted) == address
+
+
+def test_a_note_of_one_that_has_ended_is_passed_over(nowhere: Path) -> None:
+    nowhere.write_text("127.0.0.1:1")
+    assert find_cluster(None) is None
+
+
+def test_one_that_the_environment_names_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match="^RAY_ADDRESS: no Ray cluster answers at '127"):
+        find_cluster(None)
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(ValueError, match="^RAY_ADDRESS: .*it is no host:port"):
+        find_cluster(None)

@@ -1,0 +1,31 @@
+"""Whether two runs of the same requests said the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from omni import OmniOutput
+
+__all__ = ["assert_same"]
+
+
+def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> None:
+    """Ids and texts are equal; tensors and sound nearly."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.error is None, ours.error
+        assert ours.stages.keys() == theirs.stages.keys()
+        for name, stage in theirs.stages.items():
+            mine = ours.stages[name]
+            assert (mine.token_ids, mine.text) == (stage.token_ids, stage.text)
+            assert (mine.finish_reason, mine.completions) == (
+                stage.finish_reason,
+                stage.completions,
+            )
+            assert mine.tensors.keys() == stage.tensors.keys()
+            for tensor, rows in stage.tensors.items():
+                torch.testing.assert_close(mine.tensors[tensor], rows, atol=1e-5, rtol=0)
+            if stage.audio is not None:
+                assert mine.audio is not None
+                torch.testing.assert_close(mine.audio.samples, stage.audio.samples)
