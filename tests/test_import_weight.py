@@ -25,7 +25,14 @@ OF_OTHER_WORK = (
     "soxr",
     "av",
 )
-OF_THE_SERVER = ("fastapi", "starlette", "uvicorn", "websockets", "prometheus_client")
+OF_THE_SERVER = (
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "websockets",
+    "prometheus_client",
+    "opentelemetry",
+)
 LIGHT = {
     "a package": "import engine, stages, omni",
     "a prompt": "from engine import EngineConfig, SamplingParams, TokensPrompt; TokensPrompt((1,))",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from engine import FinishReason, SamplingParams
 from engine.interface.deferred import num_items, with_fields
+from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.requests.stage_time import StageTime
 from omni.runtime.stream import Stream
@@ -55,6 +56,30 @@ class LiveRequest:
     times: dict[str, StageTime] = field(default_factory=dict)
     has_new_times: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        request: OmniRequest,
+        request_id: str,
+        pipeline: Pipeline,
+        streams: Mapping[str, Stream],
+    ) -> LiveRequest:
+        """One that is about to enter a pipeline.
+
+        Raises:
+            ValueError: the pipeline has not the stage that it names, or no such voice.
+        """
+        pipeline.check_speaker(request.speaker)
+        return cls(
+            request=request,
+            request_id=request_id,
+            sampling=pipeline.merge_sampling(request.sampling),
+            speaker=request.speaker if request.speaker is not None else pipeline.speaker,
+            waiting=set(pipeline.order),
+            streams=streams,
+            final_stages=pipeline.final_stages,
+        )
+
     def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...]) -> Enter:
         """Begin a stay in a stage that it waited for, with what that makes its prompt of."""
         self.waiting.discard(name)
@@ -72,7 +97,7 @@ class LiveRequest:
             speaker=self.speaker,
         )
 
-    def note_end(self, name: str, output: StageOutput) -> None:
+    def _note_end(self, name: str, output: StageOutput) -> None:
         """Take down when a stage was done with it, and what it took there."""
         metrics = output.metrics
         self.times[name] = replace(
@@ -94,12 +119,14 @@ class LiveRequest:
         )
 
     def show(self, stage: Stage, output: StageOutput) -> None:
-        """Put what the user asked to get of a stage into the next output.
+        """Put what the user asked to get of a stage into the next output, and note its end.
 
         Raises:
             ValueError: the stage failed the request, or changed its sampling rate in the middle of
                 a sound.
         """
+        if output.finished:
+            self._note_end(stage.name, output)
         if stage.final_output:
             self._show(stage, output)
         if output.failure is not None:

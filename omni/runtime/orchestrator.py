@@ -144,16 +144,8 @@ class Orchestrator:
             raise ValueError(
                 f"request_id {request.request_id!r} belongs to a request that is still running"
             )
-        self._pipeline.check_speaker(request.speaker)
-        live = LiveRequest(
-            request=request,
-            request_id=request.request_id,
-            sampling=self._pipeline.merge_sampling(request.sampling),
-            speaker=request.speaker if request.speaker is not None else self._pipeline.speaker,
-            waiting=set(self._pipeline.order),
-            streams={edge.consumer: Stream(source, edge) for source, edge in self._edges},
-            final_stages=self._pipeline.final_stages,
-        )
+        streams = {edge.consumer: Stream(source, edge) for source, edge in self._edges}
+        live = LiveRequest.of(request, request.request_id, self._pipeline, streams)
         self._live[live.request_id] = live
         for name, stage in self._pipeline.stages.items():
             if stage.inputs is None:
@@ -247,7 +239,6 @@ class Orchestrator:
         if output is not None:
             if output.finished:
                 self._leave(live, name)
-                live.note_end(name, output)
                 self._on_stage_output(output)
             try:
                 live.show(self._pipeline.stages[name], output)

@@ -36,9 +36,11 @@ class AskedRequest(OmniRequest):
 
     Attributes:
         tenant: see :class:`~omni.server.serving.guard.Client`.
+        traceparent: likewise.
     """
 
     tenant: str | None = None
+    traceparent: str | None = None
 
 
 def asked(
@@ -70,4 +72,5 @@ def asked(
         cache_salt=":".join(salts) if salts else None,
         speaker=terms.speaker,
         tenant=client.tenant,
+        traceparent=client.traceparent,
     )

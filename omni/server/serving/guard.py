@@ -45,10 +45,12 @@ class Client:
         request_id: made here, unique; nothing that the client sent.
         tenant: the same for all requests with one API key, and tells nothing of the key; None
             where no key is needed.
+        traceparent: the header of that name, as it came: the trace that the request belongs to.
     """
 
     request_id: str
     tenant: str | None
+    traceparent: str | None = None
 
 
 class Guard:
@@ -85,7 +87,9 @@ class Guard:
         except ApiError as error:
             await _refuse(error, scope, receive, answer.send)
         else:
-            scope.setdefault("state", {})["client"] = Client(request_id, tenant)
+            scope.setdefault("state", {})["client"] = Client(
+                request_id, tenant, headers.get("traceparent")
+            )
             if scope["type"] == "http":
                 receive = _Bounded(receive, self._max_body_bytes).receive
             await self._app(scope, receive, answer.send)

@@ -15,6 +15,7 @@ from omni.server.serving.stage_meters import Metered, StageMeters
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.server.serving.asked import AskedRequest
+    from omni.server.serving.request_spans import RequestSpans
     from stages import StageOutput
 
 __all__ = ["Meters", "RequestMeter"]
@@ -32,10 +33,12 @@ class Meters:
 
     Attributes:
         recent: the last requests.
+        spans: get told of each; None if nobody wants them.
     """
 
     def __init__(self, pipelines: Iterable[Metered]) -> None:
         self.recent = RecentRequests()
+        self.spans: RequestSpans | None = None
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "omni_requests",
@@ -88,6 +91,7 @@ class RequestMeter:
         self._record = RequestRecord(
             model, request.request_id or "", request.tenant, time.time(), time.monotonic()
         )
+        self._record.traceparent = request.traceparent
         # By stage: how many tokens there were, and when the last of them came.
         self._tokens: dict[str, tuple[int, float]] = {}
 
@@ -122,6 +126,8 @@ class RequestMeter:
             record.status, record.ended_s = status, time.monotonic()
             self._meters.requests.labels(self._model, status).inc()
             self._meters.recent.add(record)
+            if self._meters.spans is not None:
+                self._meters.spans.add(record)
             if status == "ok":
                 self._meters.total.labels(self._model).observe(self._elapsed)
 

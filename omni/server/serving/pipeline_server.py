@@ -12,6 +12,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import Meters
+from omni.server.serving.request_spans import spans_by_environment
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 from omni.server.serving.url_fetcher import UrlFetcher
 
@@ -57,6 +58,7 @@ class PipelineServer:
                 )
             self.pipelines[config.name] = ServedPipeline(config, settings.limits)
         self.meters = Meters(self.pipelines.values())
+        self.meters.spans = spans_by_environment()
         for pipeline in self.pipelines.values():
             pipeline.meters = self.meters
         limits = settings.limits
@@ -134,3 +136,5 @@ class PipelineServer:
                 pipeline.close()
             except Exception:  # the others are closed all the same
                 _logger.exception("pipeline %r could not be closed", pipeline.name)
+        if self.meters.spans is not None:
+            self.meters.spans.close()

@@ -29,6 +29,7 @@ class RequestRecord:
         first_audio_s: when the first sound came; likewise.
         ended_s: when it had ended.
         status: how: ok, refused, rejected, failed, aborted.
+        traceparent: the client's, as W3C's Trace Context writes it; not checked.
         stages: its stays, as far as they are known: of stages that it had entered.
     """
 
@@ -42,6 +43,7 @@ class RequestRecord:
     first_audio_s: float | None = None
     ended_s: float = 0.0
     status: str = ""
+    traceparent: str | None = None
     stages: dict[str, StageTime] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:

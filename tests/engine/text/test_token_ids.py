@@ -95,7 +95,7 @@ def test_nothing_else_is_taken_for_a_panic(kind: type[BaseException]) -> None:
 class BusyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
     """Does more than the library, as those of some families do."""
 
-    def _encode_plus(self, text: str, **settings: bool) -> BatchEncoding:
+    def _encode_plus(self, text: str, **settings: bool) -> BatchEncoding:  # type: ignore[override]
         return super()._encode_plus(text.strip(), **settings)
 
 

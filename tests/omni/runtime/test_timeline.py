@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from omni import Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput
 
-HIDDEN_WRITER = {"stages.writer.final_output": []}
+HIDDEN_WRITER: dict[str, Any] = {"stages.writer.final_output": []}
 
 
 def run(omni: Omni, request: OmniRequest) -> list[OmniOutput]:

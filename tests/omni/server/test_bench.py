@@ -25,7 +25,16 @@ def test_tokens_and_hits_are_the_same_in_process_and_over_http(
     server: LiveServer, endpoint: str, tmp_path: Path
 ):
     """One request at a time, so that what is hit does not depend on who came first."""
-    flags = ("--endpoint", endpoint, "--requests", "6", "--turns", "2", "--prompt-tokens", "60")
+    flags: tuple[str, ...] = (
+        "--endpoint",
+        endpoint,
+        "--requests",
+        "6",
+        "--turns",
+        "2",
+        "--prompt-tokens",
+        "60",
+    )
     flags += ("--shared-prefix-tokens", "32", "--max-tokens", "7", "--seed", "4711")
     flags += ("--temperature", "0", "--ignore-eos", "--warmup", "2")
     within = measured(tmp_path / "within.json", "two_step", *flags)

@@ -1,0 +1,153 @@
+"""Spans of OpenTelemetry: one for every request, and below it one for each of its stages.
+
+They are made when a request has ended, of what is known of it by then. Nothing of OpenTelemetry is
+imported unless somebody wants spans: whoever started the server by the environment, as
+OpenTelemetry's own programs are told, or a program around it that has set a provider.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from engine.interface.log_fields import package_logger
+from omni.server.serving.recent_requests import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
+
+    from omni.requests.stage_time import StageTime
+
+__all__ = ["RequestSpans", "spans_by_environment"]
+
+_logger = package_logger(__name__)
+
+_NAME = "omni-pipeline"
+_EXPORTERS = "opentelemetry_traces_exporter"
+"""Entry points by which OpenTelemetry finds exporters: console and otlp, among others."""
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class RequestSpans:
+    """Tells a tracer of requests that have ended.
+
+    Args:
+        tracer: makes the spans.
+        close: called in the end, such as to send what has not been sent.
+    """
+
+    def __init__(self, tracer: Tracer, close: Callable[[], object] = lambda: None) -> None:
+        self._tracer = tracer
+        self.close = close
+
+    def add(self, record: RequestRecord) -> None:
+        """Make the spans of a request; it belongs to the trace that its client named, if any."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
+        span = self._tracer.start_span(
+            f"request {record.model}",
+            TraceContextTextMapPropagator().extract(carrier),
+            SpanKind.SERVER,
+            {
+                "omni.model": record.model,
+                "omni.request_id": record.request_id,
+                "omni.status": record.status,
+            },
+            start_time=_nanos(record, record.began_s),
+        )
+        moments = {
+            "turn": record.turn_s,
+            "first token": record.first_token_s,
+            "first audio": record.first_audio_s,
+        }
+        for name, time_s in moments.items():
+            if time_s is not None:
+                span.add_event(name, timestamp=_nanos(record, time_s))
+        if record.status == "failed":
+            span.set_status(Status(StatusCode.ERROR))
+        inside = set_span_in_context(span)
+        for time in record.stages.values():
+            stage = self._tracer.start_span(
+                f"stage {time.stage}",
+                inside,
+                attributes=_attributes(record, time),
+                start_time=_nanos(record, time.entered_s),
+            )
+            after = {"first step": time.queue_s, "first token": time.first_token_s}
+            for name, after_s in after.items():
+                if after_s is not None:
+                    stage.add_event(name, timestamp=_nanos(record, time.entered_s + after_s))
+            left_s = record.ended_s if time.ended_s is None else time.ended_s
+            stage.end(_nanos(record, left_s))
+        span.end(_nanos(record, record.ended_s))
+
+
+def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
+    """What makes spans as the environment says; None if it says nothing, or that nobody wants any.
+
+    A provider that the program around has set, such as ``opentelemetry-instrument``, is used. Else
+    ``OTEL_TRACES_EXPORTER`` names exporters (``otlp``, ``console``, ...), or an endpoint of OTLP is
+    given; all other variables of OpenTelemetry are read by it. What cannot be had is told by a
+    warning: a server need not fail since nobody watches it.
+    """
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if "opentelemetry.sdk.trace" in sys.modules:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+
+        found = trace.get_tracer_provider()
+        if isinstance(found, TracerProvider):
+            return RequestSpans(found.get_tracer(_NAME))
+    wanted = environment.get("OTEL_TRACES_EXPORTER", "")
+    if not wanted and any(environment.get(name) for name in _ENDPOINTS):
+        wanted = "otlp"
+    names = [name.strip() for name in wanted.split(",") if name.strip() not in ("", "none")]
+    provider = _provider(names) if names else None
+    return None if provider is None else RequestSpans(provider.get_tracer(_NAME), provider.shutdown)
+
+
+def _provider(names: list[str]) -> TracerProvider | None:
+    try:
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        _logger.warning("spans are wanted, but not made: pip install 'omni-pipeline[otel]'")
+        return None
+    # Ended by whoever made it: the server.
+    provider = TracerProvider(shutdown_on_exit=False)
+    known = {each.name: each for each in entry_points(group=_EXPORTERS)}
+    for name in names:
+        if name not in known:
+            _logger.warning(
+                "no spans are sent to %r: installed are the exporters %s; for otlp, "
+                "pip install opentelemetry-exporter-otlp",
+                name,
+                ", ".join(sorted(known)) or "none",
+            )
+            continue
+        provider.add_span_processor(BatchSpanProcessor(known[name].load()()))
+    return provider
+
+
+def _attributes(record: RequestRecord, time: StageTime) -> dict[str, str | int | bool]:
+    return {
+        "omni.model": record.model,
+        "omni.stage": time.stage,
+        "omni.prompt_tokens": time.num_prompt_tokens,
+        "omni.cached_tokens": time.num_cached_tokens,
+        "omni.generated_tokens": time.num_tokens,
+        "omni.preemptions": time.num_preemptions,
+        "omni.is_whole": time.ended_s is not None,
+    }
+
+
+def _nanos(record: RequestRecord, time_s: float) -> int:
+    """A time of this process's clock in nanoseconds since 1970."""
+    return round((record.arrived_s + (time_s - record.began_s)) * 1e9)

@@ -1,0 +1,148 @@
+"""Requests and their stages as spans of OpenTelemetry."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from omni.server.serving.recent_requests import RequestRecord
+from omni.server.serving.request_spans import RequestSpans, spans_by_environment
+from tests.support.import_graph import ROOT
+from tests.support.live_server import LiveServer
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> Iterator[RequestSpans]:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield RequestSpans(provider.get_tracer("test"), provider.shutdown)
+    provider.shutdown()
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, Any]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def server(checkpoint_cache: object, spans: RequestSpans) -> Iterator[LiveServer]:
+    with LiveServer(["two_step"]) as running:
+        running.pipelines.meters.spans = spans
+        yield running
+
+
+def test_a_request_is_a_span_with_one_for_every_stage(
+    server: LiveServer, exporter: InMemorySpanExporter
+) -> None:
+    server.client().completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+    found = by_name(exporter)
+    assert set(found) == {"request two_step", "stage writer", "stage reader"}
+    request, reader = found["request two_step"], found["stage reader"]
+    assert request.kind is SpanKind.SERVER and request.parent is None
+    assert request.attributes["omni.status"] == "ok"
+    assert [event.name for event in request.events] == ["turn", "first token"]
+    assert reader.parent.span_id == request.context.span_id
+    assert reader.attributes["omni.generated_tokens"] == 5
+    assert reader.attributes["omni.is_whole"]
+    assert [event.name for event in reader.events] == ["first step", "first token"]
+    times = [
+        request.start_time, found["stage writer"].start_time, found["stage writer"].end_time,
+        reader.start_time, reader.end_time, request.end_time,
+    ]  # fmt: skip
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("header", "is_followed"),
+    [
+        (f"00-{TRACE_ID}-00f067aa0ba902b7-01", True),
+        ("00-no-trace-01", False),
+        ("x" * 5000, False),
+    ],
+)
+def test_a_request_belongs_to_the_trace_that_its_client_names(
+    server: LiveServer, exporter: InMemorySpanExporter, header: str, is_followed: bool
+) -> None:
+    server.client().completions.create(
+        model="two_step", prompt="x", max_tokens=1, extra_headers={"traceparent": header}
+    )
+    trace_id = by_name(exporter)["request two_step"].context.trace_id
+    assert (f"{trace_id:032x}" == TRACE_ID) is is_followed
+
+
+def test_what_was_refused_is_a_span_too(server: LiveServer, exporter: InMemorySpanExporter) -> None:
+    with pytest.raises(openai.BadRequestError):
+        server.client().completions.create(model="two_step", prompt=[[10**6]])
+    (span,) = by_name(exporter).values()
+    assert span.attributes["omni.status"] == "refused"
+    assert span.status.status_code is StatusCode.UNSET, "the server has done nothing wrong"
+
+
+def test_a_failed_request_is_an_error(spans: RequestSpans, exporter: InMemorySpanExporter) -> None:
+    spans.add(RequestRecord("m", "r", None, 1e9, 5.0, ended_s=6.5, status="failed"))
+    (span,) = exporter.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR
+    assert (span.start_time, span.end_time) == (10**18, 10**18 + 1_500_000_000)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_TRACES_EXPORTER": "none"},
+        {"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+    ],
+)
+def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, str]) -> None:
+    assert spans_by_environment(environment) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"OTEL_TRACES_EXPORTER": "nowhere"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}],
+)
+def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
+    environment: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "omni.server.serving.request_spans"
+    monkeypatch.setattr(f"{module}.entry_points", lambda **_: ())
+    found = spans_by_environment(environment)
+    assert found is not None
+    found.add(RequestRecord("m", "r", None, 1.0, 1.0, status="ok"))
+    found.close()
+    assert "no spans are sent to" in caplog.text and "opentelemetry-exporter-otlp" in caplog.text
+
+
+def test_the_environment_s_exporter_gets_the_spans() -> None:
+    code = (
+        "import sys\n"
+        "from omni.server.serving.request_spans import spans_by_environment\n"
+        "from omni.server.serving.recent_requests import RequestRecord\n"
+        "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
+        "spans = spans_by_environment()\n"
+        "spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
+        "spans.close()\n"
+    )
+    told = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "spoken"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **told}, cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert '"name": "request mine"' in done.stdout and '"service.name": "spoken"' in done.stdout
