@@ -1,10 +1,11 @@
-"""A conversation by voice with a model that was trained for it: each turn hits the turns before.
+"""A conversation with a model that was trained for it: each turn hits the turns before.
 
     question.flac --> thinker ~~rows~~> talker ~~codec tokens~~> code2wav --> answer.wav
                          +--> text: what was heard, and the answer
 
 Run it with ``python examples/spoken_sums.py [FOLDER]``; with a folder, the answers are written
-there. Sound and text of all turns are the next turn's prompt, and none of it is computed again.
+there. Two questions are spoken, the last one is typed. Sound and text of all turns are the next
+turn's prompt, and none of it is computed again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import stage_configs
 from omni import ChatPrompt, Omni, OmniRequest
 
 QUESTIONS = Path(stage_configs.__file__).parent / "spoken_sums" / "questions"
-TURNS = ("twelve_plus_thirty.flac", "and_times_two.flac", "and_times_two.flac")
+TURNS: tuple[str | Path, ...] = (
+    QUESTIONS / "twelve_plus_thirty.flac",
+    QUESTIONS / "and_times_two.flac",
+    "and minus five?",
+)
 
 
 def main() -> None:
@@ -25,14 +30,17 @@ def main() -> None:
     sounds: list[Path] = []
     with Omni("spoken_sums") as omni:
         for number, turn in enumerate(TURNS, start=1):
-            messages.append({"role": "user", "content": [{"type": "audio"}]})
-            sounds.append(QUESTIONS / turn)
+            if isinstance(turn, Path):
+                sounds.append(turn)
+                messages.append({"role": "user", "content": [{"type": "audio"}]})
+            else:
+                messages.append({"role": "user", "content": turn})
             prompt = ChatPrompt(tuple(messages), {"audio": list(sounds)})
             (output,) = omni.generate(OmniRequest(prompt, speaker="Ben"))
             if output.error is not None:
                 raise SystemExit(f"failed: {output.error}")
             thinker, voice = output.stages["thinker"], output.stages["code2wav"]
-            print(f"{turn}: {thinker.text}")
+            print(f"{turn.stem if isinstance(turn, Path) else turn}: {thinker.text}")
             print(
                 f"  {thinker.num_cached_tokens} of {thinker.num_prompt_tokens} prompt tokens hit, "
                 f"{voice.audio.duration_s if voice.audio else 0:.2f} s of sound"
