@@ -22,18 +22,22 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import LONG, USUAL
+
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
 
 # Examples that pass quickly alone miss any deadline on a busy machine. On CI every run draws the
 # same examples: a rare near tie is for a developer to find, not for another's change to fail by.
-settings.register_profile(
-    "omni",
+_EXAMPLES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
     derandomize="CI" in os.environ,
 )
+settings.register_profile("omni", _EXAMPLES, max_examples=USUAL)
+# pytest --hypothesis-profile=long
+settings.register_profile("long", _EXAMPLES, max_examples=LONG, derandomize=False)
 settings.load_profile("omni")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ TESTS = [
 ]
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Of each file, which several tests look into; nobody changes it."""
+    return ast.parse(source)
+
+
 def relative(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
@@ -36,7 +43,7 @@ def test_file_is_short_enough_to_read(file: Path):
 @pytest.mark.parametrize("file", SOURCES, ids=relative)
 def test_file_is_named_for_a_noun_and_says_what_is_public(file: Path):
     assert file.stem not in {"utils", "util", "helpers", "common", "misc"}
-    tree = ast.parse(file.read_text("utf-8"))
+    tree = parsed(file.read_text("utf-8"))
     assigned = {
         target.id
         for node in tree.body
@@ -163,7 +170,7 @@ def too_large(source: str) -> Iterator[str]:
     Constructors take what the object is made of, and a dataclass writes no function; ``self`` and
     ``cls`` are not counted.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ClassDef) and _lines(node) > MAX_CLASS_LINES:
             yield f"line {node.lineno}: class {node.name} has {_lines(node)} lines, " + (
                 f"of at most {MAX_CLASS_LINES}"
@@ -198,7 +205,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 def broad_handlers(source: str) -> Iterator[str]:
     """Handlers of any exception that neither raise it again in the end nor say why in a comment."""
     lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         kinds = (
@@ -222,7 +229,7 @@ def unsafe_loads(source: str) -> list[str]:
         for line, name in imported_packages(source)
         if name in {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and _is_unsafe(node):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found

@@ -97,11 +97,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def findings(site: Path, folder: Path, text: str) -> dict[int, list[str]]:
-    """What mypy says of each line of a user's file."""
+    """What mypy says of each line of a user's file; what it learns of a site lies beside it."""
     (folder / "mine.py").write_text(text)
     (folder / "mypy.ini").write_text(SETTINGS)
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "mine.py"],
+        [
+            *(sys.executable, "-m", "mypy", "--config-file", "mypy.ini"),
+            *("--cache-dir", str(site.with_name("mypy_cache")), "mine.py"),
+        ],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(site)},
         capture_output=True,

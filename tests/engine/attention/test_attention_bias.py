@@ -20,6 +20,7 @@ from engine.attention.scoring import Scoring, bias_at, bias_of_tile
 from engine.attention.step import AttentionStep
 from prefix_cache import FullAttentionSpec
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
+from tests.support.examples import examples
 from tests.support.materialised_xformers import MaterialisedXformers
 from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
@@ -77,7 +78,7 @@ def test_distances_past_the_last_column_take_it(name: str, num_distances: int):
 
 @ON_A_CPU
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(16))
 def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 60)) for query_len in query_lens)

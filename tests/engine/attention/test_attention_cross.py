@@ -17,6 +17,7 @@ from engine.attention.scoring import Scoring
 from engine.attention.step import AttentionStep
 from prefix_cache import CrossAttentionSpec
 from tests.support.cross_steps import CrossShape, assert_steps_equal_brute_force
+from tests.support.examples import examples
 from tests.support.materialised_xformers import MaterialisedXformers
 from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
@@ -83,7 +84,7 @@ def test_xformers_biases_and_rows_equal_brute_force(shape: str):
 
 @ON_A_CPU
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(16))
 def test_backend_equals_brute_force_on_any_batch(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)))
     num_kv_heads, group = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1)]))

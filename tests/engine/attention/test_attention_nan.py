@@ -20,6 +20,7 @@ from engine.attention.scoring import Scoring
 from engine.layers.packed_layout import Chunks
 from engine.layers.ssd_scan import SsdInputs, ssd_scan
 from tests.support.attention_steps import BOUNDS, Bounds, Shape
+from tests.support.examples import examples
 from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
     cross_metadata_for,
@@ -96,7 +97,7 @@ def test_a_late_nan_leaves_earlier_tokens_and_other_requests_alone(
 
 @BACKENDS
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(14))
 def test_any_spoilt_position_touches_only_who_sees_it(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 40)) for query_len in query_lens)

@@ -23,6 +23,7 @@ from engine import (
     TokensPrompt,
 )
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
+from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
 
 HIDDEN = 64
@@ -252,7 +253,7 @@ def test_a_partly_evicted_input_is_computed_again(bert: str):
     assert engine.stats().kv is not None and engine.stats().kv.evictions > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(14))
 @given(
     stream=st.lists(
         st.tuples(

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine
+from tests.support.examples import examples
 from tests.support.faults import POINTS, Faults
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
 
@@ -44,7 +45,7 @@ def faulty(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> Faulty:
     return Faulty(qwen2_checkpoint, *request.param)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(16))
 @given(
     script=scripts(MAX_PROMPT),
     points=st.lists(st.sampled_from([None, None, *POINTS]), max_size=40),

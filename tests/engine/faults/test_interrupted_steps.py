@@ -48,6 +48,8 @@ def test_a_step_interrupted_anywhere_answers_nothing_wrongly(
     kinds = set()
     num_faults = FAULTS_OF_VOCODER if "vocoder" in subject.name else FAULTS
     for number, (step, nth) in enumerate(sorted(draw.sample(places, num_faults))):
+        if "swapping" in subject.name:  # one that failed to is not asked to again
+            engine = subject.build()
         engine.reset_prefix_cache()
         fault = LineFault(nth, error, bytecodes=bytecodes)
         aborted = number % subject.num_asks if number % 3 == 0 else None

@@ -23,6 +23,7 @@ from engine import (
 )
 from engine.models.qwen2_5_omni.code2wav import flow_times
 from prefix_cache import IntegrityError
+from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
@@ -138,7 +139,7 @@ def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
     return open_engine(folder, request.param)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8))
 @given(data=st.data(), length=st.integers(0, 75), eager=st.booleans())
 def test_streamed_sound_does_not_depend_on_how_the_codes_came(
     windowed: GeneratorEngine, data: st.DataObject, length: int, eager: bool

@@ -30,6 +30,7 @@ from engine.layers.causal_conv import CausalConv
 from engine.layers.packed_layout import Chunks, TimeOrder
 from engine.layers.ssd_scan import SsdInputs, ssd_scan
 from prefix_cache import MambaSpec, StateTensor
+from tests.support.examples import examples
 
 HIDDEN = 32
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(steps=packed_steps())
 def test_no_packing_changes_what_a_request_gets(kind: str, steps: list[list[tuple[int, int]]]):
     check_mixer(kind, steps)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, SpeechPrompt
+from tests.support.examples import examples
 from tests.support.request_stream import assert_same
 from tests.support.speech import cut, made_up
 
@@ -208,7 +209,7 @@ class Stream:
                 self.engine.check_integrity()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(events=EVENTS)
 def test_random_streams_equal_whole_ones(
     engine: LLMEngine, alone: Alone, events: list[tuple[str, Ask | int]]

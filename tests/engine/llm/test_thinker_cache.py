@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.requests.multimodal_input import Modality
 from prefix_cache import EncoderCacheStats
+from tests.support.examples import examples
 from tests.support.pictures import picture
 from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
 from tests.support.thinker_asks import (
@@ -341,7 +342,7 @@ def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
     return Stream(engine, Alone(short_chunks, part="thinker"), tuple(ids))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(16))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
     stream: Stream, data: st.DataObject

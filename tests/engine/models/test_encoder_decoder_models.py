@@ -29,6 +29,7 @@ from prefix_cache import CrossAttentionSpec
 from tests.support.encoder_decoder_reference import EncoderDecoderReference, assert_greedy_choices
 from tests.support.encoder_decoder_run import EncoderDecoderRun, generate
 from tests.support.encoder_inputs import image_input, speech_input, text_input
+from tests.support.examples import examples
 from tests.support.native_kernels import needs_kernels
 
 FAMILIES = ("bart", "t5", "t5-gated", "whisper", "mllama")
@@ -227,7 +228,7 @@ def test_keys_and_values_of_the_encoder_are_enough_after_its_step(family: Family
     assert calls == inputs_of(family)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_any_schedule_gives_the_same_hidden_states(family: Family, data: st.DataObject):
     generator = torch.Generator().manual_seed(5)

@@ -25,6 +25,7 @@ from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, MambaSpec
+from tests.support.examples import examples
 from tests.support.greedy_reference import GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels
 from tests.support.packed_model import PackedRun, run_packed
@@ -164,7 +165,7 @@ def lengths_and_steps(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return [sum(counts) for counts in zip(*steps, strict=True)], steps
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 @given(drawn=lengths_and_steps(), seed=st.integers(0, 99))
 def test_no_way_of_chunking_and_interleaving_matters(
     shared: Shared, drawn: tuple[list[int], list[list[int]]], seed: int

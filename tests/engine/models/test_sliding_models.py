@@ -26,6 +26,7 @@ from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, SlidingWindowSpec
+from tests.support.examples import examples
 from tests.support.greedy_reference import GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels
 from tests.support.packed_model import PackedRun, run_packed
@@ -200,7 +201,7 @@ def one_pass(
     yield load(folder), expected
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 @given(cuts=st.sets(st.integers(1, LENGTHS[0] - 1), max_size=10))
 def test_where_a_prompt_is_cut_does_not_matter(
     one_pass: tuple[CausalModel, Tensor], cuts: set[int]

@@ -30,6 +30,7 @@ from engine import (
 from engine.requests.request import RequestStatus
 from prefix_cache import PageCopy
 from tests.support.encoder_decoder_requests import noise_image, tone
+from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
 
@@ -152,7 +153,7 @@ def adapt(family: Family, script: Script, sources: list[int]) -> Script:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(14))
 @given(
     script=scripts(MAX_PROMPT),
     sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6),
@@ -163,7 +164,7 @@ def test_random_streams_equal_uncached_and_conserve_blocks(
     run_stream(family.engine, adapt(family, script, sources), family.alone)
 
 
-def growing(family: Family, num_requests: int = 9) -> Script:
+def growing(family: Family, num_requests: int = 7) -> Script:
     """Requests that are let in side by side, and do not all have room to finish."""
     plain = [
         Ask(number % 3, 4 + number, 0, 40, False, False, 0, None) for number in range(num_requests)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine
 from prefix_cache import EncoderCacheStats
+from tests.support.examples import examples
 from tests.support.pictures import PLACEHOLDER, ImageAsk, image_scripts
 from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
 
@@ -80,7 +81,7 @@ def encoder_stats(engine: LLMEngine) -> EncoderCacheStats:
     return stats
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(16))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
     family: Family, data: st.DataObject

@@ -19,6 +19,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.text.stop_checker import CompletionText
+from tests.support.examples import examples
 from tests.support.request_stream import (
     BLOCK_SIZE,
     Alone,
@@ -61,7 +62,7 @@ def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
     yield small_engine(qwen2_checkpoint, num_blocks=64)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(120))
 @given(script=scripts(MAX_PROMPT))
 def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
     engine: LLMEngine, alone: Alone, script: Script

@@ -25,6 +25,7 @@ from engine import SamplingParams
 from engine.sampling.penalties import apply_masks, apply_penalties
 from engine.sampling.sampling_state import SamplingState
 from engine.sampling.token_draw import shape_distribution
+from tests.support.examples import examples
 
 EOS = 3
 
@@ -78,7 +79,7 @@ history = st.tuples(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(st.tuples(params_of_row, history), min_size=1, max_size=5),
     vocab_size=st.sampled_from([41, 300, 2500]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.requests.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
 from engine.scheduling.scheduler_output import SchedulerOutput, StepPlan
+from tests.support.examples import examples
 from tests.support.scheduler_harness import Harness
 
 
@@ -120,7 +121,7 @@ MIXES = ["full", "three_full", "gemma", "ministral", "llama4", "jamba", "mamba"]
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(
     events=EVENTS,
     num_blocks=st.integers(12, 40),

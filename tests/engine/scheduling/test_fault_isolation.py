@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.requests.request import Request, RequestStatus
+from tests.support.examples import examples
 from tests.support.scheduler_harness import Harness, ids
 
 
@@ -100,7 +101,7 @@ def test_an_isolated_request_that_makes_room_is_computed_again_and_not_swapped()
     assert begun(harness, [goes]) == ["goes"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 6), st.integers(0, 2)),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.requests.request import RequestStatus
 from prefix_cache import check_integrity as check_blocks
+from tests.support.examples import examples
 from tests.support.scheduler_harness import Harness, ids
 
 
@@ -130,7 +131,7 @@ MIXES = ["three_full", "gemma", "ministral", "llama4", "jamba", "mamba"]
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 12), st.integers(0, 1)),

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.requests.request import Request
 from engine.scheduling.waiting_queue import WaitingQueue, _Branch
 from prefix_cache import BlockHash
+from tests.support.examples import examples
 
 PATHS = st.lists(st.sampled_from([0, 0, 0, 1, 2]), max_size=6)
 
@@ -134,7 +135,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.first() is None and not self.queue._root.children
 
 
-QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+QueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestWaitingQueue = QueueMachine.TestCase
 
 

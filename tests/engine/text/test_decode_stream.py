@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from engine.text.detokenizer import IncrementalDetokenizer
+from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -37,7 +38,7 @@ def ours(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip: bool) -> s
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(text=st.text(max_size=30))
 def test_they_agree_on_text_and_its_special_tokens(kind: str, skip: bool, text: str) -> None:
     tokenizer = tokenizer_of(kind)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from engine.text.detokenizer import IncrementalDetokenizer
+from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
 
 UNKNOWN_IDS = 5
@@ -48,7 +49,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool, data):
     tokenizer = TOKENIZERS[kind]()
@@ -67,7 +68,7 @@ def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(text=st.text(max_size=30))
 def test_text_survives_and_no_piece_holds_half_a_character(kind: str, text: str):
     tokenizer = TOKENIZERS[kind]()
@@ -142,7 +143,7 @@ def test_a_long_run_of_bytes_that_are_no_text_is_told_as_it_comes(data: bytes, e
     assert (told + detokenizer.flush()).rstrip(REPLACEMENT) == whole.rstrip(REPLACEMENT)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 @given(data=st.lists(st.sampled_from([b"\xff", b"\xe2", b"\x82", b"\xac", b"\xf0", b"a"])))
 def test_a_window_is_shortened_anywhere_and_the_text_stays(data: list[bytes]):
     tokenizer = byte_level()

@@ -215,6 +215,8 @@ def inputs_of(name: str, folder: Path) -> list[str | Path]:
     if name == "transcribe_then_summarize":
         files = [write_wav(folder / f"{hz}.wav", tone(0.8, hz)) for hz in (300.0, 500.0)]
         return ["--audio", files[0], "--audio", files[1], "--language", "en"]
+    if name == "spoken_sums":
+        return ["--chat", "what is eight times four", "--chat", "what is eight times five"]
     prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
     return ["-p", prompt, "-p", prompt + ". Why?"]
 

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -64,8 +65,11 @@ def test_verify_proves_in_processes_what_it_proves_inline(tmp_path: Path) -> Non
 
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
-    line = {"prompt": PROMPT, "sampling": {"writer": {"max_tokens": 400, "ignore_eos": True}}}
-    requests.write_text("".join(json.dumps(line) + "\n" for _ in range(200)))
+    lines = [
+        {"prompt": PROMPT, "sampling": {"writer": {"max_tokens": number, "ignore_eos": True}}}
+        for number in (4, *[400] * 200)  # one that is done soon, and work for long after it
+    ]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = MarkedRun(
         *("run", "two_step", "--input", "requests.jsonl", "--output-dir", "out"),
         *("--trace", "out.json", "--runtime", "processes"),
@@ -104,22 +108,30 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         ("--set", "stages.reader.placement.replicas=2"),
         "error: --set stages.reader.placement.replicas: 2 is for workers",
     ),
-    "a stage that cannot start": (
-        ("--runtime", "processes", "--set", "stages.reader.engine.max_model_len=9999999"),
-        "error: stage 'reader': max_model_len",
-    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_cannot_run_is_one_error_and_leaves_nothing(mistake: str, tmp_path: Path) -> None:
+def test_what_cannot_run_is_one_error_and_starts_nothing(mistake: str) -> None:
+    """In this process, whose children can be counted."""
     flags, told = MISTAKES[mistake]
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    result = CliRunner().invoke(app, ["run", "two_step", "--prompt", "Hello", *flags])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(told), line
+    assert {each.pid for each in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_stage_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    flags = ("--runtime", "processes", "--set", "stages.reader.engine.max_model_len=9999999")
     run = MarkedRun("run", "two_step", "--prompt", "Hello", *flags, folder=tmp_path)
     status, out, err = run.finish()
     assert status == 2, err
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith(told), err
+    assert line.startswith("error: stage 'reader': max_model_len"), err
     run.check_nothing_left()
 
 

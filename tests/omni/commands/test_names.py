@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_listing_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@cache
 def validator() -> Any:
     schema = json.loads(omni("schema").stdout)
     assert schema == config_schema()

@@ -20,6 +20,7 @@ from stages import Stage, StageRequest
 from stages.remote import worker_life
 from stages.remote.control import WorkerSpec
 from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from tests.support.examples import examples
 from tests.support.fake_stage import FakeStage
 from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
 from tests.support.thread_workers import ThreadWorkers
@@ -94,7 +95,7 @@ kills = st.lists(
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(6))
 @given(
     schedule=kills,
     chunks=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),

@@ -25,6 +25,7 @@ from omni.runtime.orchestrator import Orchestrator
 from omni.seeded.omni import OMNI_SPEAKERS
 from prefix_cache import PageCopy
 from stages import AutoregressiveStage
+from tests.support.examples import examples
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
 from tests.support.placed import PLACES, placed
@@ -168,7 +169,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(crowd=st.lists(LONG, min_size=CROWD, max_size=CROWD), events=EVENTS)
 def test_preempted_while_streaming_equals_the_uncached_whole(
     rig: Rig, crowd: list[Ask], events: list[tuple[str, Any]]

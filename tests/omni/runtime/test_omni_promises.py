@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from omni import Omni, OmniOutput
 from omni.pipelines.pipeline import Pipeline
 from omni.runtime.orchestrator import Orchestrator
+from tests.support.examples import examples
 from tests.support.omni_stages import (
     Conversation,
     Turn,
@@ -100,7 +101,7 @@ def scripts() -> st.SearchStrategy[list[tuple[str, Conversation | int]]]:
     )
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
 def test_cached_equals_uncached(rig: Rig, script: list[tuple[str, Conversation | int]]):
     orchestrator = Orchestrator(rig.pipeline)

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
 from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
 from prefix_cache.blocks.page_arena import PageArena
+from tests.support.examples import examples
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 
 NUM_LARGE_PAGES = 6
@@ -234,7 +235,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 def _machine(mix_name: str) -> Any:
     machine: Any = type(f"Pages_{mix_name}", (PagesMachine,), {"mix": mix_name})
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=30)
     return machine.TestCase
 
 

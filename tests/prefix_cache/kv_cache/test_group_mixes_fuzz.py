@@ -30,6 +30,7 @@ from prefix_cache import (
     check_integrity,
     whole_input_hash,
 )
+from tests.support.examples import examples
 from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
 BLOCK_SIZE = 2
@@ -314,7 +315,7 @@ class GroupMixMachine(RuleBasedStateMachine):
 def _machine(mix_name: str, pages: int) -> Any:
     attributes = {"mix": mix_name, "num_large_pages": pages}
     machine: Any = type(f"Mix_{mix_name}", (GroupMixMachine,), attributes)
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=30)
     return machine.TestCase
 
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_cache import BlockHash, CachedPrefix, KVCacheManager, check_integrity
+from tests.support.examples import examples
 from tests.support.tiny_kv_cache import cached_ids, hashes_of, tiny_config
 
 BLOCK_SIZE = 2
@@ -319,5 +320,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             assert self.manager.stats().held == 0 and not self.manager.pending.owners
 
 
-KVCacheManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+KVCacheManagerMachine.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40
+)
 TestKVCacheManager = KVCacheManagerMachine.TestCase

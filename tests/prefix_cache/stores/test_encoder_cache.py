@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_cache import EncoderCache, IntegrityError
+from tests.support.examples import examples
 
 ROW_BYTES = 4 * 8
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -94,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(self.cache.rows(key), rows_of(key))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+CacheMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestCacheMachine = CacheMachine.TestCase
 
 
