@@ -20,7 +20,7 @@ SHOWN = {
     "spoken_sums": [
         "12 + 30 = forty two",
         "42 * 2 = eighty four",
-        "84 * 2 = one hundred sixty eight",
+        "84 - 5 = seventy nine",
     ],
     "transcribe_then_summarize": ["transcriber: '", "summarizer: '", "both rounds said the same"],
     "verify_from_python": ["cached equals uncached: 4 of 4 requests compared", "stage 'reader'"],
