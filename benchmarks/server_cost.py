@@ -84,18 +84,23 @@ def _compare(omni: Omni, ask: _Asker, num_requests: int, rounds: int) -> None:
         "over HTTP": lambda numbers: asyncio.run(ask.all(numbers)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, rounds):  # the first is for warming up
         # In turns, each of them first every other time.
         for name, run in sorted(ways.items(), reverse=bool(number % 2)):
             with omni.paused() as pipeline:
                 for stage in pipeline.stages.values():
                     stage.reset_prefix_cache()
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             run(_numbers(num_requests, number))
             if number >= 0:
                 seconds[name].append(time.perf_counter() - began)
+                cpu[name].append(time.process_time() - cpu_began)
     for name, each in seconds.items():
-        print(f"{name:10}: median {statistics.median(each):.3f} s of {rounds}")
+        print(
+            f"{name:10}: median {statistics.median(each):.3f} s of {rounds}, "
+            f"{statistics.median(cpu[name]):.3f} s of CPU"
+        )
     pairs = zip(seconds["over HTTP"], seconds["in process"], strict=True)
     costs = sorted(100 * (over / within - 1) for over, within in pairs)
     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,6 +37,7 @@ __all__ = ["run_bench"]
 _KEY_VARIABLE = "OMNI_API_KEY"
 _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
 _ENDLESS = 10**9
+_MOST_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
 """Of tables that go into a file or a pipe."""
 
@@ -126,8 +128,17 @@ async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
             "pip install 'omni-pipeline[bench]'"
         ) from error
     assert wanted.server is not None
+    _allow_many_connections()
     async with HttpTarget(wanted.server) as target:
         await _measure(measurement, target, wanted)
+
+
+def _allow_many_connections() -> None:
+    """Take as many descriptors as may be had: a request in flight has one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _measure(measurement: Measurement, target: LoadTarget, wanted: _Wanted) -> None:

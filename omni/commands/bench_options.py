@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from omni.commands.command import CommandOptions
-from omni.commands.options import Input, Overrides, RuntimeFlags
+from omni.commands.options import Input, Overrides, RuntimeFlags, complete_config
 
 __all__ = ["BenchOptions", "LoadFlags", "MadeUpFlags", "UrlFlags"]
 
@@ -145,6 +145,7 @@ class BenchOptions(LoadFlags, MadeUpFlags, UrlFlags, RuntimeFlags, CommandOption
         typer.Argument(
             metavar="[CONFIG]",
             help="A pipeline's YAML file, or the name of a shipped one, to run in this process.",
+            autocompletion=complete_config,
         ),
     ] = None
     input_file: Input = None

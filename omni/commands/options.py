@@ -20,10 +20,11 @@ __all__ = [
     "SamplingFlags",
     "ValidateOptions",
     "VerifyOptions",
+    "complete_config",
 ]
 
 
-def _complete_config(incomplete: str) -> list[str]:
+def complete_config(incomplete: str) -> list[str]:
     """Names of shipped pipelines, for the shell; it offers files by itself."""
     from omni.pipelines.config_file import shipped_configs
 
@@ -41,7 +42,7 @@ Config: TypeAlias = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="A pipeline's YAML file, or the name of a shipped one: two_step.",
-        autocompletion=_complete_config,
+        autocompletion=complete_config,
     ),
 ]
 Input: TypeAlias = Annotated[

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ class BenchReport:
             OSError: the file cannot be written.
         """
         content = {
+            "omni_version": version("omni-pipeline"),
+            "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": self.target,
             "settings": dict(self.settings),
             "is_complete": self.is_complete,
