@@ -12,7 +12,7 @@ from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.live_request import LiveRequest
-from omni.runtime.stage_links import StageLinks, streamed_edges, tensor_sources
+from omni.runtime.stage_links import StageLinks, chunk_streams, tensor_sources, whole_edges
 from omni.runtime.stream import Stream
 from omni.runtime.trace import Trace
 from stages import StageOutput
@@ -74,9 +74,8 @@ class Orchestrator:
         self._live: dict[str, LiveRequest] = {}
         self._links = StageLinks(pipeline, trace)
         self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
-        self._edges = [
-            (source, edge) for source, edges in streamed_edges(pipeline).items() for edge in edges
-        ]
+        self._edges = chunk_streams(pipeline)
+        self._whole_edges = whole_edges(pipeline)
         # Whose stay in which stage an event is about; of stays that are over, nothing is heard.
         self._stays: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
@@ -269,12 +268,7 @@ class Orchestrator:
 
     def _enter_ready_stages(self, live: LiveRequest) -> None:
         """Let a request into every stage whose sources are all done with it."""
-        whole = {
-            name: () if inputs is None else inputs.sources
-            for name in self._pipeline.order
-            if name in live.waiting and name not in live.streams
-            for inputs in [self._pipeline.stages[name].inputs]
-        }
+        whole = {name: of for name, of in self._whole_edges.items() if name in live.waiting}
         for name, sources in whole.items():
             if all(source in live.finished for source in sources):
                 self._enter(live, name, tuple(live.finished[source] for source in sources))

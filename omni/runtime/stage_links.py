@@ -14,7 +14,7 @@ from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["StageLinks", "streamed_edges", "tensor_sources"]
+__all__ = ["StageLinks", "chunk_streams", "streamed_edges", "tensor_sources", "whole_edges"]
 
 
 class StageLinks(Mapping[str, StageLink]):
@@ -88,6 +88,22 @@ def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
     return {name: tuple(of_source) for name, of_source in edges.items()}
 
 
+def chunk_streams(pipeline: Pipeline) -> list[tuple[str, StreamedEdge]]:
+    """The edges with a ``chunk_size``, each with its source."""
+    return [(name, edge) for name, edges in streamed_edges(pipeline).items() for edge in edges]
+
+
+def whole_edges(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
+    """By stage that takes no chunks, the stages whose finished outputs it waits for."""
+    edges: dict[str, tuple[str, ...]] = {}
+    for name, stage in pipeline.stages.items():
+        if stage.inputs is None:
+            edges[name] = ()
+        elif stage.inputs.chunk_size is None:
+            edges[name] = stage.inputs.sources
+    return edges
+
+
 def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
     """The stages whose finished outputs have tensors that somebody needs.
 
@@ -100,10 +116,7 @@ def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
     if is_heard:
         return frozenset(pipeline.stages)
     needed = {name for name, stage in pipeline.stages.items() if "tensors" in stage.final_output}
-    for stage in pipeline.stages.values():
-        if stage.inputs is not None and stage.inputs.chunk_size is None:
-            needed.update(stage.inputs.sources)
-    return frozenset(needed)
+    return frozenset(needed.union(*whole_edges(pipeline).values()))
 
 
 def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:

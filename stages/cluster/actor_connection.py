@@ -45,6 +45,9 @@ class ActorConnection(Connection):
         on_message, on_end: see there.
     """
 
+    start_patience_s = 300.0
+    """An actor begins with a Python of its own, when there is room for it."""
+
     def __init__(
         self,
         actor: Any,

@@ -16,7 +16,14 @@ class WorkerGone(ConnectionError):
 
 
 class Connection(ABC):
-    """One worker's life, and the way to it. All methods may be called from any thread."""
+    """One worker's life, and the way to it. All methods may be called from any thread.
+
+    Attributes:
+        start_patience_s: seconds that it has at least until its first sign of life; while it builds
+            its stage it gives such signs.
+    """
+
+    start_patience_s: float = 30.0
 
     @property
     def pid(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -102,8 +103,8 @@ class RemoteLink(StageLink):
     @property
     def time_to_work(self) -> float | None:
         """Seconds after which a silent worker counts as dead; None if none has anything to do."""
-        times = [self._lives[replica].time_to_stall() for replica in self._busy()]
-        return max(0.0, min(times)) if times else None
+        time_s = min((self._lives[each].time_to_stall() for each in self._busy()), default=math.inf)
+        return max(0.0, time_s) if time_s < math.inf else None
 
     def check_idle(self) -> bool:
         """Whether every worker has said that nothing moves, with all that was sent to it."""

@@ -224,18 +224,18 @@ class RemoteStage(LinkedStage):
     @enable_prefix_caching.setter
     def enable_prefix_caching(self, value: bool) -> None:
         for life in self._lives:
-            life.call("set_enable_prefix_caching", value, is_setting=True)
+            life.call_when_up("set_enable_prefix_caching", value, is_setting=True)
         self._enable_prefix_caching = value
 
     def reset_prefix_cache(self) -> None:
         """See :class:`~stages.stage.Stage`."""
         for life in self._lives:
-            life.call("reset_prefix_cache")
+            life.call_when_up("reset_prefix_cache")
 
     def check_integrity(self) -> None:
         """See :class:`~stages.stage.Stage`."""
         for life in self._lives:
-            life.call("check_integrity")
+            life.call_when_up("check_integrity")
 
     def stats(self) -> StageStats:
         """What its workers have counted, those that died as well, as far as they told it."""

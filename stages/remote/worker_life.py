@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from engine.interface.described_error import described
 from stages.remote.connection import Connect, Connection, WorkerGone
 from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
+from stages.remote.pending_calls import PendingCalls, WorkerEndedError
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 from stages.worker.worker_state import WorkerState
@@ -31,8 +31,6 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _BEAT_PATIENCE_S = 0.5
 _STATS_PATIENCE_S = 2.0
-_BUILD_PATIENCE_S = 300.0
-"""What a worker has at least until it is up: it imports, and loads a model, before it can speak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ class WorkerLife:
         self._connection: Connection | None = None
         self._life = 0
         self._is_connected = threading.Event()
+        self._is_settled = threading.Event()  # it is up, or never will be again
         self._is_up = False
         self._is_closed = False
         self._num_starts = 0
-        self._numbers = count()
-        self._calls: dict[int, Future[Any]] = {}
-        self._heard_at = time.monotonic()
+        self._calls = PendingCalls(spec.label)
+        self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[str, Call] = {}
         self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
@@ -120,6 +118,7 @@ class WorkerLife:
             life = self._life
             self._num_starts += 1
             self._heard_at = time.monotonic()
+            self._has_spoken = False
             self._is_connected.clear()
         try:
             connection = self._connect(
@@ -167,21 +166,19 @@ class WorkerLife:
             timeout_s: how long to wait at most; None as long as it takes.
 
         Raises:
-            RuntimeError: the worker has ended, or what the stage raised, if that is no ValueError.
+            WorkerEndedError: the worker has ended.
+            RuntimeError: what the stage raised, if that is no ValueError.
             TimeoutError: there was no answer in time.
             ValueError: the stage raised one.
         """
-        answer: Future[Any] = Future()
-        with self._lock:
-            number = next(self._numbers)
-            self._calls[number] = answer
+        number, answer = self._calls.add()
         message = Call(number, method, arguments)
         if is_setting:
             self._settings[method] = message
         try:
             self.send(message)
         except WorkerGone:
-            self._resolve(Returned(number, None, "its worker is being started again", ""))
+            self._calls.fail("its worker is being started again", number)
         if timeout_s is not None:
             return answer.result(timeout_s)
         while True:
@@ -189,6 +186,22 @@ class WorkerLife:
                 return answer.result(_BEAT_PATIENCE_S)
             except TimeoutError:
                 self.check_alive()
+
+    def call_when_up(self, method: str, *arguments: Any, is_setting: bool = False) -> Any:
+        """The same, of a worker that is started later if this one ends or has ended.
+
+        Raises:
+            RuntimeError: none is started any more, or what the stage raised.
+            ValueError: the stage raised one.
+        """
+        while True:
+            try:
+                return self.call(method, *arguments, is_setting=is_setting)
+            except WorkerEndedError:
+                while not self._is_settled.wait(_BEAT_PATIENCE_S):
+                    self.check_alive()
+                if not self._is_up:
+                    raise
 
     def stats(self) -> StageStats:
         """What its workers have counted; of one that does not answer, what it told last."""
@@ -217,14 +230,17 @@ class WorkerLife:
         return taken
 
     def time_to_stall(self) -> float:
-        """Seconds after which a worker that says nothing counts as dead."""
+        """Seconds after which a worker that says nothing counts as dead; inf without one."""
         return self._heard_at + self._patience_s - time.monotonic()
 
     @property
     def _patience_s(self) -> float:
-        return (
-            self._stall_timeout_s if self._is_up else max(self._stall_timeout_s, _BUILD_PATIENCE_S)
-        )
+        """Of whoever waits for the next word; the first one takes the longest."""
+        connection = self._connection
+        if connection is None:  # who is not there yet, or not any more, is not silent
+            return math.inf
+        first_s = 0.0 if self._has_spoken else connection.start_patience_s
+        return max(self._stall_timeout_s, first_s)
 
     def check_alive(self) -> None:
         """End a worker that has said nothing for too long."""
@@ -237,22 +253,23 @@ class WorkerLife:
         """End the worker, and start no more. May be called again."""
         with self._lock:
             self._is_closed, self._is_up = True, False
+            self._is_settled.set()
             connection, self._connection = self._connection, None
             timer = self._timer
         if timer is not None:
             timer.cancel()
         if connection is not None:
             connection.close(_GRACE_S)
-        self._fail_calls("the stage is closed")
+        self._calls.fail("the stage is closed")
 
     def _hear(self, life: int, message: Any) -> None:
         """Take what a worker says, in its connection's thread."""
         if life != self._life:
             return
-        self._heard_at = time.monotonic()
+        self._heard_at, self._has_spoken = time.monotonic(), True
         match message:
             case Returned():
-                self._resolve(message)
+                self._calls.resolve(message)
                 return
             case Beat():
                 self._beat = message
@@ -271,6 +288,7 @@ class WorkerLife:
                 for setting in self._settings.values():
                     connection.send(setting)
                 self._is_up = True
+                self._is_settled.set()
         self._news.append(message)
         self._on_news()
 
@@ -294,7 +312,11 @@ class WorkerLife:
                 time.time(),
             )
             self._counted = self._counted.plus(num_restarts=int(not is_final))
-        self._fail_calls(f"its worker {reason}")
+            if is_final:
+                self._is_settled.set()
+            else:
+                self._is_settled.clear()
+        self._calls.fail(f"its worker {reason}")
         # Told before another one is started, which might speak at once.
         self._news.append(Ended(reason, is_final))
         self._on_news()
@@ -305,22 +327,3 @@ class WorkerLife:
             self._timer = threading.Timer(delay_s, self.start)
             self._timer.daemon = True
             self._timer.start()
-
-    def _resolve(self, returned: Returned) -> None:
-        with self._lock:
-            answer = self._calls.pop(returned.number, None)
-        if answer is None:
-            return
-        if returned.error is None:
-            answer.set_result(returned.value)
-        elif returned.error_type == "ValueError":
-            answer.set_exception(ValueError(returned.error))
-        else:
-            kind = f"{returned.error_type}: " if returned.error_type else ""
-            answer.set_exception(RuntimeError(f"stage {self.spec.label!r}: {kind}{returned.error}"))
-
-    def _fail_calls(self, reason: str) -> None:
-        with self._lock:
-            numbers = list(self._calls)
-        for number in numbers:
-            self._resolve(Returned(number, None, reason, ""))

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from stages.portable import load_by_name
@@ -24,7 +25,7 @@ from stages.remote.control import (
 )
 from stages.remote.growing_output import OutputTails
 from stages.remote.worker_calls import WorkerCalls, facts_of
-from stages.stage import Stage, Transform
+from stages.stage import Stage, StageStats, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
@@ -111,7 +112,8 @@ class WorkerLoop:
     def run(self) -> None:
         """Build the stage and drive it until the end."""
         try:
-            stage, transform = self._build(self._spec)
+            with self._alive():
+                stage, transform = self._build(self._spec)
             worker = self._worker(stage, transform)
             self._calls = WorkerCalls(stage)
             facts = facts_of(stage)
@@ -130,6 +132,25 @@ class WorkerLoop:
         finally:
             worker.close()
             stage.close()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Give signs of life while this thread cannot: to load a model may take minutes."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            with suppress(ConnectionError):
+                self._send(Beat(StageStats()))
+                while not is_over.wait(_BEAT_S):
+                    self._send(Beat(StageStats()))
+
+        thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _worker(self, stage: Stage, transform: Transform | None) -> StageWorker:
         if self._spec.is_traced:

@@ -17,11 +17,13 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage, StageRequest
-from stages.remote import worker_life
-from stages.remote.control import WorkerSpec
+from stages.remote import worker_life, worker_main
+from stages.remote.control import Beat, WorkerSpec
 from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from stages.remote.worker_life import WorkerLife
 from tests.support.examples import examples
 from tests.support.fake_stage import FakeStage
+from tests.support.patience import PATIENCE_S
 from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
 from tests.support.thread_workers import ThreadWorkers
 
@@ -43,7 +45,7 @@ class Rig:
         edges = streamed_edges(plain)
         self.transforms = plain.transforms
         self.make = make
-        self.built: list[Stage] = []
+        self.built: list[Any] = []
         self.workers = ThreadWorkers(self._build)
         starting = [
             StartingStage(
@@ -240,6 +242,58 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
         error = str(drain(pipeline.orchestrator)["x"][-1].error)
         assert error.startswith("stage 'b': it cannot be used any more: its worker ended")
         pipeline.workers._build = build
+
+
+def test_what_is_asked_of_a_worker_that_ended_is_asked_of_the_next_one() -> None:
+    with rig(chain(), max_retries=0) as pipeline:
+        stage, _ = pipeline.stages
+        pipeline.workers.kill("a")
+        stage.reset_prefix_cache()
+        stage.check_integrity()
+        stage.enable_prefix_caching = False
+        assert [each.enable_prefix_caching for each in pipeline.built] == [True, True, False]
+        assert [each.resets for each in pipeline.built] == [0, 0, 1]
+        pipeline.workers.kill("a")
+        stage.reset_prefix_cache()
+        assert not pipeline.built[-1].enable_prefix_caching, "what was set stays set"
+
+
+def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_life, "MOST_STARTS", 1)
+    with rig(chain(), max_retries=0) as pipeline:
+        pipeline.workers.kill("a")
+        with pytest.raises(RuntimeError, match="stage 'a': its worker is being started again|was"):
+            pipeline.stages[0].reset_prefix_cache()
+
+
+def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_main, "_BEAT_S", 0.001)
+    heard = threading.Semaphore(0)
+    hear = WorkerLife._hear
+
+    def hearing(life: WorkerLife, number: int, message: Any) -> None:
+        hear(life, number, message)
+        if isinstance(message, Beat):
+            heard.release()
+
+    monkeypatch.setattr(WorkerLife, "_hear", hearing)
+    with rig(chain(), max_retries=1) as pipeline:
+        build = pipeline._build
+
+        def slow(spec: WorkerSpec) -> tuple[Stage, Any]:
+            while heard.acquire(blocking=False):
+                pass
+            for _ in range(3):
+                assert heard.acquire(timeout=PATIENCE_S)
+            return build(spec)
+
+        pipeline.workers._build = slow
+        pipeline.workers.kill("b")
+        pipeline.add({"x": "x"})
+        assert drain(pipeline.orchestrator)["x"][-1].error is None
+        assert pipeline.workers.started == ["a", "b", "b"]
 
 
 def test_a_worker_that_says_nothing_counts_as_dead() -> None:
