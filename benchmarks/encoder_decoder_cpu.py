@@ -38,7 +38,7 @@ from rich.console import Console
 from transformers import AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine_cpu import TokenIds, report, run_rounds
+from benchmarks.engine_cpu import TokenIds, report, report_equality, run_rounds
 from engine import (
     EngineConfig,
     ExplicitEncoderDecoderPrompt,
@@ -238,10 +238,7 @@ def main() -> None:
     for name, rows in answers.items():
         triples = zip(inputs, answers["generate"], rows, strict=True)
         parted = [describe_difference(model, ids, a, b) for ids, a, b in triples if a != b]
-        console.print(
-            f"{name}: tokens equal to generate in {len(rows) - len(parted)} of {len(rows)}"
-            + "".join(f"\n    {line}" for line in parted)
-        )
+        report_equality(console, name, len(rows), parted)
 
 
 if __name__ == "__main__":

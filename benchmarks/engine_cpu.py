@@ -202,6 +202,14 @@ def timed(methods: Iterable[tuple[type, str]], seconds: dict[str, float]) -> Ite
         yield
 
 
+def report_equality(console: Console, name: str, num_rows: int, parted: Sequence[str]) -> None:
+    """How many of a side's answers are those of generate, and a line for each other one."""
+    console.print(
+        f"{name}: tokens equal to generate in {num_rows - len(parted)} of {num_rows}"
+        + "".join(f"\n    {line}" for line in parted)
+    )
+
+
 def report_cache_cost(
     console: Console, engine: LLMEngine, prompts: TokenIds, num_tokens: int
 ) -> None:
@@ -265,10 +273,7 @@ def main() -> None:
         for name, rows in answers.items():
             pairs = zip(prompts, answers["generate"], rows, strict=True)
             parted = [describe_difference(model, prompt, a, b) for prompt, a, b in pairs if a != b]
-            console.print(
-                f"{name}: tokens equal to generate in {len(rows) - len(parted)} of {len(rows)}"
-                + "".join(f"\n    {line}" for line in parted)
-            )
+            report_equality(console, name, len(rows), parted)
     prompts = make_prompts(args.requests, args.prompt, 0)
     report_cache_cost(console, build_engine(checkpoint, args), prompts, args.generate)
 

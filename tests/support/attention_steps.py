@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, LayerCall
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.scoring import Scoring
 from prefix_cache import PagedMemory
-from tests.support.paged_batch import layer_of, metadata_for, paged_memory, random_block_table
+from tests.support.paged_batch import layer_of, memory_that_holds, metadata_for, random_block_table
 
-__all__ = ["BOUNDS", "NUM_LAYERS", "SHAPES", "Bounds", "Shape", "run_steps"]
+__all__ = ["BOUNDS", "NUM_LAYERS", "SHAPES", "Bounds", "Shape", "bounded_metadata", "run_steps"]
 
 NUM_LAYERS = 3
 
@@ -88,6 +89,20 @@ SHAPES = {
 }
 
 
+def bounded_metadata(
+    memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds
+) -> AttentionMetadata:
+    """The metadata of a step of that shape."""
+    return metadata_for(
+        memory,
+        shape.query_lens,
+        shape.seq_lens,
+        table,
+        window=bounds.window,
+        chunk_size=bounds.chunk_size,
+    )
+
+
 def run_steps(
     backend: AttentionBackend,
     shape: Shape,
@@ -110,26 +125,12 @@ def run_steps(
     # Soft caps are to bend scores, not only to touch them.
     scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
     scoring = Scoring(scale, softcap, bias)
-    num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.seq_lens)
-    memory = paged_memory(
-        num_blocks=num_blocks,
-        block_size=shape.block_size,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, NUM_LAYERS)
     outputs = []
     for _ in range(2):
         table = random_block_table(shape.seq_lens, shape.block_size, num_blocks, generator)
         _fill_visible(memory, table, shape, bounds, generator)
-        metadata = metadata_for(
-            memory,
-            shape.query_lens,
-            shape.seq_lens,
-            table,
-            window=bounds.window,
-            chunk_size=bounds.chunk_size,
-        )
+        metadata = bounded_metadata(memory, table, shape, bounds)
         backend.begin_step(metadata)
         for index in range(NUM_LAYERS):
             heads = shape.num_heads + 2 * shape.num_kv_heads

@@ -13,7 +13,7 @@ from prefix_cache import LayerKVCache
 from tests.support.paged_batch import (
     cross_metadata_for,
     layer_of,
-    paged_memory,
+    memory_that_holds,
     random_block_table,
 )
 
@@ -51,14 +51,7 @@ def assert_steps_equal_brute_force(
     Pages that no request owns hold NaN, and so does the null page unless told otherwise.
     """
     generator = torch.Generator().manual_seed(0)
-    num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.encoder_lens)
-    memory = paged_memory(
-        num_blocks=num_blocks,
-        block_size=shape.block_size,
-        num_layers=_NUM_LAYERS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    memory, num_blocks = memory_that_holds(shape.encoder_lens, shape, _NUM_LAYERS)
     table = random_block_table(shape.encoder_lens, shape.block_size, num_blocks, generator)
     pages = memory.buffer.view(torch.float32).view(num_blocks, -1)
     pages.fill_(float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from prefix_cache import (
 __all__ = [
     "cross_metadata_for",
     "layer_of",
+    "memory_that_holds",
     "metadata_for",
     "paged_memory",
     "random_block_table",
@@ -40,6 +42,30 @@ def paged_memory(
     spec = FullAttentionSpec(block_size, num_kv_heads, head_dim, dtype)
     names = tuple(f"layers.{index}" for index in range(num_layers))
     return PagedMemory(KVCacheConfig(num_blocks, (KVCacheGroup(names, spec),)), device)
+
+
+class _Heads(Protocol):
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def memory_that_holds(
+    lengths: Sequence[int], shape: _Heads, num_layers: int
+) -> tuple[PagedMemory, int]:
+    """Memory of as many blocks as sequences take, the null block and one to spare; how many."""
+    num_blocks = 2 + sum(-(-length // shape.block_size) for length in lengths)
+    memory = paged_memory(
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        num_layers=num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    return memory, num_blocks
 
 
 def with_garbage(memory: PagedMemory, generator: torch.Generator) -> PagedMemory:

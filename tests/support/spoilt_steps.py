@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.scoring import Scoring
 from prefix_cache import LayerKVCache
-from tests.support.attention_steps import Bounds, Shape
-from tests.support.paged_batch import layer_of, metadata_for, paged_memory, random_block_table
+from tests.support.attention_steps import Bounds, Shape, bounded_metadata
+from tests.support.paged_batch import layer_of, memory_that_holds, random_block_table
 
 __all__ = ["Spoilt", "run_spoilt_step", "sees"]
 
@@ -51,14 +51,7 @@ def run_spoilt_step(
         ``(num_tokens, num_heads, head_dim)``.
     """
     generator = torch.Generator().manual_seed(0)
-    num_blocks = 2 + sum(-(-length // shape.block_size) for length in shape.seq_lens)
-    memory = paged_memory(
-        num_blocks=num_blocks,
-        block_size=shape.block_size,
-        num_layers=_NUM_LAYERS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
+    memory, num_blocks = memory_that_holds(shape.seq_lens, shape, _NUM_LAYERS)
     memory.buffer.view(torch.float32).fill_(unused)
     table = random_block_table(shape.seq_lens, shape.block_size, num_blocks, generator)
     layer = layer_of(memory, 1)
@@ -79,14 +72,7 @@ def run_spoilt_step(
             _store(layer, block, position % shape.block_size, both, position)
         for part, found in both.items():
             parts[part].append(found[seq_len - query_len :])
-    metadata = metadata_for(
-        memory,
-        shape.query_lens,
-        shape.seq_lens,
-        table,
-        window=bounds.window,
-        chunk_size=bounds.chunk_size,
-    )
+    metadata = bounded_metadata(memory, table, shape, bounds)
     backend.begin_step(metadata)
     query, key, value = (torch.cat(each) for each in (queries, parts["key"], parts["value"]))
     return backend.forward(LayerCall(query, key, value, layer, metadata, scoring))

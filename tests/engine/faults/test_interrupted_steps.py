@@ -23,9 +23,9 @@ from tests.support.line_faults import LineFault, choose_events
 from tests.support.patience import PATIENCE_S
 from tests.support.subjects import SUBJECTS, subject_of
 
-FAULTS = 16
+FAULTS = 9
 # A run of it takes as long as ten of the others.
-FAULTS_OF_VOCODER = 3
+FAULTS_OF_VOCODER = 2
 SOUND = {"went on", "failed alone"}
 
 
