@@ -112,6 +112,16 @@ def test_the_last_line_of_make_test_is_that_of_pytest(tmp_path: Path):
     assert done.stdout.splitlines()[-1] == "3 passed"
 
 
+@pytest.mark.parametrize("target", ["lint", "docs"])
+def test_a_link_of_the_documentation_that_leads_nowhere_fails(target: str, tmp_path: Path):
+    """--strict makes it an error, and --quiet would undo that."""
+    told = 'echo "$*" >> ' + str(tmp_path / "asked") + '; case "$*" in *--strict*) exit 1;; esac'
+    done = make(tools(tmp_path, python=told), target)
+    assert done.returncode
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert asked.startswith("-m mkdocs build --strict") and "--quiet" not in asked
+
+
 @pytest.mark.parametrize("tool", ["ruff", "mypy", "python"])
 def test_what_fails_in_make_test_is_told_and_fails_it(tool: str, tmp_path: Path):
     bodies = {"python": "echo '3 passed'"} | {tool: f"echo {tool} found something; exit 1"}
