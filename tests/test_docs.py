@@ -48,6 +48,11 @@ def test_a_shipped_pipeline_names_the_schema_for_editors(name: str) -> None:
     assert first == f"# yaml-language-server: $schema={SCHEMA_FILE.name}"
 
 
+def test_every_page_is_in_the_contents_once() -> None:
+    listed = re.findall(r"^  - .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    assert sorted(listed) == [each.name for each in PAGES]
+
+
 def test_the_python_reference_has_all_that_is_exported() -> None:
     told = re.findall(r"^::: omni\.(\w+)$", (DOCS / "python.md").read_text("utf-8"), re.M)
     assert sorted(told) == sorted(omni.__all__)
