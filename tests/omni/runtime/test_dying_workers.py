@@ -64,6 +64,16 @@ class Rig:
         self.built.append(stage)
         return stage, self.transforms.get(spec.name)
 
+    def let_raise(self, name: str) -> None:
+        """Have the next step of a stage's present worker raise what nobody expects."""
+        stage = [each for each in self.built if each.name == name][-1]
+
+        def step() -> Any:
+            del stage.step
+            raise ArithmeticError("boom")
+
+        stage.step = step
+
     def add(self, prompts: Mapping[str, str]) -> None:
         for request_id, prompt in prompts.items():
             self.orchestrator.add_request(OmniRequest(prompt, request_id))
@@ -92,19 +102,24 @@ def assert_told_once(outputs: list[OmniOutput]) -> None:
             assert torch.equal(torch.cat(heard), stage.audio.samples)
 
 
-kills = st.lists(
-    st.tuples(st.integers(0, 60), st.sampled_from(["thinker", "talker", "code2wav"])), max_size=6
+faults = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.sampled_from(["thinker", "talker", "code2wav"]),
+        st.sampled_from(["dies", "raises"]),
+    ),
+    max_size=6,
 )
 
 
 @settings(max_examples=examples(6))
 @given(
-    schedule=kills,
+    schedule=faults,
     chunks=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
     slow=st.integers(1, 3),
 )
 def test_a_second_run_goes_on_where_the_first_one_ended(
-    schedule: list[tuple[int, str]], chunks: tuple[int | None, int | None], slow: int
+    schedule: list[tuple[int, str, str]], chunks: tuple[int | None, int | None], slow: int
 ) -> None:
     def make() -> list[Any]:
         return speech_stages(chunks, code2wav={"steps_per_token": slow, "max_pending": 1})
@@ -116,9 +131,11 @@ def test_a_second_run_goes_on_where_the_first_one_ended(
         def each_turn() -> None:
             nonlocal turn
             turn += 1
-            for when, victim in schedule:
-                if when == turn:
+            for when, victim, what in schedule:
+                if when == turn and what == "dies":
                     pipeline.workers.kill(victim)
+                elif when == turn:
+                    pipeline.let_raise(victim)
 
         outputs = drain(pipeline.orchestrator, each_turn)
         expected = whole()
