@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -80,10 +78,6 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
         assert run.process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
     run.process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        run.process.wait(10)
-    if run.process.poll() is None:  # Python drops an interrupt that comes while it finalizes
-        run.process.send_signal(signal.SIGINT)
     status, _, err = run.finish()
     assert status == 130, err
     assert "requests are done, in out" in err
