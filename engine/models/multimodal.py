@@ -77,6 +77,9 @@ class MultiModalModel(CausalModel):
         placeholders: ids of the tokens that stand for them in the prompt.
         stored: names of the checkpoint's weights: published folders name them in several ways.
 
+    Raises:
+        ValueError: two modalities have one placeholder.
+
     Attributes:
         audio_in_video: how it takes a video with its own sound; None if it does not.
     """
@@ -91,6 +94,9 @@ class MultiModalModel(CausalModel):
         stored: Collection[str],
     ) -> None:
         super().__init__()
+        if len(set(placeholders.values())) < len(placeholders):
+            ids = ", ".join(f"{name} {token_id}" for name, token_id in placeholders.items())
+            raise ValueError(f"each modality must have a placeholder of its own, got {ids}")
         self.decoder = decoder
         self.towers = dict(towers)
         self.tower_modules = nn.ModuleList(towers.values())

@@ -351,6 +351,15 @@ def test_parts_that_are_not_supported_are_refused(
         load(folder)
 
 
+def test_one_placeholder_for_two_modalities_is_refused(tmp_path: Path):
+    folder = build_qwen2_5_vl(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["video_token_id"] = config["image_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"a placeholder of its own, got image (\d+), video \1$"):
+        load(folder)
+
+
 def test_sections_that_do_not_fit_the_heads_are_refused(tmp_path: Path):
     rope = {"rope_type": "default", "rope_theta": 1e4}
     for sections in ([2, 3, 2], None):
