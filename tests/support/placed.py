@@ -8,7 +8,7 @@ from omni.runtime.placed_pipeline import place_pipeline
 
 __all__ = ["PLACES", "placed"]
 
-PLACES = ("inline", "processes")
+PLACES = ("inline", "processes", "ray")
 """Kinds of runtimes over which promises are tried."""
 
 

@@ -131,6 +131,8 @@ def rig(
         preemption=preemption,
         **USUAL,
     )
+    if where == "ray":  # one for all
+        request.getfixturevalue("ray_cluster")
     pipeline = placed(pipeline, where)
     yield Rig(pipeline, placeholders, answer)
     pipeline.close()
