@@ -33,9 +33,10 @@ class NativeSnake(nn.Module):
         self.up = nn.Buffer(_taps(original.upsample.filter), persistent=False)
         self.down = nn.Buffer(_taps(original.downsample.filter), persistent=False)
         with torch.no_grad():
-            self.rates = nn.Buffer(snake.alpha.exp(), persistent=False)
+            # Parameters, since they stand for the checkpoint's: they count as its weights.
+            self.rates = nn.Parameter(snake.alpha.exp(), requires_grad=False)
             scales = 1.0 / (snake.beta.exp() + snake.no_div_by_zero)
-            self.scales = nn.Buffer(scales, persistent=False)
+            self.scales = nn.Parameter(scales, requires_grad=False)
 
     def forward(self, samples: Tensor) -> Tensor:
         """``(B, channels, n)`` to the same shape."""
