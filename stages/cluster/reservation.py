@@ -36,7 +36,7 @@ class Reservation:
     """A placement group with a bundle for every worker of a pipeline. ::
 
         writer     {CPU: 1}     replica 0        an actor that dies is followed by another one
-        talker     {CPU: 1}     replica 0        in the same bundle
+        reader     {CPU: 1}     replica 0        in the same bundle
                    {CPU: 1}     replica 1
 
     Args:

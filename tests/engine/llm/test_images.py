@@ -308,7 +308,7 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
         (1, {"image": [torch.zeros(8, 8, 3)]}, r"image 0: .* got \(8, 8, 3\) of float32"),
         (1, {"image": "picture.png"}, "must be a list of items, each image one, got str"),
         (1, {"image": picture(0)}, "must be a list of items, each image one, got Image"),
-        (1, {"video": []}, "has 'video'; what can be shown is 'image'"),
+        (1, {"audio": []}, "has 'audio'; what can be shown is 'image', 'video'"),
         (
             1,
             {"image": [picture(0, (1, 4000))]},

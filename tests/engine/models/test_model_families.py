@@ -211,7 +211,9 @@ def check_equal(cached: Path, uncached: Path) -> None:
     for (tokens, rows, _), (expected_tokens, expected_rows, num_cached) in pairs:
         assert tokens == expected_tokens and len(tokens) == 6 and num_cached == 0
         torch.testing.assert_close(rows, expected_rows, atol=1e-5, rtol=0)
-    assert [cached > 0 for (_, _, cached), _ in pairs] == [False, True, False]
+    # Of the two that share a block, the one whose picture was ready later.
+    has_hit = [cached > 0 for (_, _, cached), _ in pairs]
+    assert sorted(has_hit[:2]) == [False, True] and not has_hit[2]
 
 
 def test_a_registered_decoder_runs_cached_as_uncached(

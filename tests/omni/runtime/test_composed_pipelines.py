@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import Field
 
 from engine import EngineConfig, LLMEngine, Prompt, SamplingParams, TextPrompt
 from omni import Omni, OmniOutput, Pipeline
@@ -36,7 +37,7 @@ class EchoConfig(StageConfig):
     """A kind of a user's own, which takes a while to say what it was told."""
 
     kind: Literal["echo_in_tests"]
-    steps: int = 2
+    steps: int = Field(default=2, description="until it has said all")
 
     def build_stage(self, name: str) -> Stage:
         assert self.inputs is not None

@@ -35,7 +35,9 @@ def test_every_stage_is_told_also_one_that_the_user_gets_nothing_of(runtime: str
         assert stay.queue_s is not None and stay.first_token_s is not None
         assert 0 <= stay.queue_s <= stay.first_token_s
     # Told when it has changed, not with every token.
-    assert len(outputs) >= 5 and sum(bool(each.timeline) for each in outputs) <= 3
+    assert sum(bool(each.timeline) for each in outputs) <= 3
+    if runtime == "inline":  # news of processes may come several at once
+        assert len(outputs) >= 5
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
