@@ -90,7 +90,9 @@ def over_channel() -> tuple[Hop, Callable[[], None]]:
 
 def module() -> str:
     """This file, as another process imports it: the folder of a script is on its path."""
-    return "tensor_hop" if __name__ == "__main__" else __name__
+    if __name__ != "__main__":
+        return __name__
+    return "tensor_hop" if __spec__ is None else __spec__.name
 
 
 def over_queue() -> tuple[Hop, Callable[[], None]]:
