@@ -92,7 +92,8 @@ def module() -> str:
     """This file, as another process imports it: the folder of a script is on its path."""
     if __name__ != "__main__":
         return __name__
-    return "tensor_hop" if __spec__ is None else __spec__.name
+    spec = globals().get("__spec__")  # of ``python -m``; None for a script
+    return "tensor_hop" if spec is None else str(spec.name)
 
 
 def over_queue() -> tuple[Hop, Callable[[], None]]:
