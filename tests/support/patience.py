@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-__all__ = ["PATIENCE_S"]
+import time
+from collections.abc import Callable
+
+__all__ = ["PATIENCE_S", "wait_for"]
 
 PATIENCE_S = 600.0
 """Seconds. Only a test that fails waits for so long: on a machine that is busy with other things,
 what takes a moment may take minutes."""
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until something has come to be that nobody tells of, such as a file of another process.
+
+    Raises:
+        AssertionError: it never did; or what the condition raises itself.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it never came to be"
+        time.sleep(0.01)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from omni import OmniOutput
+from omni import Omni, OmniOutput, OmniRequest
 
-__all__ = ["assert_same"]
+__all__ = ["assert_same", "streamed"]
 
 
 def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> None:
@@ -29,3 +29,19 @@ def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> 
             if stage.audio is not None:
                 assert mine.audio is not None
                 torch.testing.assert_close(mine.audio.samples, stage.audio.samples)
+
+
+def streamed(omni: Omni, prompts: Sequence[str]) -> list[OmniOutput]:
+    """The last outputs of prompts that are spoken, whose pieces of sound add up to the whole."""
+    heard: dict[str, list[torch.Tensor]] = {}
+    last: dict[str, OmniOutput] = {}
+    for output in omni.stream([OmniRequest(text, text) for text in prompts]):
+        piece = output.stages.get("code2wav")
+        if piece is not None and piece.audio_delta is not None:
+            heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
+        if output.finished:
+            last[output.request_id] = output
+    for text in prompts:
+        audio = last[text].stages["code2wav"].audio
+        assert audio is not None and torch.equal(torch.cat(heard[text]), audio.samples)
+    return [last[text] for text in prompts]

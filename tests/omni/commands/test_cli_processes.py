@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from omni.commands.cli import app
 from tests.support.marked_processes import MarkedRun
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import wait_for
 from tests.support.trace_file import names_of, read_trace
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
@@ -73,10 +72,9 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
         *("--trace", "out.json", "--runtime", "processes"),
         folder=tmp_path,
     )
-    until = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "out/outputs.partial.jsonl").exists():
-        assert run.process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    begun = tmp_path / "out/outputs.partial.jsonl"
+    wait_for(lambda: begun.exists() or run.process.poll() is not None)
+    assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     status, _, err = run.finish()
     assert status == 130, err

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 from omni.commands.cli import app
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
@@ -74,10 +73,9 @@ def test_whoever_is_killed_takes_the_cluster_along(tmp_path: Path, short_folder:
         *("--runtime", "ray"),
         folder=tmp_path,
     )
-    until = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "out/outputs.partial.jsonl").exists():
-        assert run.process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    begun = tmp_path / "out/outputs.partial.jsonl"
+    wait_for(lambda: begun.exists() or run.process.poll() is not None)
+    assert run.process.poll() is None
     run.process.kill()
     run.finish()
     run.check_nothing_left()

@@ -7,20 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.remote.remote_stage import RemoteStage
-from tests.support.patience import PATIENCE_S
-from tests.support.same_outputs import assert_same
+from tests.support.patience import PATIENCE_S, wait_for
+from tests.support.same_outputs import assert_same, streamed
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 SPOKEN = ["hello there", "what is it"]
@@ -51,13 +49,6 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it never came to be"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def texts() -> list[OmniOutput]:
     with Omni("two_step") as omni:
@@ -83,18 +74,7 @@ def test_text_is_that_of_one_process_and_prefixes_hit(texts: list[OmniOutput]) -
 
 def test_streamed_speech_is_that_of_one_process(speeches: list[OmniOutput]) -> None:
     with in_processes("omni_speech") as omni:
-        heard: dict[str, list[torch.Tensor]] = {}
-        last: dict[str, OmniOutput] = {}
-        for output in omni.stream([OmniRequest(text, text) for text in SPOKEN]):
-            piece = output.stages.get("code2wav")
-            if piece is not None and piece.audio_delta is not None:
-                heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
-            if output.finished:
-                last[output.request_id] = output
-        assert_same([last[text] for text in SPOKEN], speeches)
-        for text in SPOKEN:
-            audio = last[text].stages["code2wav"].audio
-            assert audio is not None and torch.equal(torch.cat(heard[text]), audio.samples)
+        assert_same(streamed(omni, SPOKEN), speeches)
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:

@@ -7,13 +7,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.remote.remote_stage import RemoteStage
 from tests.support.ray_cluster import SessionCluster
-from tests.support.same_outputs import assert_same
+from tests.support.same_outputs import assert_same, streamed
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 SPOKEN = ["hello there", "what is it"]
@@ -76,18 +75,7 @@ def test_an_abort_ends_one_request_alone(reading: Omni, texts: list[OmniOutput])
 
 
 def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: list[OmniOutput]) -> None:
-    heard: dict[str, list[torch.Tensor]] = {}
-    last: dict[str, OmniOutput] = {}
-    for output in speaking.stream([OmniRequest(text, text) for text in SPOKEN]):
-        piece = output.stages.get("code2wav")
-        if piece is not None and piece.audio_delta is not None:
-            heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
-        if output.finished:
-            last[output.request_id] = output
-    assert_same([last[text] for text in SPOKEN], speeches)
-    for text in SPOKEN:
-        audio = last[text].stages["code2wav"].audio
-        assert audio is not None and torch.equal(torch.cat(heard[text]), audio.samples)
+    assert_same(streamed(speaking, SPOKEN), speeches)
 
 
 @pytest.mark.parametrize(
