@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omni.commands.bench_options import BenchOptions
-from omni.commands.command import CommandOptions, Stopped, command
-from omni.commands.options import (
-    DemoOptions,
-    ExplainOptions,
-    ListOptions,
-    RunOptions,
-    ValidateOptions,
-    VerifyOptions,
-)
-from omni.commands.prompt_flags import PromptFlags
-from omni.commands.serve_command import ServeOptions
+from omni.commands.command import Stopped, command
 from omni.runtime.uncollected import uncollected
 
 if TYPE_CHECKING:
+    from omni.commands.bench_options import BenchOptions
+    from omni.commands.command import CommandOptions
+    from omni.commands.options import (
+        DemoOptions,
+        ExplainOptions,
+        ListOptions,
+        RunOptions,
+        ValidateOptions,
+        VerifyOptions,
+    )
+    from omni.commands.prompt_flags import PromptFlags
+    from omni.commands.serve_command import ServeOptions
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.output_writer import OutputWriter
     from omni.requests.request import OmniRequest
@@ -65,7 +66,7 @@ def main(
     """Multi-stage model pipelines with prefix caching that never changes what comes out."""
 
 
-@command(app, RunOptions)
+@command(app, "omni.commands.options:RunOptions")
 def run(options: RunOptions) -> bool:
     """Run requests through a pipeline. Exit status 1 if any of them failed."""
     _check_output_flags(options)
@@ -80,7 +81,7 @@ def run(options: RunOptions) -> bool:
         )
 
 
-@command(app, ValidateOptions)
+@command(app, "omni.commands.options:ValidateOptions")
 def validate(options: ValidateOptions) -> bool:
     """Check a pipeline's YAML file, and a file of requests, without loading any model."""
     pipeline = _load(options)
@@ -94,7 +95,7 @@ def validate(options: ValidateOptions) -> bool:
     return True
 
 
-@command(app, ExplainOptions)
+@command(app, "omni.commands.options:ExplainOptions")
 def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
     from omni.commands.explanation import describe_config, describe_memory, draw_graph
@@ -112,7 +113,7 @@ def explain(options: ExplainOptions) -> bool:
     return True
 
 
-@command(app, VerifyOptions)
+@command(app, "omni.commands.options:VerifyOptions")
 def verify(options: VerifyOptions) -> bool:
     """Run your own requests with and without caches, and compare.
 
@@ -133,10 +134,11 @@ def verify(options: VerifyOptions) -> bool:
     return report.equal and not report.failures
 
 
-@command(app, ServeOptions)
+@command(app, "omni.commands.serve_command:ServeOptions")
 def serve(options: ServeOptions) -> bool:
     """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
     with uncollected():
+        from omni.commands.options import ValidateOptions
         from omni.commands.serve_command import serve_pipelines
 
     # All of them are checked before anything starts.
@@ -149,13 +151,14 @@ def serve(options: ServeOptions) -> bool:
     return True
 
 
-@command(app, BenchOptions)
+@command(app, "omni.commands.bench_options:BenchOptions")
 def bench(options: BenchOptions) -> bool:
     """Measure a pipeline, or a server with OpenAI's API, under load.
 
     Exit status 1 if a request failed; those refused with status 429 are counted apart.
     """
     from omni.commands.bench_command import run_bench
+    from omni.commands.options import ValidateOptions
 
     runtime, address, overrides = options.runtime, options.address, options.overrides
     return run_bench(
@@ -166,7 +169,7 @@ def bench(options: BenchOptions) -> bool:
     )
 
 
-@command(app, DemoOptions)
+@command(app, "omni.commands.options:DemoOptions")
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
     if options.random:
@@ -180,7 +183,7 @@ def demo(options: DemoOptions) -> bool:
     return run_demo(options.output_dir)
 
 
-@command(app, ListOptions, name="list")
+@command(app, "omni.commands.options:ListOptions", name="list")
 def list_names(options: ListOptions) -> bool:
     """List what a YAML file can name: pipelines, models, architectures, transforms, kinds."""
     from omni.commands.names import described_names
@@ -189,7 +192,7 @@ def list_names(options: ListOptions) -> bool:
     return True
 
 
-@command(app, CommandOptions)
+@command(app, "omni.commands.command:CommandOptions")
 def schema(_: CommandOptions) -> bool:
     """Print the JSON Schema of a pipeline's YAML file, for editors and other programs."""
     import json
@@ -213,6 +216,7 @@ def _load(
     options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
     speaker: str | None = None,
 ) -> PipelineConfig:
+    from omni.commands.options import RunOptions, VerifyOptions
     from omni.pipelines.config_file import parse_overrides
     from omni.pipelines.pipeline_config import PipelineConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -15,6 +16,7 @@ from typer.core import TyperCommand
 
 from omni.commands.interrupts import exit_status, sigterm_interrupts
 from omni.commands.log_lines import shown_log
+from omni.runtime.uncollected import uncollected
 
 __all__ = ["CommandOptions", "Stopped", "command"]
 
@@ -102,7 +104,7 @@ _LAST = {field.name: place for place, field in enumerate(fields(CommandOptions),
 
 
 def command(
-    app: typer.Typer, options: type[_OptionsT], *, name: str | None = None
+    app: typer.Typer, options: str, *, name: str | None = None
 ) -> Callable[[Callable[[_OptionsT], bool]], Callable[[_OptionsT], bool]]:
     """Decorator that makes a function a command, which takes its options as one value.
 
@@ -111,36 +113,61 @@ def command(
 
     Args:
         app: gets the command.
-        options: the command's.
+        options: ``"module:name"`` of the command's :class:`CommandOptions`, imported when the
+            command is called: to list commands, nobody needs their flags.
         name: of the command; the function's if it is left out.
 
     Returns:
         The decorator; its function tells whether all went well, else the exit status is 1.
     """
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in sorted(fields(options), key=lambda field: _LAST.get(field.name, 0))
-    ]
 
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
-        @functools.wraps(function)
-        def run(**values: Any) -> None:
-            status = _run(function, options(**values))
-            if status:
-                raise typer.Exit(status)
+        class Listed(TyperCommand):
+            def make_context(self, *args: Any, **kwargs: Any) -> Any:
+                with uncollected():
+                    whole = _with_flags(function, _imported(options))
+                return whole.make_context(*args, **kwargs)
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = hints
-        app.command(name, cls=_Command)(run)
+        @app.command(name or function.__name__, cls=Listed, help=inspect.getdoc(function))
+        def listed() -> None:
+            raise AssertionError("the command with its flags is called instead")
+
         return function
 
     return decorate
+
+
+def _imported(options: str) -> type[Any]:
+    module, _, name = options.partition(":")
+    found: type[Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _with_flags(function: Callable[[_OptionsT], bool], options: type[_OptionsT]) -> Any:
+    """The command itself, as typer makes it of a function whose parameters are the options."""
+    hints = get_type_hints(options, include_extras=True)
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        status = _run(function, options(**values))
+        if status:
+            raise typer.Exit(status)
+
+    run.__annotations__ = hints
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in sorted(fields(options), key=lambda field: _LAST.get(field.name, 0))
+        ]
+    )
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(cls=_Command)(run)
+    return typer.main.get_command(alone)
 
 
 def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
