@@ -20,14 +20,13 @@ from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.inputs.admission import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
-from engine.interface.arguments import check_argument, check_names, check_request_arguments
+from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.log_fields import package_logger
+from engine.interface.new_request import NewRequest
 from engine.interface.outputs import EncoderOutput
-from engine.interface.prompts import Prompt
-from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint
 from engine.resources.device import resolve_device, resolve_dtype
@@ -118,37 +117,24 @@ class EncoderEngine(Engine[EncoderOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def begin_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Prepare:
-        """Begin to take an input; see :class:`~engine.interface.engine.Engine`.
-
-        The prompt is text, chat messages, token ids, or embeddings if the model takes them.
-        """
-        self.ownership.check()
-        check_request_arguments(request_id, sampling, priority, cache_salt)
-        if sampling is not None:
-            self.check_sampling(sampling)
-        self._check_free(request_id)
-        place = priority, next(self._arrivals)
+    def _begin(self, new: NewRequest) -> Prepare:
+        """Begin to take text, chat messages, token ids, or embeddings if the model takes them."""
+        if new.sampling is not None:
+            self.check_sampling(new.sampling)
+        arrival_index = next(self._arrivals)
 
         def prepare() -> Admit:
-            request = self._request(request_id, prompt, place, cache_salt)
-            return lambda: self._consistently(lambda: self._enter(request))
+            request = self._request(new, arrival_index)
+            return lambda: self._enter(request)
 
         return prepare
 
-    def _request(
-        self, request_id: str, prompt: Prompt, place: tuple[int, int], cache_salt: str | None
-    ) -> EncoderRequest:
-        refuse_items(prompt)
-        token_ids, embeds = resolve_prompt(prompt, self.tokenizer, self._limits)
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def _request(self, new: NewRequest, arrival_index: int) -> EncoderRequest:
+        refuse_items(new.prompt)
+        token_ids, embeds = resolve_prompt(new.prompt, self.tokenizer, self._limits)
         budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
         check_whole_input(len(token_ids), budget, usable_tokens)
         spans: tuple[ContentSpan, ...] = ()
@@ -158,19 +144,14 @@ class EncoderEngine(Engine[EncoderOutput]):
             embeds = embeds.cpu()
             spans = (ContentSpan("prompt_embeds", 0, len(token_ids), content_hash(embeds)),)
         return EncoderRequest(
-            request_id=request_id,
+            request_id=new.request_id,
             content=torch.tensor(token_ids) if embeds is None else embeds,
-            input_hash=whole_input_hash(token_ids, spans=spans, salt=cache_salt),
-            priority=place[0],
-            arrival_index=place[1],
+            input_hash=whole_input_hash(token_ids, spans=spans, salt=new.cache_salt),
+            priority=new.priority,
+            arrival_index=arrival_index,
         )
 
-    def _check_free(self, request_id: str) -> None:
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
-
     def _enter(self, request: EncoderRequest) -> None:
-        self._check_free(request.request_id)
         self._queue.add(request)
         self._requests[request.request_id] = request
 

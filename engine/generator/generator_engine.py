@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
-from engine.interface.arguments import check_argument, check_request_arguments
+from engine.interface.arguments import check_argument
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.log_fields import package_logger
+from engine.interface.new_request import NewRequest
 from engine.interface.outputs import GeneratorOutput
 from engine.interface.prompts import CodecPrompt, Prompt
-from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_loader import load_generator, open_checkpoint
@@ -89,32 +89,21 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
 
-    def begin_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Prepare:
-        """Begin to take an utterance, or its first chunk; see :class:`Engine`.
+    def _begin(self, new: NewRequest) -> Prepare:
+        """Begin to take an utterance, or its first chunk.
 
         A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
         Utterances share nothing, so that ``cache_salt`` says nothing.
         """
-        self.ownership.check()
-        check_request_arguments(request_id, sampling, priority, cache_salt)
-        if sampling is not None:
-            self.check_sampling(sampling)
-        self._check_free(request_id)
-        codec, arrival_index = _codec_prompt(prompt), next(self._arrivals)
+        if new.sampling is not None:
+            self.check_sampling(new.sampling)
+        codec, arrival_index = _codec_prompt(new.prompt), next(self._arrivals)
 
         def prepare() -> Admit:
             request = GeneratorRequest(
-                request_id=request_id,
+                request_id=new.request_id,
                 speaker=self._model.choose_speaker(codec.speaker),
-                priority=priority,
+                priority=new.priority,
                 arrival_index=arrival_index,
                 whole=codec.is_last,
                 state=self._model.new_state(),
@@ -122,16 +111,14 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                 is_last=codec.is_last,
                 is_cut_off=codec.is_cut_off,
             )
-            return lambda: self._consistently(lambda: self._enter(request))
+            return lambda: self._enter(request)
 
         return prepare
 
-    def _check_free(self, request_id: str) -> None:
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def _enter(self, request: GeneratorRequest) -> None:
-        self._check_free(request.request_id)
         self._requests[request.request_id] = request
 
     @property

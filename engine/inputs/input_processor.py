@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.inputs.admission import Admission
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
+from engine.interface.new_request import NewRequest
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.content_spans import encoder_spans
@@ -83,38 +84,24 @@ class InputProcessor:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         return Arrival(first, seed)
 
-    def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival: Arrival | None = None,
-    ) -> list[Request]:
-        """Build one request per completion (``params.n``).
+    def process(self, new: NewRequest, arrival: Arrival) -> list[Request]:
+        """Build one request per completion (``sampling.n``).
 
-        With an arrival it changes nothing here, and may be called from any thread, also while
-        other calls and the engine's steps go on.
+        It changes nothing here, and may be called from any thread, also while other calls and the
+        engine's steps go on.
 
         Args:
-            request_id: of all of them.
-            prompt: what they begin with.
-            params: how they go on.
-            priority: lower first.
-            cache_salt: blocks are shared only within one salt.
-            arrival: what :meth:`arrive` gave for them; None asks for it now.
+            new: whose id each of them has, or begins with.
+            arrival: what :meth:`arrive` gave for them.
 
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
                 ids, shows images that cannot be read or to a model that sees none, or could never
                 fit the pool; or the parameters ask for what the checkpoint cannot do.
         """
-        arrival = arrival or self.arrive(params)
-        content = self._prompts.process(prompt, cache_salt=cache_salt)
-        params = self._with_suppressed(params)
-        make = self._maker(content, params, priority, cache_salt)
+        content = self._prompts.process(new.prompt, cache_salt=new.cache_salt)
+        params = self._with_suppressed(new.sampling or SamplingParams())
+        make = self._maker(content, params, new)
         sampling = self._sampling_state(
             params,
             () if content.embeds is not None else content.token_ids,
@@ -123,7 +110,7 @@ class InputProcessor:
         )
         return [
             make(
-                request_id=request_id if params.n == 1 else f"{request_id}\x00{index}",
+                request_id=new.request_id if params.n == 1 else f"{new.request_id}\x00{index}",
                 token_ids=list(content.token_ids),
                 arrival_index=arrival.index + index,
                 sampling=sampling.with_seed((arrival.seed + index) % 2**63),
@@ -133,11 +120,7 @@ class InputProcessor:
         ]
 
     def _maker(
-        self,
-        content: PromptContent,
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
+        self, content: PromptContent, params: SamplingParams, new: NewRequest
     ) -> Callable[..., Request]:
         """Makes the completions of a prompt: what they share is worked out, and known to fit."""
         entry, choice = content.encoder_input, content.prompt_choice
@@ -156,8 +139,8 @@ class InputProcessor:
             prompt_embeds=content.embeds,
             params=params,
             max_num_tokens=max_num_tokens,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=new.priority,
+            cache_salt=new.cache_salt,
             spans=content.spans,
             encoder_input=entry,
             encoder_view=content.encoder_view,

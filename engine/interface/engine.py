@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
+from engine.interface.arguments import check_request_arguments
 from engine.interface.described_error import described
+from engine.interface.new_request import NewRequest
 from engine.interface.ownership import Ownership
 
 if TYPE_CHECKING:
@@ -100,7 +102,6 @@ class Engine(ABC, Generic[OutputT_co]):
         admit = prepare()
         admit()
 
-    @abstractmethod
     def begin_request(
         self,
         request_id: str,
@@ -131,6 +132,36 @@ class Engine(ABC, Generic[OutputT_co]):
             What prepares it. All three raise ``ValueError`` if this request cannot run, alone and
             with the whole pool to itself.
         """
+        self.ownership.check()
+        check_request_arguments(request_id, sampling, priority, cache_salt)
+        self._check_free(request_id)
+        make = self._begin(NewRequest(request_id, prompt, sampling, priority, cache_salt))
+
+        def prepare() -> Admit:
+            enter = make()
+
+            def admit() -> None:
+                self._check_free(request_id)
+                enter()
+
+            return lambda: self._consistently(admit)
+
+        return prepare
+
+    def _check_free(self, request_id: str) -> None:
+        if self._is_live(request_id):
+            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+
+    @abstractmethod
+    def _begin(self, new: NewRequest) -> Prepare:
+        """See :meth:`begin_request`: give it its place, and return what prepares it.
+
+        What that returns puts it into the queue; it may be interrupted anywhere.
+        """
+
+    @abstractmethod
+    def _is_live(self, request_id: str) -> bool:
+        """Whether a request was added and has not ended."""
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse sampling parameters that no request could run with; an engine without tokens, all.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from engine.execution.model_runner import SwapError
-from engine.interface.arguments import check_argument, check_names, check_request_arguments
+from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.log_fields import package_logger
+from engine.interface.new_request import NewRequest
 from engine.interface.outputs import RequestOutput
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
@@ -76,41 +76,26 @@ class LLMEngine(Engine[RequestOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def begin_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Prepare:
-        """Begin to take a request; see :class:`~engine.interface.engine.Engine`.
+    def _begin(self, new: NewRequest) -> Prepare:
+        """Begin to take text, chat messages, token ids, embeddings, or what a model speaks.
 
-        The prompt is text, chat messages, token ids, embeddings, or all or the first chunk of what
-        a model speaks.
+        Of the last, all or the first chunk.
         """
-        self.ownership.check()
-        check_request_arguments(request_id, sampling, priority, cache_salt)
-        self._check_free(request_id)
-        if "\x00" in request_id:
+        if "\x00" in new.request_id:
             raise ValueError("a request_id must not contain a NUL character")
-        params = sampling or SamplingParams()
-        process = partial(self._inputs.process, arrival=self._inputs.arrive(params))
+        arrival = self._inputs.arrive(new.sampling or SamplingParams())
 
         def prepare() -> Admit:
-            requests = process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-            group = RequestGroup.of(request_id, requests)
-            return lambda: self._consistently(lambda: self._enter(group, requests))
+            requests = self._inputs.process(new, arrival)
+            group = RequestGroup.of(new.request_id, requests)
+            return lambda: self._enter(group, requests)
 
         return prepare
 
-    def _check_free(self, request_id: str) -> None:
-        if request_id in self._groups:
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._groups
 
     def _enter(self, group: RequestGroup, requests: Sequence[Request]) -> None:
-        self._check_free(group.request_id)
         try:
             self._output_processor.add(group)
             for request in requests:

@@ -39,6 +39,7 @@ __all__ = [
     "draw_spoken",
     "places_of",
     "train_end_to_end",
+    "typed_batches",
 ]
 
 STRENGTH = 0.6
@@ -141,9 +142,8 @@ def _spoken_batches(
             yield batch, [pair[0] for pair in pairs_of_batch], [pair[1] for pair in pairs_of_batch]
 
 
-def _typed_batches(
-    renderer: Renderer, tokens: int, draw: random.Random
-) -> Iterator[list[Rendered]]:
+def typed_batches(renderer: Renderer, tokens: int, draw: random.Random) -> Iterator[list[Rendered]]:
+    """Batches of typed conversations without end, each of about so many tokens."""
     while True:
         talks = [draw_conversation(draw) for _ in range(400)]
         rows = [renderer.render(talk, [None] * len(talk)) for talk in talks]
@@ -184,7 +184,7 @@ def train_end_to_end(
     draw = random.Random(1000 * run.num_steps + workers.rank)
     torch.manual_seed(draw.randrange(2**32))
     spoken = _spoken_batches(folder, renderer, settings.spoken // workers.count, draw)
-    typed = _typed_batches(renderer, settings.tokens // workers.count, draw)
+    typed = typed_batches(renderer, settings.tokens // workers.count, draw)
     report = Report()
     for _ in run.steps():
         optimizer.zero_grad()

@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5OmniThinkerForConditionalGeneration
 
-from training.spoken_sums.conversations import draw_conversation
 from training.spoken_sums.ctc import fitting_questions
-from training.spoken_sums.end_to_end import STRENGTH, TalkShares, draw_spoken, places_of
+from training.spoken_sums.end_to_end import (
+    STRENGTH,
+    TalkShares,
+    draw_spoken,
+    places_of,
+    typed_batches,
+)
 from training.spoken_sums.questions import Question
 from training.spoken_sums.rendering import Rendered, Renderer
 from training.spoken_sums.report import Report
@@ -83,7 +88,7 @@ def polish(
     heard = _hear(model, draw.sample(fitting_questions(folder), settings.recordings))
     tokens = settings.tokens // workers.count
     spoken = _spoken_batches(heard, renderer, tokens, draw)
-    typed = _typed_batches(renderer, tokens, draw)
+    typed = typed_batches(renderer, tokens, draw)
     report = Report()
     for _ in run.steps():
         optimizer.zero_grad()
@@ -134,15 +139,6 @@ def _spoken_batches(
             sounds[id(one)] = [each for each in rows if each is not None]
         for batch in length_buckets(rendered, tokens, draw):
             yield batch, [each for one in batch for each in sounds[id(one)]]
-
-
-def _typed_batches(
-    renderer: Renderer, tokens: int, draw: random.Random
-) -> Iterator[list[Rendered]]:
-    while True:
-        talks = [draw_conversation(draw) for _ in range(400)]
-        rows = [renderer.render(talk, [None] * len(talk)) for talk in talks]
-        yield from length_buckets(rows, tokens, draw)
 
 
 def _learn(

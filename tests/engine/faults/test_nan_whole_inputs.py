@@ -24,6 +24,7 @@ from engine import (
     StreamWindow,
     TokensPrompt,
 )
+from engine.interface.new_request import NewRequest
 from tests.support.pictures import picture
 from tests.support.vocoder_reference import random_codes
 
@@ -150,7 +151,8 @@ def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_nobody_else(
     engine.reset_prefix_cache()
     model: Any = engine._runner._model
     encode = model.encode_multimodal
-    (request,) = engine._inputs.process("probe", prompts["ill"], SamplingParams())
+    new = NewRequest("probe", prompts["ill"])
+    (request,) = engine._inputs.process(new, engine._inputs.arrive(SamplingParams()))
     mark = request.multimodal_inputs[0].content_hash
     spoilings: list[bytes] = []
 

@@ -20,6 +20,7 @@ from engine import (
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_inputs import ModelInputs
 from engine.execution.model_runner import ModelRunner
+from engine.interface.new_request import NewRequest
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 from tests.support.faults import Faults
 from tests.support.pictures import picture
@@ -249,5 +250,6 @@ def test_isolated_requests_take_turns_with_the_others(qwen2_checkpoint: str) -> 
 
 
 def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
-    (request,) = engine._inputs.process("probe", prompt, SamplingParams())
+    inputs = engine._inputs
+    (request,) = inputs.process(NewRequest("probe", prompt), inputs.arrive(SamplingParams()))
     return [torch.as_tensor(item.features["pixel_values"]) for item in request.multimodal_inputs]

@@ -26,7 +26,9 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.admission import Admission, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
+from engine.interface.new_request import NewRequest
 from engine.models.registry import FAMILIES
+from engine.requests.request import Request
 from engine.requests.request_group import RequestGroup
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
@@ -60,8 +62,12 @@ class Family:
             tokenizer, self.inputs, Admission(limits), eos_token_ids=[2], seed=0
         )
 
+    def completions(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
+        new = NewRequest("r", prompt, params, **options)
+        return self.requests.process(new, self.requests.arrive(params))
+
     def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any):
-        return self.requests.process("r", prompt, params or SamplingParams(), **options)[0]
+        return self.completions(prompt, params or SamplingParams(), **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +216,7 @@ def test_the_output_carries_both_prompts(bart: Family, whisper: Family) -> None:
 
 
 def test_every_completion_has_the_same_encoder_input(bart: Family) -> None:
-    first, second = bart.requests.process("r", TEXT, SamplingParams(n=2))
+    first, second = bart.completions(TEXT, SamplingParams(n=2))
     assert first.encoder_input is second.encoder_input
     assert first.token_ids == second.token_ids
     assert first.token_ids is not second.token_ids
@@ -281,7 +287,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Fami
         seed=0,
     )
     with pytest.raises(ValueError, match="is not an encoder-decoder model, so it takes no "):
-        decoder_only.process("r", prompt, SamplingParams())
+        decoder_only.process(NewRequest("r", prompt), decoder_only.arrive(SamplingParams()))
 
 
 def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path: Path) -> None:
