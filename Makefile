@@ -24,6 +24,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # Strict: a link that leads nowhere is an error. (With --quiet it would not be.)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Else each of a run's many processes compiles all of this project's files again, for half a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := test
 .PHONY: install run test lint pytest docs bench torture train-spoken-sums clean which-python
 
