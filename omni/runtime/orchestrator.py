@@ -31,7 +31,7 @@ from stages.worker.messages import (
 
 __all__ = ["Orchestrator", "refusal"]
 
-# How long a turn waits at most for stages that are driven elsewhere.
+# How long a turn waits at most for stages that are driven elsewhere, if its caller does not.
 _PATIENCE_S = 0.1
 
 Listener: TypeAlias = Callable[[StageOutput], None] | None
@@ -82,18 +82,22 @@ class Orchestrator:
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._has_news = threading.Event()
         self._on_news: Callable[[], object] = self._has_news.set
+        # Whoever is told of news waits for them, and for commands of others as well.
+        self._caller_waits = False
         self.heed_news()
 
     def prepare_aside(self, on_news: Callable[[], object]) -> None:
         """Have requests prepared in other threads from now on, so that no turn waits for it.
 
         A request that cannot run is then refused by an output of :meth:`step`, and not by
-        :meth:`add_request`, which tells only what it sees at once. To be closed.
+        :meth:`add_request`, which tells only what it sees at once. No turn waits for anything any
+        more: the caller does, between turns. To be closed.
 
         Args:
             on_news: called in any thread when there may be work for :meth:`step`.
         """
         self._on_news = on_news
+        self._caller_waits = True
         self.heed_news()
         self._links.prepare_aside()
 
@@ -154,9 +158,10 @@ class Orchestrator:
     def step(self) -> list[OmniOutput]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
         self._links.flush()
-        if not self.has_work:
-            self._has_news.wait(_PATIENCE_S)
-        self._has_news.clear()
+        if not self._caller_waits:
+            if not self.has_work:
+                self._has_news.wait(_PATIENCE_S)
+            self._has_news.clear()
         moved: dict[str, OmniOutput | None] = {}
         has_moved = False
         for name in reversed(self._pipeline.order):

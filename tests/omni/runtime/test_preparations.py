@@ -15,6 +15,7 @@ from engine import ChatPrompt, EmbedsPrompt, EngineConfig, SamplingParams, TextP
 from engine.interface.engine import Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime import orchestrator
 from omni.runtime.omni import Omni
 from stages import AutoregressiveStage, StageRequest
 from stages.worker.preparations import Preparation, Preparations, is_light
@@ -115,6 +116,20 @@ def test_an_abort_reaches_a_request_that_is_being_prepared(omni: Omni, gate: Gat
     with omni.paused() as pipeline:
         pipeline.stages["writer"].check_integrity()
         assert not pipeline.stages["writer"].has_unfinished_requests
+
+
+def test_no_turn_waits_while_a_request_is_prepared(
+    omni: Omni, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever a turn would wait for, a command of another caller would wait as well.
+    monkeypatch.setattr(orchestrator, "_PATIENCE_S", 3 * PATIENCE_S)
+    with ThreadPoolExecutor(1) as other:
+        slow = other.submit(omni.generate, OmniRequest("slow", "s"))
+        assert gate.reached.wait(PATIENCE_S)
+        omni.abort("s")
+        assert slow.result(PATIENCE_S)[0].error == "aborted"
+        gate.open()
+        assert token_ids(other.submit(omni.generate, "fast").result(PATIENCE_S)[0])
 
 
 def test_whoever_leaves_while_a_request_is_prepared_leaves_nothing(omni: Omni, gate: Gate) -> None:
