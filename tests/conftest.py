@@ -83,10 +83,10 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(checkpoint_cache: Path) -> Iterator[SessionCluster]:
-    """The Ray cluster of this worker of the run."""
+    """The Ray cluster of this run, begun when the first of its workers asks for it."""
     from tests.support.ray_cluster import SessionCluster
 
-    cluster = SessionCluster()
+    cluster = SessionCluster(checkpoint_cache)
     yield cluster
     cluster.stop()
 

@@ -155,7 +155,9 @@ class ActorConnection(Connection):
                 raise ValueError(f"a {type(said).__name__} in the place of a bundle")
             bundle = msgspec.msgpack.decode(said, type=Bundle)
             if bundle.hello is not None:
-                self._greet(bundle.hello)
+                if bundle.hello.protocol != PROTOCOL_VERSION:
+                    return _refusal(bundle.hello)
+                self._hello = bundle.hello
             for content, num_beside in zip(bundle.contents, bundle.num_beside, strict=True):
                 beside = Attachments([next(items) for _ in range(num_beside)], self._household)
                 self._on_message(self._codec.decode(content, beside.find))
@@ -170,13 +172,13 @@ class ActorConnection(Connection):
             self._calls.popleft()
             self._calls.append(self._actor.say.remote(number))
 
-    def _greet(self, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
-            raise ValueError(
-                f"the actor speaks version {hello.protocol} of the protocol, and this process "
-                f"version {PROTOCOL_VERSION}: all nodes must have the same release installed"
-            )
-        self._hello = hello
+
+def _refusal(hello: Hello) -> str:
+    """Why an actor is not listened to, in words that go on after "its worker"."""
+    return (
+        f"speaks version {hello.protocol} of the protocol, and this process version "
+        f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"
+    )
 
 
 def _put(content: NDArray[np.uint8]) -> Any:

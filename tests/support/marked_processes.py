@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -26,15 +27,18 @@ class MarkedRun:
     Args:
         arguments: behind ``omni``.
         folder: in which it runs.
+        environment: more variables than this process has.
     """
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
+    def __init__(
+        self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._mark = uuid.uuid4().hex
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "omni", *arguments],
             cwd=folder,
-            env=os.environ | {_MARK: self._mark, "PYTHONPATH": paths},
+            env={**os.environ, **(environment or {}), _MARK: self._mark, "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

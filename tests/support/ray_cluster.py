@@ -1,19 +1,93 @@
-"""The one Ray cluster of a test session."""
+"""The one Ray cluster of a run of the tests."""
 
 from __future__ import annotations
 
-from stages.cluster.membership import Membership, join
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from filelock import FileLock
+
+from stages.cluster.membership import join
+from tests.support import ray_head
+from tests.support.patience import wait_for
 
 __all__ = ["SessionCluster"]
 
 
 class SessionCluster:
-    """Started when it is made, and there until it is stopped."""
+    """This process's share in it: whoever asks first begins it, and it ends with the whole run.
 
-    def __init__(self) -> None:
-        self._membership: Membership | None = join(None)
+    Args:
+        folder: shared by all workers of the run.
+
+    Attributes:
+        address: ``host:port``.
+        environment: what another process needs in its own to be let in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        note = folder / "ray-cluster.json"
+        with FileLock(folder / "ray-cluster.lock"):
+            if not note.exists():
+                note.write_text(json.dumps(_begin()))
+        self.address: str
+        self.environment: Mapping[str, str]
+        self.address, self.environment = json.loads(note.read_text())
+        with _set(self.environment):
+            # Ray reads them when it is imported, as in any process that is started with them.
+            ray._raylet.Config.initialize("")
+            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+            self._membership = join(self.address)
+
+    @property
+    def num_actors(self) -> int:
+        """Those that are alive, of whatever process."""
+        listed = ray._private.state.actors().values()
+        return sum(actor["State"] != "DEAD" for actor in listed)
+
+    @property
+    def store_bytes(self) -> int:
+        """How much of its object stores is in use, by whatever process."""
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return int(total["object_store_memory"] - free["object_store_memory"])
 
     def stop(self) -> None:
-        """End it."""
-        if self._membership is not None:
-            self._membership.leave()
+        """Leave it."""
+        self._membership.leave()
+
+
+def _begin() -> tuple[str, dict[str, str]]:
+    folder = tempfile.mkdtemp(prefix="omni-ray-", dir="/tmp")  # pytest's are too long for sockets
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    keeper = subprocess.Popen(
+        [sys.executable, ray_head.__file__, str(run), folder],
+        env=os.environ | environment,
+        start_new_session=True,
+    )
+    noted = Path(folder, "ray_current_cluster")
+    wait_for(lambda: noted.exists() or keeper.poll() is not None)
+    keeper.returncode = keeper.returncode or 0  # it outlives this process, and that is no mistake
+    return noted.read_text().strip(), environment
+
+
+@contextmanager
+def _set(environment: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

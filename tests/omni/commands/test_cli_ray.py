@@ -1,9 +1,10 @@
-"""The commands with stages in the actors of a Ray cluster of their own."""
+"""The commands with stages in the actors of a Ray cluster."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from omni.commands.cli import app
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun
 from tests.support.patience import PATIENCE_S, wait_for
+from tests.support.ray_cluster import SessionCluster
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
@@ -35,6 +37,37 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def one_stage(tmp_path: Path) -> str:
+    """One actor is as good as two, and costs half."""
+    stage = {
+        "kind": "autoregressive",
+        "model": "seeded:qwen2",
+        "sampling": {"temperature": 0.0},
+        "final_output": "text",
+    }
+    (tmp_path / "one.yaml").write_text(json.dumps({"name": "one", "stages": {"writer": stage}}))
+    return "one.yaml"
+
+
+@pytest.fixture
+def long_run(tmp_path: Path, one_stage: str) -> tuple[str, ...]:
+    """Arguments: the first request ends at once, and the others take a while."""
+    lines = [
+        {"prompt": "Hello", "sampling": {"writer": {"max_tokens": number, "ignore_eos": True}}}
+        for number in (1, *[480] * 200)
+    ]
+    (tmp_path / "requests.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    where = ("--input", "requests.jsonl", "--output-dir", "out", "--runtime", "ray")
+    return ("run", one_stage, *where)
+
+
+def wait_until_underway(run: MarkedRun, folder: Path) -> None:
+    begun = folder / "out/outputs.partial.jsonl"
+    wait_for(lambda: begun.exists() or run.process.poll() is not None)
+    assert run.process.poll() is None, run.finish()
+
+
 def lines_of(folder: Path) -> list[dict[str, object]]:
     """The lines of ``outputs.jsonl``, less the times."""
     lines = [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
@@ -45,14 +78,13 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
-    tmp_path: Path, short_folder: Path
+    tmp_path: Path, one_stage: str, short_folder: Path
 ) -> None:
-    inline = CliRunner().invoke(
-        app, ["run", "two_step", *PROMPTS, "--output-dir", str(tmp_path / "inline")]
-    )
+    written = ["--output-dir", str(tmp_path / "inline")]
+    inline = CliRunner().invoke(app, ["run", str(tmp_path / one_stage), *PROMPTS, *written])
     assert inline.exit_code == 0, inline.output
     run = MarkedRun(
-        *("run", "two_step", *PROMPTS, "--output-dir", "apart", "--runtime", "ray", "-v"),
+        *("run", one_stage, *PROMPTS, "--output-dir", "apart", "--runtime", "ray", "-v"),
         folder=tmp_path,
     )
     status, out, err = run.finish()
@@ -64,22 +96,35 @@ def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
     assert not list(short_folder.iterdir())
 
 
-def test_whoever_is_killed_takes_the_cluster_along(tmp_path: Path, short_folder: Path) -> None:
-    requests = tmp_path / "requests.jsonl"
-    line = {"prompt": "Hello", "sampling": {"writer": {"max_tokens": 40, "ignore_eos": True}}}
-    requests.write_text("".join(json.dumps(line) + "\n" for _ in range(2000)))
-    run = MarkedRun(
-        *("run", "two_step", "--input", "requests.jsonl", "--output-dir", "out"),
-        *("--runtime", "ray"),
-        folder=tmp_path,
-    )
-    begun = tmp_path / "out/outputs.partial.jsonl"
-    wait_for(lambda: begun.exists() or run.process.poll() is not None)
-    assert run.process.poll() is None
+def test_whoever_is_killed_takes_the_cluster_along(
+    tmp_path: Path, long_run: tuple[str, ...], short_folder: Path
+) -> None:
+    run = MarkedRun(*long_run, folder=tmp_path)
+    wait_until_underway(run, tmp_path)
     run.process.kill()
     run.finish()
     run.check_nothing_left()
+    wait_for(lambda: not [*short_folder.glob("omni-ray-*")])
     assert not [each for each in short_folder.iterdir() if each.name.startswith("omni-ray-")]
+
+
+def test_an_interrupted_run_leaves_nothing_in_the_cluster_that_it_joined(
+    tmp_path: Path, long_run: tuple[str, ...], ray_cluster: SessionCluster
+) -> None:
+    before = ray_cluster.num_actors
+    run = MarkedRun(
+        *(*long_run, "--address", ray_cluster.address),
+        folder=tmp_path,
+        environment=ray_cluster.environment,
+    )
+    wait_until_underway(run, tmp_path)
+    assert ray_cluster.num_actors == before + 1, "it is this cluster that it is in"
+    run.process.send_signal(signal.SIGINT)
+    status, _, err = run.finish()
+    assert status == 130, err
+    assert "Traceback" not in err, err
+    run.check_nothing_left()
+    wait_for(lambda: ray_cluster.num_actors == before)
 
 
 def test_an_address_where_nothing_answers_is_one_error(tmp_path: Path) -> None:

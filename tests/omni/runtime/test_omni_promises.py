@@ -26,6 +26,11 @@ from tests.support.placed import PLACES, placed
 
 BLOCK_SIZE = 8
 Answer = Callable[[Conversation], OmniOutput]
+LONG = {
+    "thinker": {"max_tokens": 64, "ignore_eos": True},
+    "talker": {"max_tokens": 64, "ignore_eos": True},
+}
+"""Sampling with which four that fit at once do not fit any more before they end."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,15 @@ class Rig:
 
     pipeline: Pipeline
     answer: Answer
+    long_answer: Answer
 
 
 @pytest.fixture(scope="module")
-def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
-    """By whether it streams, what an uncached pipeline says to a conversation."""
+def answers(seeded: Callable[[str], str]) -> Callable[[bool, bool], Answer]:
+    """What an uncached pipeline says to a conversation, by whether it streams, and speaks long."""
 
     @cache
-    def of(streaming: bool) -> Answer:
+    def of(streaming: bool, is_long: bool) -> Answer:
         folder = seeded("qwen2_5_omni")
         uncached = build_pipeline(
             folder, streaming=streaming, caching=False, block_size=BLOCK_SIZE, max_num_seqs=2
@@ -50,7 +56,8 @@ def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
 
         @cache
         def answer(conversation: Conversation) -> OmniOutput:
-            orchestrator.add_request(conversation.request("alone"))
+            more = {"sampling": LONG} if is_long else {}
+            orchestrator.add_request(conversation.request("alone", **more))
             while True:
                 for output in orchestrator.step():
                     if output.finished:
@@ -70,7 +77,7 @@ def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
 def rig(
     request: pytest.FixtureRequest,
     seeded: Callable[[str], str],
-    answers: Callable[[bool], Answer],
+    answers: Callable[[bool, bool], Answer],
 ) -> Iterator[Rig]:
     where, streaming = request.param[0], request.param[1] == "streaming"
     # The longest conversation takes about 20 blocks: pools in which few fit at once.
@@ -87,7 +94,7 @@ def rig(
     if where == "ray":  # one for all
         request.getfixturevalue("ray_cluster")
     pipeline = placed(pipeline, where)
-    yield Rig(pipeline, answers(streaming))
+    yield Rig(pipeline, answers(streaming, False), answers(streaming, True))
     pipeline.close()
 
 
@@ -130,6 +137,24 @@ def test_cached_equals_uncached(rig: Rig, script: list[tuple[str, Conversation |
         step()
     assert not orchestrator.has_unfinished_requests
     assert not any(stage.has_unfinished_requests for stage in rig.pipeline.stages.values())
+
+
+# Inline and in processes test_omni_preemption has more of it, with pipelines of its own.
+@pytest.mark.parametrize("rig", [("ray", "streaming")], ids="-".join, indirect=True)
+def test_those_who_give_way_to_others_lose_nothing(rig: Rig):
+    stages = rig.pipeline.stages
+    before = {name: stages[name].stats().num_preemptions for name in LONG}
+    orchestrator = Orchestrator(rig.pipeline)
+    live = {f"r{n}": Conversation((Turn(n % 2, picture=n % 3),), n % 2, n % 2) for n in range(4)}
+    for request_id, asked in live.items():
+        request = asked.request(request_id, cache_salt=request_id, sampling=LONG)
+        orchestrator.add_request(request)
+    while live:
+        for output in orchestrator.step():
+            if output.finished:
+                assert_same(output, rig.long_answer(live.pop(output.request_id)))
+    for name, count in before.items():
+        assert stages[name].stats().num_preemptions > count, name
 
 
 def test_the_small_pools_do_hit_and_evict(rig: Rig):

@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import Queue
+from types import SimpleNamespace
 
+import msgspec
 import pytest
+import ray
+import torch
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
+from stages.cluster.actor_connection import ActorConnection
+from stages.cluster.actor_worker import PROTOCOL_VERSION
+from stages.cluster.object_bytes import Household
+from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello
 from stages.remote.remote_stage import RemoteStage
+from tests.support.fake_speech_kind import fake_speech
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
-from tests.support.same_outputs import assert_same, streamed
+from tests.support.same_outputs import assert_same
+from tests.support.speech_pipeline import PROMPTS as SAID
+from tests.support.speech_pipeline import told, whole
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
-SPOKEN = ["hello there", "what is it"]
+ROWS = {"stages.writer.final_output": ["text", "tensors"]}
+Spoken = dict[str, tuple[str | None, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def speeches() -> Spoken:
+    return {request_id: told(output) for request_id, output in whole().items()}
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[OmniOutput]:
-    with Omni("two_step") as omni:
+    with Omni("two_step", overrides=ROWS) as omni:
         return omni.generate(PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def speeches() -> list[OmniOutput]:
-    with Omni("omni_speech") as omni:
-        return omni.generate(SPOKEN)
-
-
-@pytest.fixture(scope="module")
 def reading(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    with Omni("two_step", runtime="ray") as omni:
+    """Two language models, the first one twice."""
+    overrides = ROWS | {"runtime.kind": "ray", "stages.writer.placement.replicas": 2}
+    with Omni(PipelineConfig.load("two_step", overrides)) as omni:
         yield omni
 
 
 @pytest.fixture(scope="module")
 def speaking(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    overrides = {"runtime.kind": "ray", "runtime.max_retries": 3, "runtime.stall_timeout_s": 3.0}
-    with Omni(PipelineConfig.load("omni_speech", overrides)) as omni:
+    """Three stages that stream, without models: test_omni_promises has those with models."""
+    runtime = {"kind": "ray", "max_retries": 3, "stall_timeout_s": 3.0}
+    slow = {"pause_s": 0.02}
+    with Omni(fake_speech(runtime, talker=slow, code2wav=slow)) as omni:
         yield omni
 
 
@@ -49,15 +66,36 @@ def pids_of(omni: Omni, name: str) -> list[int]:
     return [pid for worker in stage.workers if (pid := worker.pid) is not None]
 
 
+def check_integrity(omni: Omni) -> None:
+    with omni.paused() as pipeline:
+        for stage in pipeline.stages.values():
+            stage.check_integrity()
+
+
 def test_text_is_that_of_one_process_and_prefixes_hit(
     reading: Omni, texts: list[OmniOutput]
 ) -> None:
     assert_same(reading.generate(PROMPTS), texts)
     assert_same(reading.generate(PROMPTS), texts)
     assert reading.stats()["reader"].cached_tokens > 0
-    with reading.paused() as pipeline:
-        for stage in pipeline.stages.values():
-            stage.check_integrity()
+    check_integrity(reading)
+
+
+def test_replicas_share_the_requests_and_keep_their_prefixes(
+    reading: Omni, texts: list[OmniOutput]
+) -> None:
+    stage = reading.pipeline.stages["writer"]
+    assert isinstance(stage, RemoteStage)
+    assert len(set(pids_of(reading, "writer"))) == 2
+    before = stage.replica_stats()
+    # Too many with one beginning for one of the two, and each of them with another end.
+    shared = [f"{'The same old story again, ' * 3}part {number}" for number in range(12)]
+    first, again = reading.generate(shared), reading.generate(shared)
+    spent = [after.since(was) for after, was in zip(stage.replica_stats(), before, strict=True)]
+    assert all(each.num_steps and each.cached_tokens for each in spent)
+    assert_same(again, first)
+    reading.pipeline.stages["writer"].reset_prefix_cache()
+    assert_same(reading.generate(PROMPTS), texts)
 
 
 def test_cached_equals_uncached_there(reading: Omni) -> None:
@@ -74,40 +112,79 @@ def test_an_abort_ends_one_request_alone(reading: Omni, texts: list[OmniOutput])
     assert_same(reading.generate(PROMPTS), texts)
 
 
-def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: list[OmniOutput]) -> None:
-    assert_same(streamed(speaking, SPOKEN), speeches)
+def test_objects_are_freed_when_all_have_read_them(
+    reading: Omni, ray_cluster: SessionCluster
+) -> None:
+    wait_for(lambda: not ray_cluster.store_bytes)
+    outputs = reading.generate(["say it again " * 100, "say it now " * 100])
+    rows = [output.stages["writer"].tensors["hidden_states"].nbytes for output in outputs]
+    assert min(rows) > INLINE_BYTES, "it is no object of its own"
+    del outputs
+    wait_for(lambda: not ray_cluster.store_bytes)
+
+
+def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: Spoken) -> None:
+    assert spoken(speaking) == speeches
+
+
+def spoken(omni: Omni, each_turn: Callable[[int], object] = lambda number: None) -> Spoken:
+    """What is said by the end, whose pieces are told once."""
+    heard: dict[str, list[torch.Tensor]] = {}
+    last: dict[str, OmniOutput] = {}
+    requests = [OmniRequest(prompt, request_id) for request_id, prompt in SAID.items()]
+    for number, output in enumerate(omni.stream(requests)):
+        each_turn(number)
+        assert output.error is None, output.error
+        piece = output.stages.get("code2wav")
+        if piece is not None and piece.audio_delta is not None:
+            heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
+        if output.finished:
+            last[output.request_id] = output
+    for request_id, output in last.items():
+        assert torch.cat(heard[request_id]).tolist() == told(output)[1]
+    return {request_id: told(output) for request_id, output in last.items()}
 
 
 @pytest.mark.parametrize(
     ("victim", "after", "how"),
     [
         ("talker", 3, signal.SIGSTOP),
-        ("code2wav", 3, signal.SIGKILL),
+        ("code2wav", 9, signal.SIGKILL),
     ],
 )
 def test_an_actor_that_dies_is_missed_by_nobody(
-    speaking: Omni, speeches: list[OmniOutput], victim: str, after: int, how: signal.Signals
+    speaking: Omni, speeches: Spoken, victim: str, after: int, how: signal.Signals
 ) -> None:
     (before,) = pids_of(speaking, victim)
-    last: dict[str, OmniOutput] = {}
-    for number, output in enumerate(speaking.stream([OmniRequest(t, t) for t in SPOKEN])):
-        if number == after:
-            os.kill(before, how)
-        if output.finished:
-            last[output.request_id] = output
-    assert_same([last[text] for text in SPOKEN], speeches)
-    assert_same(speaking.generate(SPOKEN), speeches)
+    assert spoken(speaking, lambda number: number == after and os.kill(before, how)) == speeches
+    assert spoken(speaking) == speeches
     assert pids_of(speaking, victim) != [before]
-    with speaking.paused() as pipeline:
-        for stage in pipeline.stages.values():
-            stage.check_integrity()
+    check_integrity(speaking)
 
 
-def test_a_stage_that_cannot_be_built_is_one_error(ray_cluster: SessionCluster) -> None:
-    overrides = {"stages.reader.engine.max_model_len": 10**6}
-    config = PipelineConfig.load("two_step", overrides)
-    with pytest.raises(ValueError, match=r"^stage 'reader': .*max_model_len"):
-        Omni(config, runtime="ray")
+def test_a_stage_that_cannot_be_built_is_one_error_and_ends_the_others(
+    ray_cluster: SessionCluster,
+) -> None:
+    before = ray_cluster.num_actors
+    wrong = {"tail": -1, "final_output": "text"}
+    with pytest.raises(ValueError, match=r"^stage 'talker': tail must not be negative, got -1$"):
+        Omni(fake_speech({"kind": "ray"}, ("thinker", "talker"), talker=wrong))
+    wait_for(lambda: ray_cluster.num_actors == before)
+
+
+def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: SessionCluster) -> None:
+    """Its messages might mean something else."""
+    hello = msgspec.msgpack.encode(Bundle(hello=Hello(PROTOCOL_VERSION + 1, 1, "elsewhere")))
+    ended: Queue[str] = Queue()
+    actor = SimpleNamespace(
+        say=SimpleNamespace(remote=lambda number: iter([ray.put(hello)] * (number == 0))),
+    )
+    connection = ActorConnection(actor, Household(), "writer/0", pytest.fail, ended.put)
+    assert ended.get(timeout=PATIENCE_S) == (
+        f"speaks version {PROTOCOL_VERSION + 1} of the protocol, and this process version "
+        f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"
+    )
+    connection.close(0.0)
 
 
 @pytest.mark.parametrize(
