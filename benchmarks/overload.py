@@ -4,8 +4,9 @@ Run it on a quiet machine::
 
     python -m benchmarks.overload --seconds 60 --clients 500
 
-A server in a process of its own; the sender is that of ``omni bench``, in this process, on the same
-cores.
+A server in a process of its own; the sender, in this process, is a plain one: a client library
+would take a core for itself. Both share the machine's cores, unless ``--apart`` gives each its own:
+what is late then is late by the server alone.
 
 1. A closed loop finds what the server can do, with the answer to every prompt.
 2. Requests arrive at eight times that rate. Every one that is accepted must be answered with the
@@ -22,20 +23,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.lean_sender import LeanSender
 from benchmarks.served import MemoryWatch, Served
 from omni.commands.bench.goodput_limits import GoodputLimits
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.http_target import HttpTarget
 from omni.commands.bench.level_report import LevelReport
 from omni.commands.bench.level_run import LevelRun, LoadAmount
 from omni.commands.bench.load_level import LoadLevel
@@ -69,11 +70,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--max-waiting-requests", type=int, default=16)
+    parser.add_argument("--apart", action="store_true", help="the server on a core of its own")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     flags = ("--max-waiting-requests", str(given.max_waiting_requests))
     wrong: list[str] = []
+    cores = sorted(os.sched_getaffinity(0))
+    if given.apart:
+        os.sched_setaffinity(0, cores[:1])  # the server inherits it
     with Served(_PIPELINE, flags) as served:
+        if given.apart:
+            os.sched_setaffinity(0, cores[1:])
+        gc.collect()
+        gc.freeze()  # a collection of all that is loaded would hold the sender up
         asyncio.run(_overload(served, given, wrong))
         if given.clients:
             asyncio.run(_leave(served, given, wrong))
@@ -83,21 +92,23 @@ def main() -> None:
 
 
 async def _overload(served: Served, given: argparse.Namespace, wrong: list[str]) -> None:
-    async with HttpTarget(HttpSettings(served.url)) as target:
-        lines = [{"prompt": made_up_text(64, number)} for number in range(_NUM_PROMPTS)]
-        sends = [target.prepare(line, Path()) for line in lines]
-        expected = [await send(RequestTimer(0.0, time.perf_counter)) for send in sends]
-        checked = [
-            partial(_answer_is, send, text) for send, text in zip(sends, expected, strict=True)
-        ]
-        before = await _first_token(checked)
-        capacity = await _run(checked, LoadLevel(concurrency=8), LoadAmount(128))
-        rate = capacity.throughput["requests"]
-        print(f"capacity: {rate:.1f} requests/s; overload: {_OVERLOAD * rate:.1f}")
-        amount = LoadAmount(10**9, duration_s=given.seconds, seed=given.seed)
-        with MemoryWatch(served) as watch:
-            report = await _run(checked, LoadLevel(rate=_OVERLOAD * rate), amount)
-        after = await _first_token(checked)
+    sender = LeanSender(served.url)
+    sends = [
+        sender.prepare(
+            "/v1/completions", {"model": _PIPELINE["name"], "prompt": made_up_text(64, number)}
+        )
+        for number in range(_NUM_PROMPTS)
+    ]
+    expected = [await send(RequestTimer(0.0, time.perf_counter)) for send in sends]
+    checked = [partial(_answer_is, send, text) for send, text in zip(sends, expected, strict=True)]
+    before = await _first_token(checked)
+    capacity = await _run(checked, LoadLevel(concurrency=8), LoadAmount(128))
+    rate = capacity.throughput["requests"]
+    print(f"capacity: {rate:.1f} requests/s; overload: {_OVERLOAD * rate:.1f}")
+    amount = LoadAmount(10**9, duration_s=given.seconds, seed=given.seed)
+    with MemoryWatch(served) as watch:
+        report = await _run(checked, LoadLevel(rate=_OVERLOAD * rate), amount)
+    after = await _first_token(checked)
     _tell(report, rate, wrong)
     early, late = watch.peaks()
     print(f"memory, second and last quarter: {early / 2**20:.1f} and {late / 2**20:.1f} MiB")

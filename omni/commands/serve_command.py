@@ -104,12 +104,14 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
             "pip install 'omni-pipeline[serve]'"
         ) from error
     from omni.pipelines.runtime_checks import check_runtime
+    from omni.runtime.uncollected import keep_for_good
     from omni.server.serving.pipeline_server import PipelineServer
 
     for config in configs:
         check_runtime(config)
     settings = _settings(options)
     server = PipelineServer(configs, settings)
+    server.on_loaded = keep_for_good  # nothing else runs in this process
     listener = bind(settings)
     names = ", ".join(server.pipelines)
     # Of use to programs too: with --port 0 they cannot know where it is.

@@ -116,6 +116,8 @@ class Driver:
     def discard(self, tickets: Iterable[Ticket]) -> None:
         """End requests whose callers are gone; those that ended are ignored."""
         gone = tuple(tickets)
+        if not gone:  # nothing to wake the thread for
+            return
         with self._changed:
             self._unwanted.update(gone)
             self._command(lambda: self._discard(gone))

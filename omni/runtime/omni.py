@@ -18,6 +18,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Ticket
+from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
@@ -94,6 +95,7 @@ class Omni:
             raise
         self.pipeline = config
         self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
+        self._mails = LoopMails()
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
             self, _close, self._ownership, self._driver, self.pipeline, opened
@@ -134,22 +136,55 @@ class Omni:
         for _, output in self._run(as_requests(requests)):
             yield output
 
+    async def agenerate(
+        self, requests: Requests, *, on_progress: Callable[[OmniOutput], object] | None = None
+    ) -> list[OmniOutput]:
+        """The same as :meth:`generate` for coroutines, of which several may run at once.
+
+        ``on_progress`` is called in the event loop. Cancelling the coroutine aborts what is still
+        running; what ``on_progress`` raises does so as well, and is raised here.
+        """
+        self._ownership.check()
+        batch = as_requests(requests)
+        last: list[OmniOutput | None] = [None] * len(batch)
+        running: dict[int, Ticket] = {}
+        is_over = asyncio.get_running_loop().create_future()
+
+        def take(news: _News) -> None:
+            if is_over.done():
+                return
+            try:
+                position, output = _take(news, running)
+                if on_progress is not None:
+                    on_progress(output)
+            except Exception as error:  # raised by the coroutine, which waits for it
+                is_over.set_exception(error)
+                return
+            if output.finished:
+                last[position] = output
+            if not running:
+                is_over.set_result(None)
+
+        try:
+            self._submit(batch, partial(self._mails.here().post, take), running)
+            if running:
+                await is_over
+        finally:
+            is_over.cancel()  # what comes from here on is not taken
+            self._driver.discard(running.values())
+        return [output for output in last if output is not None]
+
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
-        """The same for coroutines, of which several may run at once.
+        """Get every output of requests as it comes; errors are those of :meth:`generate`.
 
         Cancelling the coroutine, or closing the iterator, aborts what is still running.
         """
         self._ownership.check()
         batch = as_requests(requests)
         news: asyncio.Queue[_News] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
         running: dict[int, Ticket] = {}
-
-        def post(item: _News) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
-
         try:
-            self._submit(batch, post, running)
+            self._submit(batch, partial(self._mails.here().post, news.put_nowait), running)
             while running:
                 yield _take(await news.get(), running)[1]
         finally:

@@ -1,4 +1,4 @@
-"""Puts garbage collections off while a program starts."""
+"""Keeps garbage collections away from what a program loads when it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
+__all__ = ["keep_for_good", "uncollected"]
 
 
 @contextmanager
@@ -23,3 +23,14 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def keep_for_good() -> None:
+    """Leave all objects that are there now out of later collections; for a program that has loaded.
+
+    With libraries and models there are a million, and to look through them takes a quarter of a
+    second, in which no thread of the process goes on. What of them becomes garbage later is not
+    found any more, unless nothing refers to it: not for a library, whose user may unload things.
+    """
+    gc.collect()
+    gc.freeze()

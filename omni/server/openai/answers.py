@@ -1,10 +1,15 @@
-"""Answers in OpenAI's shapes; only the fields that are set are told."""
+"""Answers in OpenAI's shapes; only the fields that are set are told.
+
+Structs of msgspec, since one is made and written for every token that is streamed: they take a
+tenth of the time of models that check what is put into them, and here nobody else puts anything.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.json import Encoder
 
 __all__ = [
     "ChatAnswer",
@@ -26,14 +31,16 @@ __all__ = [
     "as_json",
 ]
 
+_ENCODER = Encoder()
 
-class PromptTokensDetails(BaseModel):
+
+class PromptTokensDetails(Struct, kw_only=True):
     """Tokens of a prompt that the cache saved computing."""
 
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(Struct, kw_only=True):
     """Tokens of a prompt, and of all its completions."""
 
     prompt_tokens: int
@@ -42,7 +49,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(Struct, kw_only=True):
     """A token that could have been chosen."""
 
     token: str
@@ -50,19 +57,19 @@ class TopLogprob(BaseModel):
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
+class TokenLogprob(TopLogprob, kw_only=True):
     """A token that was chosen."""
 
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Struct, kw_only=True):
     """Of the tokens of a message."""
 
     content: list[TokenLogprob]
 
 
-class ChatAudio(BaseModel):
+class ChatAudio(Struct, kw_only=True):
     """How an answer sounds, or what is new of it.
 
     ``data`` is base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is ours: it is
@@ -70,21 +77,21 @@ class ChatAudio(BaseModel):
     """
 
     id: str
-    data: str = ""
-    transcript: str = ""
-    expires_at: int = 0
-    sampling_rate: int = 0
+    data: str | UnsetType = UNSET
+    transcript: str | UnsetType = UNSET
+    expires_at: int | UnsetType = UNSET
+    sampling_rate: int | UnsetType = UNSET
 
 
-class ChatMessageAnswer(BaseModel):
+class ChatMessageAnswer(Struct, kw_only=True):
     """What the assistant says."""
 
     role: Literal["assistant"]
     content: str | None
-    audio: ChatAudio | None = None
+    audio: ChatAudio | UnsetType = UNSET
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Struct, kw_only=True):
     """One completion of a chat."""
 
     index: int
@@ -93,7 +100,7 @@ class ChatChoice(BaseModel):
     finish_reason: str | None
 
 
-class ChatAnswer(BaseModel):
+class ChatAnswer(Struct, kw_only=True):
     """The answer to a chat."""
 
     id: str
@@ -104,15 +111,15 @@ class ChatAnswer(BaseModel):
     usage: Usage
 
 
-class ChatDelta(BaseModel):
+class ChatDelta(Struct, kw_only=True):
     """What is new of what the assistant says."""
 
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    audio: ChatAudio | None = None
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    audio: ChatAudio | UnsetType = UNSET
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Struct, kw_only=True):
     """What is new of one completion."""
 
     index: int
@@ -121,7 +128,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Struct, kw_only=True):
     """A piece of a streamed answer to a chat."""
 
     id: str
@@ -129,10 +136,10 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Struct, kw_only=True):
     """Of the tokens of a completion; ``text_offset`` counts characters of its text."""
 
     tokens: list[str]
@@ -141,7 +148,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Struct, kw_only=True):
     """One completion of one prompt, or what is new of it."""
 
     index: int
@@ -150,7 +157,7 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
 
 
-class CompletionAnswer(BaseModel):
+class CompletionAnswer(Struct, kw_only=True):
     """Completions of one or several prompts, or what is new of them."""
 
     id: str
@@ -158,14 +165,14 @@ class CompletionAnswer(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
-def as_json(answer: BaseModel) -> bytes:
+def as_json(answer: Struct) -> bytes:
     """Write an answer."""
-    return answer.model_dump_json(exclude_unset=True).encode()
+    return _ENCODER.encode(answer)
 
 
-def as_event(answer: BaseModel) -> bytes:
+def as_event(answer: Struct) -> bytes:
     """Write an answer as a server-sent event."""
-    return b"data: " + as_json(answer) + b"\n\n"
+    return b"data: " + _ENCODER.encode(answer) + b"\n\n"

@@ -106,7 +106,7 @@ class Chat:
                 logprobs=self._logprobs.chat(each.logprobs) if self._logprobs else None,
                 finish_reason=each.finish_reason,
             )
-            for index, each in enumerate(completions_of(output))
+            for index, each in enumerate(completions_of(output, self._n))
         ]
         if self._voice is not None:
             sound = last.output.stages[self._voice].audio
@@ -128,10 +128,14 @@ class Chat:
         async for update in self._updates():
             output = update.output.stages.get(self._stage, output)
             sounds = update.sounds.get(self._voice or "", ())
-            for choice in self._new(
-                output, sounds, told, is_over=update.has_finished(self._stage, self._voice)
-            ):
-                yield as_event(self._chunk([choice]))
+            is_over = update.has_finished(self._stage, self._voice)
+            # Together: each piece is a call of the system, and a packet.
+            news = b"".join(
+                as_event(self._chunk([choice]))
+                for choice in self._new(output, sounds, told, is_over=is_over)
+            )
+            if news:
+                yield news
         assert output is not None
         options = self._body.stream_options
         if options is not None and options.include_usage:
@@ -155,7 +159,7 @@ class Chat:
         is_over: bool,
     ) -> Iterator[ChatChunkChoice]:
         """What is new: of each completion its beginning and its text, sound, and what has ended."""
-        completions = completions_of(output) if output is not None else []
+        completions = completions_of(output, self._n) if output is not None else []
         for index, written in enumerate(completions):
             yield from self._new_text(index, written, told[index])
         if sounds:

@@ -87,7 +87,7 @@ class Completions:
         choices = [
             choice
             for index, output in enumerate(outputs)
-            for number, written in enumerate(completions_of(output))
+            for number, written in enumerate(completions_of(output, self._n))
             if (choice := self._new(index * self._n + number, written, _Told())) is not None
         ]
         answer = self._answer(choices)
@@ -100,7 +100,7 @@ class Completions:
         last: dict[int, StageOutput] = {}
         async for index, output in self._outputs():
             last[index] = output
-            for number, written in enumerate(completions_of(output)):
+            for number, written in enumerate(completions_of(output, self._n)):
                 at = index * self._n + number
                 choice = self._new(at, written, told[at])
                 if choice is not None:

@@ -6,7 +6,7 @@ from base64 import b64encode
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel
+from msgspec import Struct
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
@@ -44,18 +44,18 @@ class EmbeddingsRequest(ApiModel):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-class _Embedding(BaseModel):
+class _Embedding(Struct, kw_only=True):
     object: str
     index: int
     embedding: list[float] | str
 
 
-class _Usage(BaseModel):
+class _Usage(Struct, kw_only=True):
     prompt_tokens: int
     total_tokens: int
 
 
-class _Answer(BaseModel):
+class _Answer(Struct, kw_only=True):
     object: str
     model: str
     data: list[_Embedding]

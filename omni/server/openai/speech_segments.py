@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from engine import WindowStart
@@ -17,7 +17,7 @@ TIMESTAMP = re.compile(r"<\|(\d+\.\d\d)\|>")
 """How speech models write the time of what they write."""
 
 
-class Segment(BaseModel):
+class Segment(Struct, kw_only=True):
     """What is said from one time to another, in seconds of the recording.
 
     ``seek`` is where the window begins that it was heard in, in hundredths of a second.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
@@ -56,12 +57,12 @@ class TranscriptionRequest(ApiModel):
     temperature: float | None = None
 
 
-class _Answer(BaseModel):
+class _Answer(Struct, kw_only=True):
     text: str
-    task: str | None = None
-    language: str | None = None
-    duration: float | None = None
-    segments: list[Segment] | None = None
+    task: str | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType | None = UNSET
+    segments: list[Segment] | UnsetType = UNSET
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:

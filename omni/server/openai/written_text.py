@@ -43,13 +43,11 @@ class Written:
 
     Attributes:
         text: all of it so far.
-        num_tokens: generated.
         finish_reason: ``stop`` or ``length``; None while it goes on.
         logprobs: per token, if they were asked for.
     """
 
     text: str
-    num_tokens: int
     finish_reason: str | None
     logprobs: Sequence[TokenLogprobs]
 
@@ -74,15 +72,20 @@ def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, Sampl
     return params.n if params is not None else 1
 
 
-def completions_of(output: StageOutput) -> list[Written]:
-    """Every completion of an output, in order."""
-    if not output.completions:  # a stage that generates no tokens, but has text
+def completions_of(output: StageOutput, n: int) -> list[Written]:
+    """Every completion of an output, in order.
+
+    Args:
+        output: of a stage that has text.
+        n: how many were asked for; see :func:`num_completions`.
+    """
+    if n == 1:  # what the output itself tells, none of its tokens copied
         reason = output.finish_reason
-        return [Written(output.text or "", 0, None if reason is None else reason.value, ())]
+        text, logprobs = output.text or "", output.logprobs or ()
+        return [Written(text, None if reason is None else reason.value, logprobs)]
     return [
         Written(
             each.text,
-            len(each.token_ids),
             None if each.finish_reason is None else each.finish_reason.value,
             each.logprobs or (),
         )
@@ -93,7 +96,7 @@ def completions_of(output: StageOutput) -> list[Written]:
 def usage_of(outputs: Sequence[StageOutput]) -> Usage:
     """Count the tokens of prompts, and of all their completions."""
     prompt = sum(output.num_prompt_tokens for output in outputs)
-    written = sum(each.num_tokens for output in outputs for each in completions_of(output))
+    written = sum(len(each.token_ids) for output in outputs for each in output.completions)
     cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=prompt,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,6 +16,7 @@ from omni.server.serving.meters import RequestMeter
 if TYPE_CHECKING:
     from engine import Waveform
     from omni.requests.request import OmniOutput
+    from omni.runtime.omni import Omni
     from omni.server.serving.admission import Place
     from omni.server.serving.asked import AskedRequest
     from omni.server.serving.served_pipeline import ServedPipeline
@@ -115,7 +116,7 @@ class Feeds:
             raise
         self._feeds = [_Feed(*each) for each in zip(places, timed, strict=True)]
         self._tasks = [
-            asyncio.create_task(self._run(omni.astream(request), feed))
+            asyncio.create_task(self._run(omni, request, feed))
             for request, feed in zip(self._requests, self._feeds, strict=True)
         ]
         return self
@@ -157,20 +158,21 @@ class Feeds:
                     raise self._refusal(update.output)
                 yield update
 
-    async def _run(self, outputs: AsyncIterator[OmniOutput], feed: _Feed) -> None:
+    async def _run(self, omni: Omni, request: AskedRequest, feed: _Feed) -> None:
         try:
             await feed.place.turn()
             feed.meter.begin()
-            async with aclosing(outputs) as each:  # type: ignore[type-var]
-                async for output in each:
-                    feed.put(output)
-                    self._changed.set()
+            await omni.agenerate(request, on_progress=partial(self._put, feed))
         except Exception as error:  # told by updates()
             feed.error, feed.is_over = error, True
             feed.meter.end("failed")
         finally:
             self._pipeline.admission.leave(feed.place)
             self._changed.set()
+
+    def _put(self, feed: _Feed, output: OmniOutput) -> None:
+        feed.put(output)
+        self._changed.set()
 
     def _failure(self, error: BaseException) -> ApiError:
         """The pipeline itself is over: it was closed, or its driver crashed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -92,8 +93,7 @@ class RequestMeter:
             model, request.request_id or "", request.tenant, time.time(), time.monotonic()
         )
         self._record.traceparent = request.traceparent
-        # By stage: how many tokens there were, and when the last of them came.
-        self._tokens: dict[str, tuple[int, float]] = {}
+        self._tokens: dict[str, _TokenTimes] = {}
 
     def begin(self) -> None:
         """It is the request's turn."""
@@ -134,19 +134,40 @@ class RequestMeter:
     def _note_tokens(self, stage: StageOutput) -> None:
         """Time what came since the output before; tokens that come together share their time."""
         count = num_items(stage, "token_ids")
-        before, last = self._tokens.get(stage.stage, (0, 0.0))
-        if count <= before:
+        if not count:
+            return
+        times = self._tokens.get(stage.stage)
+        if times is None:
+            between = self._meters.between_tokens.labels(self._model, stage.stage)
+            times = self._tokens[stage.stage] = _TokenTimes(between)
+        if count <= times.count:
             return
         now = time.monotonic()
-        self._tokens[stage.stage] = (count, now)
         if self._record.first_token_s is None:
             self._record.first_token_s = now
             self._meters.first_token.labels(self._model).observe(self._elapsed)
-        if before:
-            between = self._meters.between_tokens.labels(self._model, stage.stage)
-            for _ in range(count - before):
-                between.observe((now - last) / (count - before))
+        times.note(count, now)
 
     @property
     def _elapsed(self) -> float:
         return time.monotonic() - self._record.began_s
+
+
+@dataclass(slots=True)
+class _TokenTimes:
+    """When the tokens of one stage came.
+
+    ``between`` is looked up once: to find it by its labels takes longer than to tell it something.
+    """
+
+    between: Histogram
+    count: int = 0
+    last: float = 0.0
+
+    def note(self, count: int, now: float) -> None:
+        """There are so many now."""
+        if self.count:
+            each = (now - self.last) / (count - self.count)
+            for _ in range(count - self.count):
+                self.between.observe(each)
+        self.count, self.last = count, now

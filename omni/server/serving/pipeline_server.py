@@ -40,6 +40,7 @@ class PipelineServer:
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
         on_failure: called then, in the loading thread.
+        on_loaded: called in that thread when all pipelines are ready.
 
     Raises:
         ValueError: there is none, or two have the same name.
@@ -68,6 +69,7 @@ class PipelineServer:
         self.is_stopping = False
         self.failure: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self.on_loaded: Callable[[], None] = lambda: None
         self._loader = threading.Thread(target=self._load, name="omni-loader", daemon=True)
 
     @property
@@ -129,6 +131,7 @@ class PipelineServer:
                 self.on_failure()
                 return
             _logger.info("pipeline %r is ready", pipeline.name)
+        self.on_loaded()
 
     def _close(self) -> None:
         for pipeline in self.pipelines.values():

@@ -195,6 +195,50 @@ def test_cancelling_a_consumer_aborts_its_request_alone() -> None:
         check_nothing_is_held(omni)
 
 
+def test_coroutines_wait_for_whole_answers(omni: Omni) -> None:
+    seen: list[OmniOutput] = []
+
+    async def several() -> tuple[list[OmniOutput], ...]:
+        return await asyncio.gather(
+            omni.agenerate(["x", OmniRequest("y", sampling={"nowhere": {}}), "z"]),
+            omni.agenerate("v", on_progress=seen.append),
+            omni.agenerate([]),
+        )
+
+    (first, second, third) = asyncio.run(several())
+    assert [text(output) for output in (first[0], first[2])] == ["b(a(x))", "b(a(z))"]
+    assert "'nowhere'" in str(first[1].error)
+    assert seen[-1] is second[0]
+    assert "".join(output.stages["b"].delta for output in seen) == "b(a(v))"
+    assert third == []
+
+
+def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_request_alone() -> None:
+    async def scenario(omni: Omni) -> list[OmniOutput]:
+        begun = asyncio.Event()
+        task = asyncio.create_task(omni.agenerate("x", on_progress=lambda _: begun.set()))
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+
+        def give_up(_: OmniOutput) -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            await omni.agenerate(["y", "z"], on_progress=give_up)
+        assert not task.done()
+        other = asyncio.create_task(omni.agenerate(OmniRequest("v", "mine")))
+        await asyncio.sleep(0)  # in which it is handed in
+        omni.abort("mine")
+        outputs = await other
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return outputs
+
+    with make(FakeStage("b", steps=ENDLESS)) as omni:
+        assert [output.error for output in asyncio.run(scenario(omni))] == ["aborted"]
+        check_nothing_is_held(omni)
+
+
 def test_close_fails_what_is_running_and_closes_the_stages() -> None:
     stage = FakeStage("b", steps=ENDLESS)
     omni = make(stage)

@@ -43,13 +43,14 @@ def keyed() -> Iterator[LiveServer]:
 
 
 def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.MonkeyPatch):
-    may_load, load = threading.Event(), ServedPipeline.load
+    may_load, load, is_told = threading.Event(), ServedPipeline.load, threading.Event()
     monkeypatch.setattr(
         ServedPipeline, "load", lambda self: (may_load.wait(PATIENCE_S), load(self))
     )
     with LiveServer([gated_pipeline("slow")], is_ready=False) as server:
+        server.pipelines.on_loaded = is_told.set
         status, _, body = get(f"{server.url}/health")
-        assert status == 503
+        assert status == 503 and not is_told.is_set()
         assert body == {
             "status": "loading",
             "pipelines": {"slow": {"status": "loading", "error": None}},
@@ -60,6 +61,7 @@ def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.
             status, _, body = get(f"{server.url}/health")
         assert (status, body["status"]) == (200, "ready")
         assert body["pipelines"] == {"slow": {"status": "ready", "error": None}}
+        assert is_told.wait(PATIENCE_S)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_and_is_told(tmp_path: Path):

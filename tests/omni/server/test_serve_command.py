@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -35,6 +36,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HttpServer]:
 
 def invoke(*arguments: str, **env: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments], env=env)
+
+
+def test_what_is_loaded_is_left_out_of_later_garbage_collections(
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch
+):
+    """One of all that models bring holds every request up for a quarter of a second."""
+    done: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+    assert invoke("two_step", "--port", "0").exit_code == 0
+    assert not done, "nothing is loaded yet"
+    served[0].pipelines.on_loaded()
+    assert done == ["collect", "freeze"]
 
 
 def test_a_mistake_in_any_pipeline_is_told_before_anything_starts(

@@ -1,0 +1,109 @@
+"""A sender of HTTP that costs little: its own delay must not be taken for the server's.
+
+A client library takes some milliseconds of CPU for a request. At hundreds a second that is a whole
+core, and on a machine of two the half of what the server has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from omni.commands.bench.answer_events import AnswerEvents
+from omni.commands.bench.event_lines import EventLines
+from omni.commands.bench.load_source import Send
+from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.request_timer import RequestTimer
+
+__all__ = ["LeanSender"]
+
+_STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
+
+
+class LeanSender:
+    """Sends requests with streamed answers, each by a connection of its own.
+
+    Args:
+        url: of the server; its host is an address, not a name.
+    """
+
+    def __init__(self, url: str) -> None:
+        where = urlsplit(url)
+        assert where.hostname is not None and where.port is not None
+        self._host, self._port = where.hostname, where.port
+
+    def prepare(self, path: str, body: dict[str, Any]) -> Send:
+        """Make a request ready to be sent, any number of times."""
+        content = json.dumps({**body, "stream": True}).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        return partial(self._send, head.encode() + content)
+
+    async def _send(self, request: bytes, timer: RequestTimer) -> str:
+        loop = asyncio.get_running_loop()
+        answer = _Answer(request, timer, loop.create_future())
+        timer.send()
+        try:
+            transport, _ = await loop.create_connection(lambda: answer, self._host, self._port)
+        except OSError as error:
+            raise RequestFailure("no connection", str(error)) from error
+        try:
+            return await answer.text
+        finally:
+            transport.abort()
+
+
+class _Answer(asyncio.Protocol):
+    """Reads an answer as it comes; what is no stream is read to its end, by its status."""
+
+    def __init__(self, request: bytes, timer: RequestTimer, text: asyncio.Future[str]) -> None:
+        self.text = text
+        self._request = request
+        self._timer = timer
+        self._received = b""
+        self._events: AnswerEvents | None = None
+        self._lines = EventLines()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._events is not None:
+            self._read(data)
+            return
+        self._received += data
+        head, end, rest = self._received.partition(b"\r\n\r\n")
+        if not end:
+            return
+        if (status := int(_STATUS.match(head)[1])) != 200:  # type: ignore[index]
+            is_rejection = status == 429
+            told = rest.decode("utf-8", "replace")
+            self._end(RequestFailure(f"status {status}", told, is_rejection=is_rejection))
+            return
+        self._events = AnswerEvents(self._timer)
+        self._read(rest)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(RequestFailure("cut off", f"the connection ended: {error}"))
+
+    def _read(self, data: bytes) -> None:
+        """Lengths of chunks stand on lines of their own, which are no fields of events."""
+        assert self._events is not None
+        try:
+            for event in self._lines.feed(data):
+                self._events.take(event)
+        except (RequestFailure, ValueError) as error:
+            self._end(error)
+        if self._events.is_whole and not self.text.done():
+            self.text.set_result(self._events.text)
+
+    def _end(self, error: Exception) -> None:
+        if not self.text.done():
+            self.text.set_exception(error)

@@ -1,0 +1,74 @@
+"""Brings what other threads have to tell into event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+__all__ = ["LoopMail", "LoopMails"]
+
+_Letter: TypeAlias = tuple[Callable[[Any], object], Any]
+
+
+class LoopMail:
+    """Hands out in an event loop what other threads post: all that has come, by one wake-up.
+
+    To wake a loop takes a system call, and lets its thread compete with the one that posts. A turn
+    of a pipeline has news of many requests at once, so that a wake-up for each would cost more
+    than what is done with them.
+
+    Args:
+        loop: in whose thread it is handed out.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._letters: deque[_Letter] = deque()
+        self._is_called = False
+
+    def post(self, take: Callable[[Any], object], news: Any) -> None:
+        """Have ``take(news)`` called in the loop, after what was posted before; from any thread.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        if self._loop.is_closed():
+            self._letters.clear()
+            raise RuntimeError("the event loop is closed")
+        self._letters.append((take, news))
+        if not self._is_called:
+            # Before it is called: it may be done with its work before this thread goes on.
+            self._is_called = True
+            self._loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        # First, so that what is posted from here on either is seen below or calls again.
+        self._is_called = False
+        letters = self._letters
+        try:
+            while letters:
+                take, news = letters.popleft()
+                take(news)
+        finally:
+            if letters:  # one was not taken, and the loop is told why; the others go on
+                self._loop.call_soon(self._hand_out)
+
+
+class LoopMails:
+    """The mail of every event loop that asks for its own."""
+
+    def __init__(self) -> None:
+        self._mails: dict[asyncio.AbstractEventLoop, LoopMail] = {}
+
+    def here(self) -> LoopMail:
+        """That of the loop that runs in this thread."""
+        loop = asyncio.get_running_loop()
+        mail = self._mails.get(loop)
+        if mail is None:
+            for other in list(self._mails):
+                if other.is_closed():
+                    self._mails.pop(other, None)
+            mail = self._mails[loop] = LoopMail(loop)
+        return mail
