@@ -14,10 +14,11 @@ from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
 from stages.placement import Placement, RuntimeKind
 
-__all__ = ["RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
+__all__ = ["OBJECT_STORE", "RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
 
 _ADDRESS = re.compile(r"auto|([\w.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _CLIENT = "ray://"
+OBJECT_STORE = "object_store"
 
 
 def _known_kind(value: Any) -> Any:
@@ -35,12 +36,15 @@ class RuntimeConfig(Settings):
             in processes of its own on this machine, ``ray`` in the actors of a Ray cluster.
         address: of the Ray cluster to join, which this machine is a node of: ``host:port``, or
             ``auto`` for one that runs here; None joins one that runs here, or starts one.
+        tensor_transport: of a Ray cluster, by which tensors go from stage to stage:
+            ``object_store``, or one of Ray's direct transports, such as ``nixl``.
         max_retries: how often a request is run again that was in a worker when this died.
         stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
     """
 
     kind: Annotated[RuntimeKind, BeforeValidator(_known_kind)] = "inline"
     address: str | None = None
+    tensor_transport: str = Field(default=OBJECT_STORE, pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")
     max_retries: int = Field(default=1, ge=0)
     stall_timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
 
@@ -66,6 +70,21 @@ class RuntimeConfig(Settings):
         except ValueError as error:
             raise PlacedError(("address",), str(error)) from error
         return self
+
+    @model_validator(mode="after")
+    def _transport_is_of_a_cluster(self) -> Self:
+        if self.kind != "ray" and self.tensor_transport != OBJECT_STORE:
+            raise PlacedError(
+                ("tensor_transport",),
+                f"{self.tensor_transport!r} is for a Ray cluster; it needs kind: ray (or --runtime "
+                f"ray), not {self.kind!r}, or leave it out",
+            )
+        return self
+
+    @property
+    def direct_transport(self) -> str | None:
+        """Ray's, by which tensors go directly from stage to stage; None for the object store."""
+        return None if self.tensor_transport == OBJECT_STORE else self.tensor_transport
 
     @classmethod
     def parse(

@@ -154,8 +154,11 @@ def _ground(config: PipelineConfig) -> _Ground:
         from stages.remote.process_connection import connect_process
 
         return _Ground(connect_process)
+    from stages.cluster.direct_transport import check_transport
     from stages.cluster.reservation import Reservation
 
+    if config.runtime.direct_transport is not None:
+        check_transport(config.runtime.direct_transport)
     placements = {name: stage.placement for name, stage in config.stages.items()}
     reservation = Reservation.of(find_cluster(config.runtime.address), placements)
     return _Ground(reservation.connect, reservation.close)
@@ -207,6 +210,8 @@ def worker_specs(
                 threads=threads,
                 is_traced=is_traced,
                 log_level=logging.getLogger("omni").getEffectiveLevel(),
+                tensor_transport=pipeline.runtime.direct_transport,
+                is_shown=bool({"tensors", "audio"}.intersection(config.final_output)),
             )
         )
     return specs

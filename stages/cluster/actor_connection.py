@@ -108,6 +108,7 @@ class ActorConnection(Connection):
         if not ray.is_initialized():  # to ask for anything would begin another cluster
             return
         if self._hello is not None and not self._is_over:
+            self._household.bring_home_direct()  # what lies in the actor goes with it
             self._actor.end.remote()
             self._thread.join(grace_s)
         self._kill()
@@ -158,11 +159,23 @@ class ActorConnection(Connection):
                 if bundle.hello.protocol != PROTOCOL_VERSION:
                     return _refusal(bundle.hello)
                 self._hello = bundle.hello
-            for content, num_beside in zip(bundle.contents, bundle.num_beside, strict=True):
-                beside = Attachments([next(items) for _ in range(num_beside)], self._household)
+            offered = self._fetch_offers(sum(bundle.num_offered))
+            counts = zip(bundle.num_beside, bundle.num_offered, strict=True)
+            for content, (num_beside, num_offered) in zip(bundle.contents, counts, strict=True):
+                references = [next(items) for _ in range(num_beside)]
+                references += [next(offered) for _ in range(num_offered)]
+                beside = Attachments(references, self._household)
                 self._on_message(self._codec.decode(content, beside.find))
             if bundle.ended is not None:
                 return bundle.ended
+
+    def _fetch_offers(self, count: int) -> Iterator[Any]:
+        """References to what the actor keeps for whoever wants it.
+
+        Those that a generator yields inside of a list are not counted by Ray, and what they stand
+        for is gone before it is read; those that a call returns are.
+        """
+        return iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
 
     def _items(self) -> Iterator[Any]:
         """References to all that the actor yields, call after call."""

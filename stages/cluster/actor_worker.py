@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.interface.described_error import described
 from engine.interface.log_fields import LogFields, package_logger
+from stages.cluster.direct_transport import Offers, offered_bytes
 from stages.cluster.object_bytes import Attachments
 from stages.cluster.parcels import (
     INLINE_BYTES,
@@ -33,11 +34,12 @@ from stages.remote.control import WorkerMessage, WorkerSpec
 from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.wire import wire_codec
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import Build, WorkerLoop
+from stages.remote.worker_main import Build, WorkerLoop, build_stage
+from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096
@@ -51,6 +53,7 @@ class ActorWorker:
 
         link ── take(number, bytes, references) ──► in order ──► WorkerLoop, in a thread of its own
         link ◄── say(): bytes, then the objects beside them ◄── outbox ◄──┘
+        link ◄── hand_over(): references to what lies here, where the transport is a direct one
 
     What :meth:`say` yields belongs to the process that called it: it stays in the object store when
     this actor dies, for as long as somebody has a reference to it.
@@ -64,8 +67,12 @@ class ActorWorker:
         self._codec = wire_codec()
         spec: WorkerSpec = self._codec.decode(argument)
         self._outbox = Outbox()
-        self._inbox: InOrder[tuple[bytes, list[Any]]] = InOrder()
-        self._loop = WorkerLoop(spec, self._send, build)
+        self._inbox: InOrder[Any] = InOrder()
+        self._build = build or build_stage
+        self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
+        # What its user gets has to outlive this actor.
+        self._is_direct = self._offers is not None and not spec.is_shown
+        self._loop = WorkerLoop(spec, self._send, self._build_checked)
         self._turns = Turns()
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
         self._thread = threading.Thread(
@@ -83,10 +90,13 @@ class ActorWorker:
             references: the objects beside it.
         """
         try:
-            for each, beside in self._inbox.put(number, (content, references)):
-                if beside:  # fetched here, so that no step waits for the network
-                    ray.wait(beside, num_returns=len(beside), fetch_local=True)
-                self._loop.take(self._codec.decode(each, Attachments(beside).find))
+            if references:  # fetched here, so that no step waits for the network
+                ray.wait(references, num_returns=len(references), fetch_local=True)
+            beside = Attachments(references)
+            message = self._codec.decode(content, beside.find)
+            beside.bring_home()
+            for each in self._inbox.put(number, message):
+                self._loop.take(each)
         except Exception as error:  # nobody waits for this call; the link hears of it
             _LOG.exception("a message could not be taken")
             self._outbox.end(f"could not take a message: {described(error)}")
@@ -117,14 +127,27 @@ class ActorWorker:
                 while beside:  # nothing is kept while the next ones are waited for
                     yield beside.popleft()
 
+    @ray.method(concurrency_group="hand over")
+    def hand_over(self, count: int) -> list[Any]:
+        """References to the next tensors that bundles have told of."""
+        assert self._offers is not None, "nothing was offered"
+        return self._offers.hand_over(count)
+
     def _next_bundle(self) -> tuple[Bundle, deque[NDArray[np.uint8]]]:
         hello, self._hello = self._hello, None
         if hello is not None:
             return Bundle(hello=hello), deque()
         parcels, ended = self._outbox.take()
-        contents = [parcel.content for parcel in parcels]
+        if self._offers is not None:
+            self._offers.add([each for parcel in parcels for each in parcel.offered])
         beside = deque(each for parcel in parcels for each in parcel.beside)
-        return Bundle(contents, [len(each.beside) for each in parcels], None, ended), beside
+        bundle = Bundle(
+            [parcel.content for parcel in parcels],
+            [len(parcel.beside) for parcel in parcels],
+            [len(parcel.offered) for parcel in parcels],
+            ended=ended,
+        )
+        return bundle, beside
 
     @property
     def is_over(self) -> bool:
@@ -135,6 +158,12 @@ class ActorWorker:
         """Make the process the worker's own, from the thread that will step."""
         forward_log(self._send, spec.log_level, LogFields(spec.name, spec.replica))
         torch.set_num_threads(spec.threads)
+
+    def _build_checked(self, spec: WorkerSpec) -> tuple[Stage, Transform | None]:
+        built = self._build(spec)
+        if self._offers is not None:
+            self._offers.check()
+        return built
 
     def _run(self, spec: WorkerSpec) -> None:
         reason = "has ended"
@@ -149,15 +178,19 @@ class ActorWorker:
 
     def _send(self, message: WorkerMessage) -> None:
         beside: list[NDArray[np.uint8]] = []
+        offered: list[Tensor] = []
 
         def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
             if content.nbytes <= INLINE_BYTES:
                 return None
-            beside.append(plain_bytes(content))
-            return [len(beside) - 1, content.nbytes]
+            if self._is_direct:
+                offered.append(offered_bytes(content))
+            else:
+                beside.append(plain_bytes(content))
+            return [len(beside) + len(offered) - 1, content.nbytes]
 
         encoded = self._codec.encode(message, share)
-        self._outbox.put(Parcel(encoded, tuple(beside)))
+        self._outbox.put(Parcel(encoded, tuple(beside), tuple(offered)))
 
 
 def machine_name() -> str:

@@ -11,9 +11,14 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from stages.cluster.direct_transport import forget_borrowed, is_direct
 from stages.remote.remote_bytes import RemoteBytes
 
 __all__ = ["Attachments", "Household", "ObjectBytes"]
+
+
+_FETCHED_WITHIN_S = 10.0
+"""From an actor that may hang, by the process that would end it."""
 
 
 class _Writable:
@@ -32,6 +37,8 @@ class _Writable:
 class ObjectBytes(RemoteBytes):
     """A reference to an object, which stays in the store as long as anybody has one.
 
+    What goes directly from actor to actor stays in the one that made it, as long as that lives.
+
     Args:
         reference: Ray's, to an array of uint8.
         nbytes: how many bytes it has.
@@ -40,13 +47,26 @@ class ObjectBytes(RemoteBytes):
             reads in the store itself.
     """
 
-    __slots__ = ("__weakref__", "_content", "_copies", "_lock", "_reference", "nbytes")
+    __slots__ = (
+        "__weakref__",
+        "_content",
+        "_copies",
+        "_lock",
+        "_reference",
+        "_why_lost",
+        "is_direct",
+        "nbytes",
+    )
 
     def __init__(self, reference: Any, nbytes: int, household: Household | None = None) -> None:
         self.nbytes = nbytes
         self._reference = reference
         self._copies = household is not None
         self._content: NDArray[np.uint8] | None = None
+        self._why_lost = "the cluster was left"
+        self.is_direct = is_direct(reference)
+        if self.is_direct:
+            weakref.finalize(self, forget_borrowed, reference.hex()).atexit = False
         self._lock = threading.Lock()
         if household is not None:
             household.add(self)
@@ -62,8 +82,8 @@ class ObjectBytes(RemoteBytes):
             if self._content is not None:
                 return self._content
             found = self._fetch()
-            if self._copies:
-                self._content, self._reference = found.copy(), None
+            if self._copies or self.is_direct:
+                self._content, self._reference = found.copy() if self._copies else found, None
                 return self._content
             return np.asarray(_Writable(found))
 
@@ -71,16 +91,19 @@ class ObjectBytes(RemoteBytes):
         """Copy the bytes, while they can be had; if they cannot, whoever looks will hear why."""
         try:
             self.array()
-        except RuntimeError:
+        except RuntimeError as error:
             with self._lock:
+                self._why_lost = str(error.__cause__ or error).partition("\n")[0]
                 self._reference = None
 
     def _fetch(self) -> NDArray[np.uint8]:
         if self._reference is None:
-            raise RuntimeError("an object of the Ray cluster that was left is lost")
+            raise RuntimeError(f"an object of the Ray cluster is lost: {self._why_lost}")
         try:
-            found: object = ray.get(self._reference)
-        except ray.exceptions.RayError as error:
+            found = self._get()
+        except MemoryError:
+            raise
+        except Exception as error:  # Ray's, or whatever a transport raises
             told = str(error).partition("\n")[0]
             raise RuntimeError(f"an object of the Ray cluster is lost: {told}") from error
         if (
@@ -90,6 +113,16 @@ class ObjectBytes(RemoteBytes):
         ):
             raise RuntimeError(f"an object of {self.nbytes} bytes was announced; it is another")
         return found
+
+    def _get(self) -> object:
+        get: Any = ray.get  # what is typed of it leaves some out
+        if not self.is_direct:
+            return get(self._reference)
+        if self._copies:  # it need not have the transport
+            found = get(self._reference, timeout=_FETCHED_WITHIN_S, _use_object_store=True)
+        else:
+            found = get(self._reference)
+        return found.numpy()
 
 
 class Household:
@@ -107,6 +140,12 @@ class Household:
         for member in list(self._members):
             member.bring_home()
 
+    def bring_home_direct(self) -> None:
+        """The same of what lies in actors, which are about to end."""
+        for member in list(self._members):
+            if member.is_direct:
+                member.bring_home()
+
 
 class Attachments:
     """The objects beside one message.
@@ -118,6 +157,7 @@ class Attachments:
 
     def __init__(self, references: Sequence[Any], household: Household | None = None) -> None:
         self._references, self._household = references, household
+        self._found: list[ObjectBytes] = []
 
     def find(self, reference: Any) -> ObjectBytes:
         """What stands for bytes in the message; see :data:`stages.remote.codec.Find`.
@@ -129,5 +169,13 @@ class Attachments:
             case [int() as number, int() as nbytes] if (
                 0 <= number < len(self._references) and nbytes >= 0
             ):
-                return ObjectBytes(self._references[number], nbytes, self._household)
+                found = ObjectBytes(self._references[number], nbytes, self._household)
+                self._found.append(found)
+                return found
         raise ValueError(f"no reference: {reference!r:.80}")
+
+    def bring_home(self) -> None:
+        """Fetch what was found and lies in other actors, so that nobody waits for it later."""
+        for each in self._found:
+            if each.is_direct:
+                each.bring_home()

@@ -33,10 +33,12 @@ class Parcel:
     Attributes:
         content: the message.
         beside: what it speaks of by number, in order.
+        offered: the same, where it goes directly from actor to actor.
     """
 
     content: bytes
     beside: tuple[NDArray[np.uint8], ...] = ()
+    offered: tuple[Tensor, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -59,12 +61,14 @@ class Bundle(msgspec.Struct, frozen=True):
     Attributes:
         contents: of the messages.
         num_beside: of each, how many objects are beside it.
+        num_offered: of each, how many are there to be fetched directly.
         hello: in the first one.
         ended: what ended the worker; nothing comes after it.
     """
 
     contents: list[bytes] = []
     num_beside: list[int] = []
+    num_offered: list[int] = []
     hello: Hello | None = None
     ended: str | None = None
 

@@ -24,12 +24,16 @@ __all__ = ["Reservation"]
 
 _RESERVED_WITHIN_S = 60.0
 _NODE_ID = "ray.io/node-id"
-_GROUPS = {"take": 1, "say": 2}
+_GROUPS = {"take": 1, "say": 2, "hand over": 1}
 """Threads; a call of ``say`` waits for the one before."""
 
 _ONE_THREAD = "OMP_NUM_THREADS"
 _REMOTE: Any = ray.remote
-_ACTOR: Any = _REMOTE(concurrency_groups=_GROUPS)(ActorWorker)
+_ACTOR: Any = _REMOTE(concurrency_groups=dict(_GROUPS))(ActorWorker)
+_DIRECT_ACTOR: Any = _REMOTE(concurrency_groups=dict(_GROUPS), enable_tensor_transport=True)(
+    ActorWorker
+)
+"""An option of the class alone; it has threads more."""
 
 
 class Reservation:
@@ -102,7 +106,8 @@ class Reservation:
             raise ConnectionError("this process has left the Ray cluster")
         index = self._bundles[spec.name, spec.replica]
         needs = dict(self._needs[index])
-        actor = _ACTOR.options(
+        kind = _ACTOR if spec.tensor_transport is None else _DIRECT_ACTOR
+        actor = kind.options(
             num_cpus=needs.pop("CPU", 0),
             num_gpus=needs.pop("GPU", 0),
             resources=needs,

@@ -44,6 +44,8 @@ class WorkerSpec:
         threads: CPU threads that it computes with.
         is_traced: whether it tells what it does when.
         log_level: of ``logging``, below which it tells nothing of what it logs.
+        tensor_transport: by which it hands on tensors directly, in Ray's words; None for none.
+        is_shown: whether its user gets tensors or sound of it.
     """
 
     name: str
@@ -56,6 +58,8 @@ class WorkerSpec:
     threads: int = 1
     is_traced: bool = False
     log_level: int = logging.WARNING
+    tensor_transport: str | None = None
+    is_shown: bool = False
 
     @property
     def label(self) -> str:

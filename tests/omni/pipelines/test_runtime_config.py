@@ -109,6 +109,10 @@ MISTAKES = {
         ON_RAY | {"runtime.address": "head:99999"},
         "runtime.address: must be host:port or auto, got 'head:99999'",
     ),
+    "a transport without a cluster": (
+        IN_PROCESSES | {"runtime.tensor_transport": "nixl"},
+        "runtime.tensor_transport: 'nixl' is for a Ray cluster; it needs kind: ray",
+    ),
     "replicas in one process": (
         {"stages.talker.placement.replicas": 2},
         "stages.talker.placement.replicas: 2 is for workers, and with runtime.kind: inline all "
