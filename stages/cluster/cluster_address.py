@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 __all__ = ["check_answers", "find_cluster"]
@@ -23,7 +24,8 @@ def find_cluster(address: str | None) -> str | None:
             begun on this machine; None for that one if it answers.
 
     Returns:
-        ``host:port`` of one that answers; None where one has to be started.
+        ``host:port`` of one that answers; None where this process is in one already, or one has to
+        be started.
 
     Raises:
         ValueError: nothing answers there.
@@ -31,6 +33,8 @@ def find_cluster(address: str | None) -> str | None:
     if address is not None and address != "auto":
         check_answers(address)
         return address
+    if address is None and _is_in_one():
+        return None
     named = os.environ.get("RAY_ADDRESS")
     if named:
         check_answers(named, "RAY_ADDRESS")
@@ -78,6 +82,12 @@ def check_answers(
             f"{place}: no Ray cluster answers at {address!r}: {reason}; leave the address out to "
             "start one on this machine"
         ) from error
+
+
+def _is_in_one() -> bool:
+    """Whether this process is in a cluster: only then has anybody imported Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _started_here() -> str | None:

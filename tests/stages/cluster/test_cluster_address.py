@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stages.cluster import cluster_address
 from stages.cluster.cluster_address import check_answers, find_cluster
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -37,7 +40,8 @@ def server(says: bytes | None) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing was begun on this machine."""
+    """Nothing was begun on this machine, and this process is in no cluster."""
+    monkeypatch.setattr(cluster_address, "_is_in_one", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
@@ -90,3 +94,14 @@ def test_one_that_the_environment_names_has_to_answer(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(ValueError, match="^RAY_ADDRESS: .*it is no host:port"):
         find_cluster(None)
+
+
+def test_the_one_that_this_process_is_in_is_taken(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # type: ignore[arg-type]
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert find_cluster(None) is None
+    with pytest.raises(ValueError, match="RAY_ADDRESS: no Ray cluster answers"):
+        find_cluster("auto")
