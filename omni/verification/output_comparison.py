@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from engine import SamplingParams
-from omni.verification.tolerance import Spread, Tolerance
+from omni.verification.tolerance import WAVEFORM, Spread, Tolerance
 from omni.verification.verify_report import REFERENCE, Difference, Kind, NearTie, Run
 from stages import StageOutput
 
-__all__ = ["WAVEFORM", "Comparison", "compare_outputs"]
-
-WAVEFORM = "waveform"
-"""Name of a stage's sound among the tensors that are compared."""
+__all__ = ["Comparison", "compare_outputs"]
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "n")

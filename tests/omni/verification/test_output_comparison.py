@@ -137,9 +137,10 @@ def test_one_dimensional_and_empty_tensors_are_compared() -> None:
     assert compare(tensors(empty), tensors(empty)).differences == []
 
 
-def test_waveforms_may_differ_by_rounding_only() -> None:
+def test_waveforms_may_differ_by_a_step_of_their_samples_and_no_more() -> None:
     ours = output(audio=Waveform(torch.zeros(4), 24_000))
-    for louder, equal in ((1e-6, True), (1e-3, False)):
+    step = 1 / 32_768
+    for louder, equal in ((1e-6, True), (0.99 * step, True), (1.01 * step, False)):
         found = compare(ours, output(audio=Waveform(torch.full((4,), louder), 24_000)))
         assert (found.differences == []) == equal
         assert found.spread.tensors["waveform"] == pytest.approx(louder)
