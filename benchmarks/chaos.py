@@ -4,10 +4,10 @@
     python -m benchmarks.chaos --runtime ray --faults 10
 
 Several callers stream requests through a pipeline in processes, or in the actors of a Ray cluster,
-while its workers get SIGKILL, SIGSTOP and (in processes) exceptions in the middle of their steps,
-spread evenly over the requests. Every output is compared with that of the same prompt undisturbed
-and inline: token ids, texts and finish reasons are equal, tensors and sound nearly (1e-4), and what
-was told piece by piece adds up to it. Now and then, and in the end, every worker checks that it has
+while its workers get SIGKILL, SIGSTOP and exceptions in the middle of their steps, spread evenly
+over the requests. Every output is compared with that of the same prompt undisturbed and inline:
+token ids, texts and finish reasons are equal, tensors and sound nearly (1e-4), and what was told
+piece by piece adds up to it. Now and then, and in the end, every worker checks that it has
 lost nothing. Counted before and after: processes, threads, descriptors, and names in /dev/shm.
 
 A request may be run again as often as it takes: with few requests many faults meet the same one.
@@ -25,12 +25,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from benchmarks.faulty_stages import FAULT, faulty
+from benchmarks.faulty_stages import faulty, throw
 from omni import Omni, OmniOutput, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.remote.remote_stage import RemoteStage
@@ -46,12 +47,8 @@ _SHORT = {
 _CALLERS, _AT_ONCE = 4, 4
 _DIFFERENT = 160
 _TOLERANCE = 1e-4
-_FAULTS = {
-    "processes": (signal.SIGKILL, signal.SIGKILL, FAULT, FAULT, signal.SIGSTOP),
-    # Python hears of other signals in a process's main thread, which in an actor is Ray's.
-    "ray": (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP),
-}
-_NAMES = {FAULT: "exception"}
+_EXCEPTION = "exception"
+_FAULTS = ("SIGKILL", "SIGKILL", _EXCEPTION, _EXCEPTION, "SIGSTOP")
 
 
 @dataclass
@@ -117,22 +114,13 @@ class Disturber:
 
     Args:
         omni: runs them.
-        faults: kinds, of which each time one is drawn.
         num_faults: how many faults there are to be until all requests have ended.
         num_requests: how many there are.
         seen: is told, and seeds what happens when.
     """
 
-    def __init__(
-        self,
-        omni: Omni,
-        faults: Sequence[signal.Signals],
-        num_faults: int,
-        num_requests: int,
-        seen: Outcome,
-    ) -> None:
+    def __init__(self, omni: Omni, num_faults: int, num_requests: int, seen: Outcome) -> None:
         self._omni, self._seen = omni, seen
-        self._faults = faults
         self._num_faults, self._num_requests = num_faults, num_requests
         self._rng = random.Random(seen.seed)
         self._is_over = threading.Event()
@@ -161,14 +149,15 @@ class Disturber:
             stage = self._omni.pipeline.stages[self._rng.choice(self._omni.pipeline.order)]
             assert isinstance(stage, RemoteStage)
             pid = self._rng.choice(stage.workers).pid
-            fault = self._rng.choice(self._faults)
+            fault = self._rng.choice(_FAULTS)
             if pid is not None:
-                try:
-                    os.kill(pid, fault)
-                except ProcessLookupError:
-                    continue
-                self._seen.faults[_NAMES.get(fault) or fault.name] += 1
-                return
+                with suppress(ProcessLookupError):  # it has just ended, or has not begun yet
+                    if fault == _EXCEPTION:
+                        throw(pid)
+                    else:
+                        os.kill(pid, signal.Signals[fault])
+                    self._seen.faults[fault] += 1
+                    return
             self._is_over.wait(0.01)
 
 
@@ -246,7 +235,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runtime", choices=sorted(_FAULTS), default="processes")
+    parser.add_argument("--runtime", choices=("processes", "ray"), default="processes")
     arguments = parser.parse_args()
     asked = prompts(arguments.requests, arguments.seed)
     short = _SHORT if arguments.config == "omni_speech" else {}
@@ -259,16 +248,13 @@ def main() -> int:
         "runtime.max_retries": 1000,
         "runtime.stall_timeout_s": 2.0,
     }
-    config = PipelineConfig.load(arguments.config, short | overrides)
-    if arguments.runtime == "processes":
-        config = faulty(config)
+    config = faulty(PipelineConfig.load(arguments.config, short | overrides))
     with Omni(config) as omni:  # the process that workers are forked from stays
         omni.generate(asked[0])
     before = left_behind()
     seen, began = Outcome(arguments.seed), time.monotonic()
     with Omni(config) as omni:
-        faults = _FAULTS[arguments.runtime]
-        with Disturber(omni, faults, arguments.faults, arguments.requests, seen):
+        with Disturber(omni, arguments.faults, arguments.requests, seen):
             run(omni, asked, expected, seen)
         run(omni, asked[:1], expected, Outcome())  # until every worker is up again
         num_before, num_stages = seen.num_checks, len(omni.pipeline.order)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import signal
+import ctypes
+import os
+import socket
 import threading
 from typing import Any, Literal
 
@@ -12,14 +14,35 @@ from stages.autoregressive import AutoregressiveStageConfig
 from stages.generator import GeneratorStageConfig
 from stages.stage_config import StageConfig, register_stage_kind
 
-__all__ = ["FAULT", "faulty"]
+__all__ = ["faulty", "throw"]
 
-FAULT = signal.SIGUSR1
-"""Makes a step raise: the present one at whatever line it has come to, or the next one."""
+_raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class InjectedError(Exception):
     """What no stage expects."""
+
+
+def throw(pid: int) -> None:
+    """Make a step raise: the present one at whatever line it has come to, or the next one.
+
+    Args:
+        pid: of a process on this machine that has built a faulty stage.
+
+    Raises:
+        ProcessLookupError: there is no such process, or it has not come so far.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.sendto(b"raise", _address(pid))
+        except ConnectionRefusedError as error:
+            raise ProcessLookupError(f"no faulty stage listens in process {pid}") from error
+
+
+def _address(pid: int) -> str:
+    """Linux keeps such names by itself: no file is left. Others hear by no signal: in an actor
+    the main thread, which alone hears of them in Python, is Ray's."""
+    return f"\0omni-faulty-stage-{pid}"
 
 
 class _Breaker:
@@ -31,25 +54,37 @@ class _Breaker:
 
     def __init__(self, stage: Stage) -> None:
         self._step = stage.step
-        self._is_inside = self._is_due = False
+        self._lock = threading.Lock()
+        self._inside: int | None = None
+        self._is_due = False
         stage.step = self.step  # type: ignore[method-assign]
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(FAULT, self._told)
+        threading.Thread(target=self._listen, name="faults", daemon=True).start()
 
-    def _told(self, *_: object) -> None:
-        if self._is_inside:
-            raise InjectedError("in the middle of a step")
-        self._is_due = True
+    def _listen(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.bind(_address(os.getpid()))
+            while sock.recv(16):
+                self._told()
+
+    def _told(self) -> None:
+        with self._lock:
+            if self._inside is None:
+                self._is_due = True
+            else:
+                _raise_in(ctypes.c_ulong(self._inside), ctypes.py_object(InjectedError))
 
     def step(self) -> list[StageOutput]:
-        if self._is_due:
-            self._is_due = False
+        with self._lock:
+            is_due, self._is_due = self._is_due, False
+            self._inside = None if is_due else threading.get_ident()
+        if is_due:
             raise InjectedError("before a step")
-        self._is_inside = True
         try:
             return self._step()
         finally:
-            self._is_inside = False
+            with self._lock:  # what comes too late comes to nothing
+                _raise_in(ctypes.c_ulong(threading.get_ident()), None)
+                self._inside = None
 
 
 @register_stage_kind
