@@ -58,15 +58,15 @@ def locate_custom(spec: str, folder: Path | None) -> str:
     return f"{file.resolve()}:{function}"
 
 
-def imported_custom(spec: str) -> object | None:
-    """What a name stands for, if its module is imported already and says so without running.
+def imported_custom(spec: str) -> tuple[object, ...]:
+    """What a name stands for, alone, if its module is imported already and says so without running.
 
     Args:
         spec: as :func:`locate_custom` gives it.
     """
     module, function = _parts(spec)
-    imported = sys.modules.get(module)
-    return None if imported is None else vars(imported).get(function)
+    names = vars(sys.modules.get(module, object))
+    return (names[function],) if function in names else ()
 
 
 def load_custom(spec: str) -> object:
@@ -177,6 +177,9 @@ def _check_defines(spec: str, file: Path, function: str) -> None:
         raise ValueError(f"transform {spec!r}: {error}") from error
     if function not in text.names and not text.makes_names:
         raise ValueError(_lacks(spec, str(file), function, list(text.names)))
+    what = text.what_it_is(function)
+    if what is not None:
+        raise ValueError(f"transform {spec!r} is a {what}, not a function")
     refusals: list[ValueError] = []
     functions = text.functions(function)
     for each in functions:

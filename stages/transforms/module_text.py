@@ -13,6 +13,9 @@ __all__ = ["FunctionText", "ModuleText"]
 FunctionText: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 """A function's definition, parsed."""
 
+_REACH_INTO_MODULES = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr"})
+"""By which a module may give itself names that no statement of it shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleText:
@@ -64,6 +67,36 @@ class ModuleText:
         )
         return functions if len(functions) == len(given) and not self._uses(name) else ()
 
+    def what_it_is(self, name: str) -> str | None:
+        """What a name stands for, if its text shows that this cannot be called: a module, a str.
+
+        None of one that may be given in another way as well.
+        """
+        given = [node for each, node in self.bindings if each in (name, "*")]
+        shown = {_value_of(node, name) for node in given}
+        return shown.pop() if len(shown) == 1 and not self._may_change(name, given) else None
+
+    def _may_change(self, name: str, given: list[ast.stmt]) -> bool:
+        """Whether anything but some statements may give a name."""
+        own = {id(node) for statement in given for node in ast.walk(statement)}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Name(id=written, ctx=ast.Store()) if written == name:
+                    if id(node) not in own:
+                        return True
+                case ast.Name(id=written) if written in _REACH_INTO_MODULES:
+                    return True
+                case ast.Attribute(attr="modules" | "__dict__"):
+                    return True
+                case ast.Global(names=names) if name in names:
+                    return True
+                case ast.MatchAs(name=taken) | ast.MatchStar(name=taken) if taken == name:
+                    return True
+                case ast.alias() if id(node) not in own:
+                    if name in (node.asname or node.name.partition(".")[0], "*"):
+                        return True
+        return False
+
     def _uses(self, name: str) -> bool:
         return any(
             isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
@@ -91,3 +124,36 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                     yield from _bindings(getattr(node, part, []))
                 for handler in getattr(node, "handlers", []):
                     yield from _bindings(handler.body)
+
+
+def _value_of(node: ast.stmt, name: str) -> str | None:
+    """What kind of a value a statement gives a name, if none of that kind can be called."""
+    match node:
+        case ast.Import():
+            return "module"
+        case ast.Assign(targets=targets, value=value):
+            is_whole = any(isinstance(each, ast.Name) and each.id == name for each in targets)
+            return _kind_of(value) if is_whole else None
+        case ast.AnnAssign(target=ast.Name(), value=ast.expr() as value):
+            return _kind_of(value)
+    return None
+
+
+def _kind_of(value: ast.expr) -> str | None:
+    """The class of what a literal, or a display, makes."""
+    match value:
+        case ast.Constant():
+            return type(value.value).__name__
+        case ast.JoinedStr():
+            return "str"
+        case ast.List() | ast.ListComp():
+            return "list"
+        case ast.Dict() | ast.DictComp():
+            return "dict"
+        case ast.Set() | ast.SetComp():
+            return "set"
+        case ast.Tuple():
+            return "tuple"
+        case ast.GeneratorExp():
+            return "generator"
+    return None

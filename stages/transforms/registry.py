@@ -38,6 +38,7 @@ __all__ = [
 _TransformT = TypeVar("_TransformT", bound=Transform)
 
 _REGISTRY: dict[str, Transform] = {}
+_PLAIN = (FunctionType, BuiltinFunctionType, type)
 _REQUIREMENTS = "_requirements"
 
 
@@ -193,9 +194,10 @@ def locate_transform(spec: str, folder: Path | None = None) -> str:
     """
     if is_custom(spec):
         located = locate_custom(spec, folder)
-        imported = imported_custom(located)
-        if isinstance(imported, FunctionType | BuiltinFunctionType | type):
-            _check_is_one(imported, spec)
+        for imported in imported_custom(located):
+            # To ask another callable for its signature may run its own code.
+            if isinstance(imported, _PLAIN) or not callable(imported):
+                _check_is_one(imported, spec)
         return located
     _registered(spec)
     return spec

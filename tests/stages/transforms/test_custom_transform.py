@@ -31,7 +31,7 @@ def made_by(spec: str) -> object:
 
 
 def test_a_module_beside_the_pipelines_file_is_found_without_running_it(tmp_path: Path):
-    write(tmp_path, {"mine.py": BOMB + "def f(context): ...\n", "pack/age.py": BOMB + "f = 1\n"})
+    write(tmp_path, {"mine.py": BOMB + "def f(context): ...\n", "pack/age.py": BOMB + "f = str\n"})
     assert locate_transform("mine:f", tmp_path) == f"{tmp_path}/mine.py:f"
     assert locate_transform("pack.age:f", tmp_path) == f"{tmp_path}/pack/age.py:f"
     assert locate_transform("mine.py:f", tmp_path) == f"{tmp_path}/mine.py:f"
@@ -81,7 +81,7 @@ def test_what_is_not_there_is_told_without_running_anything(spec: str, told: str
         "from elsewhere import g as f",
         "from elsewhere import *",
         "f, g = 1, 2",
-        "f: int = 1",
+        "f: object = str",
         "try:\n    import f\nexcept ImportError:\n    f = None",
         "if True:\n    class f: ...",
         "def __getattr__(name): ...",
@@ -89,6 +89,14 @@ def test_what_is_not_there_is_told_without_running_anything(spec: str, told: str
         "def f(x): ...\nf = str.strip",
         "def f(x): ...\nfrom elsewhere import *",
         "try:\n    from elsewhere import f\nexcept ImportError:\n    def f(x): ...",
+        "f = None\ndef g():\n    global f\n    f = str\ng()",
+        "f = None\nglobals()['f'] = str",
+        "f = 1\nwhile 1:\n    f = str\n    break",
+        "f = 1\nmatch str:\n    case f: ...",
+        "f = 1\n(f := str)",
+        "f, g = 1, str",
+        "import f\nf = f.f",
+        "import sys\nf = 1\nsys.modules[__name__] = str",
     ],
 )
 def test_names_are_found_however_a_module_gives_them(text: str, tmp_path: Path):
@@ -152,6 +160,22 @@ def test_what_is_no_transform_is_never_called(spec: str):
 
 
 @pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("os:path", "is a module"),
+        ("os:environ", "is a _Environ"),
+        ("this:s", "is a str"),
+        ("token:AMPER", "is a int"),
+    ],
+)
+def test_what_is_no_function_is_told_whether_its_module_is_imported_or_not(spec: str, told: str):
+    imported = set(sys.modules)
+    with pytest.raises(ValueError, match=f"transform '{spec}' {told}, not a function"):
+        locate_transform(spec)
+    assert set(sys.modules) == imported
+
+
+@pytest.mark.parametrize(
     ("text", "is_one"),
     [
         ("def f(context): ...", True),
@@ -191,6 +215,11 @@ def test_a_transform_says_that_it_is_one(text: str, is_one: bool, tmp_path: Path
         ("async def f(context): ...", "is a coroutine function"),
         ("if 1:\n    def f(x): ...\nelse:\n    def f(): ...", "no transform: "),
         ("from elsewhere import *\ndef f(x): ...", "no transform: "),
+        ("import os as f", "'.*:f' is a module, not a function"),
+        ("f = 'text'", "is a str, not a function"),
+        ("if 1:\n    f = 1\nelse:\n    f = 2", "is a int, not a function"),
+        ("f: dict = {}", "is a dict, not a function"),
+        ("g = f = [1 for _ in 'ab']", "is a list, not a function"),
     ],
 )
 def test_what_a_text_shows_to_be_no_transform_is_told_without_running_it(
