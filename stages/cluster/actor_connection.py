@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,12 +28,30 @@ from stages.remote.connection import Connection, WorkerGone
 from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.wire import wire_codec
 
-__all__ = ["ActorConnection"]
+__all__ = ["ActorConnection", "Listener"]
 
 _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
 _NUM_CALLS = 2
 """Of ``say`` at once: the next one waits in the actor, so that nothing waits when one ends."""
+
+_CHECKED_EACH_S = 1.0
+"""Whether an actor that has not spoken yet still has a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whoever wants to hear of an actor.
+
+    Attributes:
+        on_message, on_end: see :class:`~stages.remote.connection.Connect`.
+        check_there: asked from time to time until the actor speaks; it raises ``ValueError`` where
+            the cluster has no place for it any more, for which Ray would wait without end.
+    """
+
+    on_message: Callable[[Any], None]
+    on_end: Callable[[str], None]
+    check_there: Callable[[], None] = lambda: None
 
 
 class ActorConnection(Connection):
@@ -42,7 +61,7 @@ class ActorConnection(Connection):
         actor: a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
         household: knows what this process has of the cluster's objects.
         label: of the worker, for messages and the thread.
-        on_message, on_end: see there.
+        listener: is told what the actor says.
     """
 
     start_patience_s = 300.0
@@ -53,11 +72,9 @@ class ActorConnection(Connection):
         actor: Any,
         household: Household,
         label: str,
-        on_message: Callable[[Any], None],
-        on_end: Callable[[str], None],
+        listener: Listener,
     ) -> None:
-        self._actor, self._household = actor, household
-        self._on_message, self._on_end = on_message, on_end
+        self._actor, self._household, self._listener = actor, household, listener
         self._codec = wire_codec()
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
@@ -145,10 +162,15 @@ class ActorConnection(Connection):
         self._is_over = True
         self._calls.clear()
         if not is_closed:
-            self._on_end(self._killed_for or reason)
+            self._listener.on_end(self._killed_for or reason)
 
     def _hear_all(self) -> str:
         """Hear what the actor says until the last word; what ended it."""
+        while not ray.wait([self._calls[0]], timeout=_CHECKED_EACH_S)[0]:
+            try:
+                self._listener.check_there()
+            except ValueError as error:
+                return f"could not be started: {error}"
         items = self._items()
         while True:
             said: object = ray.get(next(items))
@@ -165,7 +187,7 @@ class ActorConnection(Connection):
                 references = [next(items) for _ in range(num_beside)]
                 references += [next(offered) for _ in range(num_offered)]
                 beside = Attachments(references, self._household)
-                self._on_message(self._codec.decode(content, beside.find))
+                self._listener.on_message(self._codec.decode(content, beside.find))
             if bundle.ended is not None:
                 return bundle.ended
 

@@ -20,6 +20,7 @@ import psutil
 import ray
 
 from engine.interface.described_error import described
+from stages.cluster.cluster_probe import check_is_ray
 from stages.cluster.object_bytes import Household
 
 __all__ = ["Membership", "join"]
@@ -135,6 +136,8 @@ class _Connection:
         if ray.is_initialized():  # by whoever uses this library, and it stays so
             _check_same(address)
             return
+        if address is not None:
+            check_is_ray(address)
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(

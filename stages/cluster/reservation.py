@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from stages.cluster.actor_connection import ActorConnection
+from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
@@ -56,7 +57,7 @@ class Reservation:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._bundles: dict[tuple[str, int], int] = {}
         self._needs: list[dict[str, float]] = []
-        selectors = []
+        self._selectors: list[dict[str, str]] = []
         for name, placement in placements.items():
             try:
                 needs = _needs(placement)
@@ -68,11 +69,11 @@ class Reservation:
                 self._bundles[name, replica] = len(self._needs)
                 # Ray reserves no bundle of nothing.
                 self._needs.append(needs or {"CPU": 0.001})
-                selectors.append(selector)
+                self._selectors.append(selector)
         self._group = placement_group(
             self._needs,
             strategy="PACK",
-            bundle_label_selector=selectors if any(selectors) else None,
+            bundle_label_selector=self._selectors if any(self._selectors) else None,
         )
         self._membership = membership
         if not self._group.wait(_RESERVED_WITHIN_S):
@@ -101,10 +102,16 @@ class Reservation:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """Start an actor in its bundle; see :class:`~stages.remote.connection.Connect`."""
+        """Start an actor in its bundle; see :class:`~stages.remote.connection.Connect`.
+
+        Raises:
+            ConnectionError: this process has left the cluster.
+            ValueError: the cluster has lost the nodes that have what the bundle needs.
+        """
         if not ray.is_initialized():  # to ask for an actor would begin another cluster
             raise ConnectionError("this process has left the Ray cluster")
         index = self._bundles[spec.name, spec.replica]
+        self._check_there(index)
         needs = dict(self._needs[index])
         kind = _ACTOR if spec.tensor_transport is None else _DIRECT_ACTOR
         actor = kind.options(
@@ -118,7 +125,16 @@ class Reservation:
             ),
             runtime_env={"env_vars": _environment(spec.threads)},
         ).remote(wire_codec().encode(spec))
-        return ActorConnection(actor, self._membership.household, spec.label, on_message, on_end)
+        listener = Listener(on_message, on_end, partial(self._check_there, index))
+        return ActorConnection(actor, self._membership.household, spec.label, listener)
+
+    def _check_there(self, index: int) -> None:
+        """Check that a bundle that was lost with its node can have a place on another one."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        try:
+            _check_fits(self._needs[index], self._selectors[index], nodes)
+        except ValueError as error:
+            raise ValueError(f"placement{error}") from error
 
     def close(self) -> None:
         """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""

@@ -127,7 +127,7 @@ class WorkerLife:
                 lambda reason: self._end(life, reason),
             )
         except Exception as error:  # whatever keeps a worker from being started, later ones may be
-            self._end(life, f"it could not be started: {described(error)}")
+            self._end(life, f"could not be started: {described(error)}")
             return
         with self._lock:
             has_ended = self._is_over(life)

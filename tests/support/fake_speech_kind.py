@@ -6,13 +6,15 @@ import time
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
+from engine.interface.log_fields import package_logger
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages import Stage, StageConfig, StageOutput, register_stage_kind
+from stages import Stage, StageConfig, StageOutput, StageRequest, register_stage_kind
 from stages.stage import OneOrMore
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
 
 __all__ = ["FakeSpeechConfig", "fake_speech"]
 
+_LOG = package_logger("tests.fake_speech")
 _ROLES: dict[str, type[FakeSpeechStage]] = {
     "thinker": Thinker,
     "talker": Talker,
@@ -27,6 +29,7 @@ class FakeSpeechConfig(StageConfig):
     Attributes:
         tail: tokens after the last unit of its input; negative ones cannot be built.
         pause_s: how long each of its steps takes, in seconds.
+        logs: a warning that it logs of every request.
     """
 
     takes_chunks: ClassVar[bool] = True
@@ -35,18 +38,26 @@ class FakeSpeechConfig(StageConfig):
     kind: Literal["fake_speech"]
     tail: int = 1
     pause_s: float = 0.0
+    logs: str | None = None
     outputs: tuple[str, ...] | None = None
     final_output: Annotated[tuple[Literal["text", "audio"], ...], OneOrMore] = ()
 
     def build_stage(self, name: str) -> Stage:
         if self.tail < 0:
             raise ValueError(f"tail must not be negative, got {self.tail}")
-        inputs, pause_s = self.inputs, self.pause_s
+        inputs, pause_s, logs = self.inputs, self.pause_s, self.logs
+        role: Any = _ROLES[name]
 
-        class Slow(_ROLES[name]):
+        class Slow(role):
+            def add_request(self, request: StageRequest) -> None:
+                if logs is not None:
+                    _LOG.warning(logs)
+                super().add_request(request)
+
             def _step(self) -> list[StageOutput]:
                 time.sleep(pause_s)
-                return super()._step()
+                outputs: list[StageOutput] = super()._step()
+                return outputs
 
         return Slow(
             name,

@@ -10,7 +10,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import ray
 from filelock import FileLock
@@ -18,6 +20,7 @@ from filelock import FileLock
 from stages.cluster.membership import join
 from tests.support import ray_head
 from tests.support.patience import wait_for
+from tests.support.ray_relay import start_relay
 
 __all__ = ["SessionCluster"]
 
@@ -43,9 +46,15 @@ class SessionCluster:
         self.address, self.environment = json.loads(note.read_text())
         with _set(self.environment):
             # Ray reads them when it is imported, as in any process that is started with them.
-            ray._raylet.Config.initialize("")
-            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+            raylet: Any = ray._raylet
+            raylet.Config.initialize("")
+            raylet.AuthenticationTokenLoader.instance().reset_cache()
             self._membership = join(self.address)
+
+    @cached_property
+    def relay(self) -> Any:
+        """An actor that hands on what it gets, for workers that are threads of this process."""
+        return start_relay()
 
     @property
     def num_actors(self) -> int:
@@ -60,7 +69,7 @@ class SessionCluster:
         return int(total["object_store_memory"] - free["object_store_memory"])
 
     def stop(self) -> None:
-        """Leave it."""
+        """Leave it; its actors end."""
         self._membership.leave()
 
 

@@ -1,69 +1,118 @@
 """A pipeline over three nodes of a Ray cluster, all on this machine; a program of its own.
 
-    python -m tests.support.three_nodes
+    python -m tests.support.three_nodes TRACE
 
-A process is in one cluster at a time, and the one that tests are run in may be in another.
+A process is in one cluster at a time, and the one that tests are run in may be in another. ::
+
+    writer ──rows, from one object store to another──► reader
+    first node                                         second or third node, until that is lost
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-from omni import Omni
+from omni import Omni, OmniOutput, OmniRequest, verify
 from stages.cluster.parcels import INLINE_BYTES
+from stages.remote.remote_stage import RemoteStage
 from tests.support.same_outputs import assert_same
 
 __all__ = ["main"]
 
-_STAGES = ("thinker", "talker", "code2wav")
+_NODES = ("writer", "reader", "reader")
 _PROMPTS = ["say it again " * 100, "hello there"]
 _STORE_BYTES = 100 * 2**20
+_ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 
-def main() -> None:
-    """Compare what it says with what it says inline; without a word if it is the same."""
-    nodes: list[dict[str, Any]] = [
+def main(trace: str) -> None:
+    """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
+    with _cluster() as (address, nodes):
+        places: dict[str, Any] = {
+            f"stages.{name}.placement.resources": {name: 1} for name in set(_NODES)
+        }
+        places |= {"runtime.kind": "ray", "runtime.address": address}
+        with Omni("two_step", overrides=places | _ROWS, trace=trace) as omni:
+            assert len([node for node in ray.nodes() if node["Alive"]]) == len(_NODES)
+            found = _generate(omni)
+            again = _generate(omni)
+            assert omni.stats()["writer"].cached_tokens and omni.stats()["reader"].cached_tokens
+            report = verify(omni, _PROMPTS)
+            assert report.equal, report
+            moved = _generate(omni, nodes)
+            with omni.paused() as pipeline:
+                for stage in pipeline.stages.values():
+                    stage.check_integrity()
+            failed = _generate(omni, nodes)
+        assert not ray.is_initialized()
+    with Omni("two_step", overrides=_ROWS) as omni:
+        expected = _generate(omni)
+    for outputs in (found, again, moved):
+        assert_same(outputs, expected)
+    for output in failed:
+        assert output.error is not None
+        print(output.error)
+    # Some of it is too large for a message.
+    largest = found[0].stages["writer"].tensors["hidden_states"]
+    assert largest.nbytes > INLINE_BYTES, largest.nbytes
+
+
+@contextmanager
+def _cluster() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The address, and the nodes but the first by their ids."""
+    head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
-        for name in _STAGES
-    ]
-    cluster: Any = Cluster(
-        initialize_head=True, head_node_args=nodes[0] | {"include_dashboard": False}
+        for name in _NODES
     )
-    for node in nodes[1:]:
-        cluster.add_node(**node)
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head | {"include_dashboard": False})
     try:
-        _compare(cluster.address)
+        added = [cluster.add_node(**node) for node in others]
+
+        yield cluster.address, {node.node_id: partial(cluster.remove_node, node) for node in added}
     finally:
         cluster.shutdown()
 
 
-def _compare(address: str) -> None:
-    # Each stage needs what one node alone has.
-    overrides: dict[str, Any] = {
-        f"stages.{name}.placement.resources": {name: 1} for name in _STAGES
-    }
-    overrides |= {"runtime.kind": "ray", "runtime.address": address}
-    rows = {"stages.thinker.final_output": ["text", "tensors"]}
-    with Omni("omni_speech", overrides=overrides | rows) as omni:
-        assert len([node for node in ray.nodes() if node["Alive"]]) == len(_STAGES)
-        found = omni.generate(_PROMPTS)
-        again = omni.generate(_PROMPTS)
-        assert omni.stats()["thinker"].cached_tokens and omni.stats()["talker"].cached_tokens
-        with omni.paused() as pipeline:
-            for stage in pipeline.stages.values():
-                stage.check_integrity()
-    assert not ray.is_initialized()
-    with Omni("omni_speech", overrides=rows) as omni:
-        expected = omni.generate(_PROMPTS)
-    assert_same(found, expected)
-    assert_same(again, expected)
-    # Some of it is too large for a message, and has gone from one object store to another.
-    largest = found[0].stages["thinker"].tensors["hidden_states"]
-    assert largest.nbytes > INLINE_BYTES, largest.nbytes
+def _generate(omni: Omni, nodes: dict[str, Any] | None = None) -> list[OmniOutput]:
+    """Run the prompts, and lose the reader's node, if that is asked for, when it has begun."""
+    last: dict[str, OmniOutput] = {}
+    long = {"reader": {"max_tokens": 100, "ignore_eos": True}}
+    for output in omni.stream([OmniRequest(text, text, sampling=long) for text in _PROMPTS]):
+        if nodes is not None and "reader" in output.stages:
+            _lose_node(omni, nodes)
+            nodes = None
+        if output.finished:
+            last[output.request_id] = output
+    assert nodes is None, "nothing was lost"
+    return [last[text] for text in _PROMPTS]
+
+
+def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
+    """As when its machine loses power: with all of its processes at once."""
+    stage = omni.pipeline.stages["reader"]
+    assert isinstance(stage, RemoteStage)
+    (worker,) = stage.workers
+    pid = worker.pid
+    assert pid is not None
+    (there,) = (
+        actor["Address"]["NodeID"]
+        for actor in ray._private.state.actors().values()
+        if actor["State"] == "ALIVE" and actor["Pid"] == pid
+    )
+    os.kill(pid, signal.SIGSTOP)  # what it says meanwhile is not heard
+    nodes.pop(there)()
+    with suppress(ProcessLookupError):  # its raylet may have taken it along
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -17,10 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from omni.commands.cli import app
+from stages.cluster.parcels import INLINE_BYTES
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
+from tests.support.trace_file import names_of, read_trace
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
@@ -142,12 +144,27 @@ def test_an_address_where_nothing_answers_is_one_error(tmp_path: Path) -> None:
     run.check_nothing_left()
 
 
-def test_tensors_cross_three_nodes(short_folder: Path) -> None:
+def test_tensors_cross_three_nodes_and_a_lost_one_is_missed_as_long_as_another_has_its_place(
+    tmp_path: Path, short_folder: Path
+) -> None:
+    trace = tmp_path / "trace.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.three_nodes"],
+        [sys.executable, "-m", "tests.support.three_nodes", str(trace)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+    errors = done.stdout.splitlines()
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith("stage 'reader': ")
+        assert "each worker needs 1 CPU, 1 reader, and no node of the Ray cluster has that" in error
+    events = read_trace(trace)
+    steps = [names_of(events, process, None) for process in ("writer", "reader")]
+    assert all(steps), "stages are processes, whose steps are told"
+    transfers = [each for each in events if each["name"] == "transfer" and each["ph"] == "b"]
+    assert max(each["args"]["bytes"] for each in transfers) > INLINE_BYTES
+    assert {each["args"]["from"] for each in transfers} == {"writer"}
+    assert "run again" in [each["name"] for each in events]

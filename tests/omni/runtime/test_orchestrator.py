@@ -18,6 +18,7 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
+from tests.support.placed import everywhere
 from tests.support.settled_stages import assert_settled
 
 
@@ -59,7 +60,7 @@ def test_a_request_goes_through_a_chain() -> None:
     assert outputs["x"].error is None
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_stage_may_feed_several_and_several_may_feed_one() -> None:
     stages = [
         FakeStage("root", final=False, steps=1),
@@ -114,7 +115,7 @@ def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
         assert "".join(deltas) == text
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_the_user_gets_what_final_output_asks_for() -> None:
     both, text, none = FakeStage("both"), FakeStage("text"), FakeStage("none", final=False)
     tensors = FakeStage("tensors", ("none",))
@@ -204,7 +205,7 @@ def careless_transform(context: TransformContext) -> Prompt:
     return None if context.request_id == "bad" else "fine"  # type: ignore[return-value]
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 @pytest.mark.parametrize(
     ("second", "message"),
     [

@@ -6,17 +6,18 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from queue import Queue
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 import ray
 import torch
 
+from engine.interface.log_fields import LogFields
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.cluster.actor_connection import ActorConnection
+from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import PROTOCOL_VERSION
+from stages.cluster.cluster_probe import check_is_ray
 from stages.cluster.object_bytes import Household
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello
 from stages.remote.remote_stage import RemoteStage
@@ -56,7 +57,8 @@ def speaking(ray_cluster: SessionCluster) -> Iterator[Omni]:
     """Three stages that stream, without models: test_omni_promises has those with models."""
     runtime = {"kind": "ray", "max_retries": 3, "stall_timeout_s": 3.0}
     slow = {"pause_s": 0.02}
-    with Omni(fake_speech(runtime, talker=slow, code2wav=slow)) as omni:
+    logs = {"logs": "has a request"}
+    with Omni(fake_speech(runtime, thinker=logs, talker=slow, code2wav=slow)) as omni:
         yield omni
 
 
@@ -156,7 +158,12 @@ def test_an_actor_that_dies_is_missed_by_nobody(
     speaking: Omni, speeches: Spoken, victim: str, after: int, how: signal.Signals
 ) -> None:
     (before,) = pids_of(speaking, victim)
-    assert spoken(speaking, lambda number: number == after and os.kill(before, how)) == speeches
+
+    def strike(number: int) -> None:
+        if number == after:
+            os.kill(before, how)
+
+    assert spoken(speaking, strike) == speeches
     assert spoken(speaking) == speeches
     assert pids_of(speaking, victim) != [before]
     check_integrity(speaking)
@@ -172,14 +179,32 @@ def test_a_stage_that_cannot_be_built_is_one_error_and_ends_the_others(
     wait_for(lambda: ray_cluster.num_actors == before)
 
 
+def test_without_its_token_a_cluster_is_not_joined(ray_cluster: SessionCluster) -> None:
+    with pytest.raises(ValueError, match=r"could not be joined: see RAY_AUTH_MODE and RAY_AUTH_TO"):
+        check_is_ray(ray_cluster.address)
+
+
+def test_what_actors_log_says_whose_it_is(speaking: Omni, caplog: pytest.LogCaptureFixture) -> None:
+    speaking.generate(OmniRequest("hm", "asked"))
+    (record,) = (each for each in caplog.records if each.getMessage() == "has a request")
+    assert record.name == "omni.tests.fake_speech"
+    about = LogFields(*(getattr(record, name) for name in LogFields.__slots__))
+    assert about == LogFields("thinker", 0, "asked")
+
+
 def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: SessionCluster) -> None:
     """Its messages might mean something else."""
     hello = msgspec.msgpack.encode(Bundle(hello=Hello(PROTOCOL_VERSION + 1, 1, "elsewhere")))
+
+    class Newer:
+        @ray.method(num_returns="streaming")
+        def say(self, number: int) -> Iterator[bytes]:
+            yield hello
+
     ended: Queue[str] = Queue()
-    actor = SimpleNamespace(
-        say=SimpleNamespace(remote=lambda number: iter([ray.put(hello)] * (number == 0))),
-    )
-    connection = ActorConnection(actor, Household(), "writer/0", pytest.fail, ended.put)
+    actor = ray.remote(num_cpus=0)(Newer).remote()
+    listener = Listener(pytest.fail, ended.put)
+    connection = ActorConnection(actor, Household(), "writer/0", listener)
     assert ended.get(timeout=PATIENCE_S) == (
         f"speaks version {PROTOCOL_VERSION + 1} of the protocol, and this process version "
         f"{PROTOCOL_VERSION}: all nodes must have the same release of omni-pipeline installed"

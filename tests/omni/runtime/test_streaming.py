@@ -14,6 +14,7 @@ from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav,
 from stages.worker.messages import Event, Moved
 from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
+from tests.support.placed import everywhere
 from tests.support.speech_pipeline import (
     PROMPTS,
     drain,
@@ -26,7 +27,7 @@ from tests.support.speech_pipeline import (
 )
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 @pytest.mark.parametrize("chunks", [(1, 1), (1, None), (None, 1), (2, 3), (7, 5), (1000, 1000)])
 def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> None:
     streamed, expected = run(speech_stages(chunks)), whole()
@@ -74,7 +75,7 @@ def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
     }
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
     """Rows lag by one; here the row says which token it was made of."""
     seen: list[tuple[int, tuple[int, ...], list[float], bool]] = []
@@ -107,7 +108,7 @@ def test_first_sound_comes_while_the_thinker_still_thinks() -> None:
     assert not first.stages["thinker"].finished
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_sound_and_text_are_told_once_and_add_up() -> None:
     outputs = drain(start(speech_stages((2, 3), thinker={"steps_per_token": 3})))
     for of_request in outputs.values():
@@ -242,7 +243,7 @@ def test_a_pause_is_kept_while_any_stage_has_work() -> None:
     assert vocoder.live["x"].work % 9 == 0
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_stage_may_feed_several_streamed_or_not() -> None:
     def stages(*chunks: int | None) -> list[FakeSpeechStage]:
         return [
@@ -268,7 +269,7 @@ def test_a_stage_may_feed_several_streamed_or_not() -> None:
         }
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_the_observer_sees_every_stage_once_and_whole() -> None:
     seen: list[StageOutput] = []
     orchestrator = start(speech_stages((1, 1)), on_stage_output=seen.append)

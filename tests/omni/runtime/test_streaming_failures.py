@@ -15,13 +15,14 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from tests.support.fake_speech import Vocoder
+from tests.support.placed import everywhere
 from tests.support.settled_stages import assert_settled
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
 
 FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 @pytest.mark.parametrize(
     ("where", "what", "message"),
     [
@@ -59,7 +60,7 @@ def test_an_abort_frees_all_stages_and_leaves_the_others(turns: int) -> None:
         stage.check_integrity()
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     """The talker stops by its length; later chunks are dropped, the text is complete."""
     limited = {"limit": 3, "steps_per_token": 4, "max_pending": 1}
@@ -72,7 +73,7 @@ def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     assert len(stages[1].received["x"]) < len(PROMPTS["z"])
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_chunk_that_the_transform_refuses_ends_the_request() -> None:
     @chunkable
     def refusing(context: TransformContext) -> Prompt:

@@ -14,6 +14,7 @@ import pytest
 
 from stages.cluster import cluster_address
 from stages.cluster.cluster_address import check_answers, find_cluster
+from stages.cluster.cluster_probe import check_is_ray
 
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -62,6 +63,14 @@ def test_what_says_something_else_is_none(says: bytes) -> None:
 def test_what_says_nothing_is_not_waited_for() -> None:
     with server(None) as address, pytest.raises(ValueError, match=r"nothing in 0\.05 s; leave"):
         check_answers(address, patience_s=0.05)
+
+
+def test_what_speaks_as_ray_does_and_is_none_is_not_waited_for() -> None:
+    with (
+        server(SETTINGS) as address,
+        pytest.raises(ValueError, match=f"'{address}' could not be j"),
+    ):
+        check_is_ray(address, patience_s=3.0)
 
 
 def test_where_nobody_listens_there_is_none() -> None:

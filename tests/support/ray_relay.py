@@ -1,0 +1,168 @@
+"""Workers in threads of this process, whose every message goes round by a Ray cluster."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import ray
+
+from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
+from stages.cluster.object_bytes import Household
+from stages.cluster.parcels import Hello, Turns
+from stages.remote.connection import Connection
+from stages.remote.control import WorkerSpec
+from stages.remote.wire import wire_codec
+from stages.remote.worker_main import Build
+from tests.support.patience import PATIENCE_S
+
+__all__ = ["Relay", "RelayedWorkers", "start_relay"]
+
+
+class Relay:
+    """An actor that hands on what it gets, from one mailbox to another."""
+
+    def __init__(self) -> None:
+        self._boxes: defaultdict[str, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self._early: defaultdict[str, dict[int, list[Any]]] = defaultdict(dict)
+        self._next: defaultdict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
+
+    @ray.method(concurrency_group="put", num_returns=0)
+    def put(self, box: str, number: int, items: list[Any]) -> None:
+        """Place things in a box; None is the last one.
+
+        Args:
+            box: its name.
+            number: of calls for this box that were made before.
+            items: bytes, what goes with them, or references to arrays.
+        """
+        with self._lock:
+            queued = self._boxes[box]
+        early = self._early[box]
+        early[number] = items
+        while self._next[box] in early:
+            for item in early.pop(self._next[box]):
+                queued.put(item)
+            self._next[box] += 1
+
+    @ray.method(concurrency_group="give", num_returns="streaming")
+    def give(self, box: str, number: int) -> Iterator[Any]:
+        """Yield what is placed in a box, as this actor's own; a second call waits for the first."""
+        with self._lock:  # or two calls may make them at once
+            turns, items = self._turns[box], self._boxes[box]
+        with turns.turn(number):
+            while (item := items.get()) is not None:
+                yield ray.get(item) if isinstance(item, ray.ObjectRef) else item
+
+
+def start_relay() -> Any:
+    """An actor of the cluster that this process is in."""
+    groups = {"put": 1, "give": 400}
+    remote: Any = ray.remote
+    return remote(num_cpus=0, concurrency_groups=groups)(Relay).remote()
+
+
+class RelayedWorkers:
+    """Starts workers that are reached through a relay, as if they were the relay's.
+
+    Args:
+        relay: of :func:`start_relay`.
+        build: makes the stage of a worker.
+    """
+
+    def __init__(self, relay: Any, build: Build) -> None:
+        self._relay, self._build = relay, build
+        self._ends: list[_FarEnd] = []
+        self.household = Household()
+
+    def connect(
+        self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
+    ) -> Connection:
+        """See :class:`~stages.remote.connection.Connect`."""
+        end = _FarEnd(self._relay, uuid.uuid4().hex, spec, self._build)
+        self._ends.append(end)
+        listener = Listener(on_message, on_end)
+        return ActorConnection(end.handle, self.household, spec.label, listener)
+
+    def join(self) -> None:
+        """Wait for the threads of all workers, which have been told to end."""
+        for end in self._ends:
+            for thread in end.threads:
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
+
+
+class _LocalWorker(ActorWorker):
+    def __init__(self, argument: bytes, build: Build) -> None:
+        super().__init__(argument, build)
+        # Nobody may take this process for one that can be killed.
+        self._hello = Hello(PROTOCOL_VERSION, 0, "elsewhere")
+
+    def settle_in(self, spec: WorkerSpec) -> None:
+        """The process is the test's."""
+
+
+class _FarEnd:
+    """What a link takes for an actor, and the two threads that serve it here."""
+
+    def __init__(self, relay: Any, name: str, spec: WorkerSpec, build: Build) -> None:
+        self.down, self.up = _Box(relay, f"{name} down"), _Box(relay, f"{name} up")
+        self._worker: Any = _LocalWorker(wire_codec().encode(spec), build)
+        self.handle = _Handle(self)
+        self.threads = [
+            threading.Thread(target=each, daemon=True) for each in (self._serve, self._tell)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        for reference in self.down.give(0):
+            match ray.get(reference):
+                case "end":
+                    self._worker.end()
+                case (number, content, references):
+                    self._worker.take(number, content, references)
+
+    def _tell(self) -> None:
+        calls = itertools.count()
+        while not self._worker.is_over:
+            for said in self._worker.say(next(calls)):
+                self.up.put(ray.put(said) if isinstance(said, np.ndarray) else said)
+        # Two calls wait for what the worker says.
+        self.up.put(None, None)
+        self.down.put(None)
+
+
+class _Box:
+    def __init__(self, relay: Any, name: str) -> None:
+        self._relay, self._name = relay, name
+        self._numbers = itertools.count()
+
+    def put(self, *items: Any) -> None:
+        self._relay.put.remote(self._name, next(self._numbers), list(items))
+
+    def give(self, number: int) -> Any:
+        return self._relay.give.remote(self._name, number)
+
+
+class _Handle:
+    """Calls of an actor, as calls of the relay."""
+
+    def __init__(self, end: _FarEnd) -> None:
+        self.take = _Method(lambda *arguments: end.down.put(arguments))
+        self.end = _Method(lambda: end.down.put("end"))
+        self.say = _Method(end.up.give)
+
+
+class _Method:
+    def __init__(self, remote: Callable[..., Any]) -> None:
+        self.remote = remote
