@@ -5,11 +5,21 @@ Run it on a quiet machine::
     python -m benchmarks.server_cost --rounds 5
     python -m benchmarks.server_cost --pipeline small --rounds 5
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 5
+    python -m benchmarks.server_cost --pipeline omni_speech --rounds 5 --turns 4
 
 Server and client share the process and its cores, so that the figure holds the client's cost too:
 it is an upper bound of the server's. Text is streamed token by token, by the model of 0.1 B of
 ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The goals
 are at most 5 % for the former and 2 % for the voice pipeline.
+
+Of the two ways in process, one hands all requests in by one call, so that they run in lockstep; the
+other, like the server, by a coroutine for each, of which some begin a step later than others and
+share smaller batches. What HTTP takes beyond the second is the server; what it takes beyond the
+first is also the price of arriving one by one, whoever takes requests in. With ``--turns`` each of
+the clients asks so many times, as soon as it is answered, as under a load that lasts.
+
+On a machine that does other things too, times say little; the CPU that the server's own thread took
+for a request is then the better figure.
 """
 
 from __future__ import annotations
@@ -21,8 +31,9 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +42,7 @@ from benchmarks.word_checkpoint import VOCAB_SIZE, word_checkpoint
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.runtime.omni import Omni
+from omni.runtime.uncollected import keep_for_good
 from omni.server.http_server import HttpServer, bind
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerSettings
@@ -46,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", default="text", help="text, small, or one that speaks")
     parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=1, help="of each of the requests' clients")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     speaks = given.pipeline not in ("text", "small")
@@ -60,17 +73,19 @@ def main() -> None:
 
 def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -> None:
     server = PipelineServer([config], ServerSettings(port=0))
+    loaded = threading.Event()
+    # As omni serve does, in whose process nothing else runs either.
+    server.on_loaded = partial(_note_loaded, loaded)
     http = HttpServer(server, bind(server.settings))
     port = http.listener.getsockname()[1]
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
-    while server.status == "loading":
-        time.sleep(0.05)
-    if server.failure is not None:
-        raise server.failure
+    while not loaded.wait(0.05):
+        if server.failure is not None:
+            raise server.failure
     omni = server.find(config.name).omni
     ask = _Asker(port, asked)
-    _compare(omni, ask, given.requests, given.rounds)
+    _Comparison(omni, ask, given, thread).run()
     for concurrency in _CONCURRENCIES if asked.speaks else ():
         first = asyncio.run(ask.all(_numbers(concurrency, 99)))
         print(f"first sound at {concurrency:2}: median {statistics.median(first):.3f} s")
@@ -78,39 +93,84 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
     thread.join()
 
 
-def _compare(omni: Omni, ask: _Asker, num_requests: int, rounds: int) -> None:
-    ways: dict[str, Callable[[Sequence[int]], object]] = {
-        "in process": lambda numbers: omni.generate([ask.request(each) for each in numbers]),
-        "over HTTP": lambda numbers: asyncio.run(ask.all(numbers)),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(-1, rounds):  # the first is for warming up
-        # In turns, each of them first every other time.
-        for name, run in sorted(ways.items(), reverse=bool(number % 2)):
-            with omni.paused() as pipeline:
-                for stage in pipeline.stages.values():
-                    stage.reset_prefix_cache()
-            began, cpu_began = time.perf_counter(), time.process_time()
-            run(_numbers(num_requests, number))
-            if number >= 0:
-                seconds[name].append(time.perf_counter() - began)
-                cpu[name].append(time.process_time() - cpu_began)
-    for name, each in seconds.items():
-        print(
-            f"{name:10}: median {statistics.median(each):.3f} s of {rounds}, "
-            f"{statistics.median(cpu[name]):.3f} s of CPU"
-        )
-    pairs = zip(seconds["over HTTP"], seconds["in process"], strict=True)
-    costs = sorted(100 * (over / within - 1) for over, within in pairs)
-    print(
-        f"the server costs {statistics.median(costs):.1f} %, median of the rounds' own ratios; "
-        f"they range from {costs[0]:.1f} to {costs[-1]:.1f}"
-    )
+def _note_loaded(loaded: threading.Event) -> None:
+    keep_for_good()
+    loaded.set()
+
+
+class _Comparison:
+    """Both ways in turns, each of them first every other time."""
+
+    def __init__(
+        self, omni: Omni, ask: _Asker, given: argparse.Namespace, server: threading.Thread
+    ) -> None:
+        self._omni = omni
+        self._ask = ask
+        self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
+        self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
+        self._ways: dict[str, Callable[[int], object]] = {
+            "in one call": self._in_one_call,
+            "in process": lambda number: asyncio.run(self._clients(self._by_coroutine, number)),
+            "over HTTP": lambda number: asyncio.run(self._clients(self._over_http, number)),
+        }
+
+    def run(self) -> None:
+        """Measure and print."""
+        seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in self._ways}
+        for number in range(-1, self._rounds):  # the first is for warming up
+            for name, run in sorted(self._ways.items(), reverse=bool(number % 2)):
+                with self._omni.paused() as pipeline:
+                    for stage in pipeline.stages.values():
+                        stage.reset_prefix_cache()
+                before = self._clocks()
+                run(number)
+                if number >= 0:
+                    took = zip(self._clocks(), before, strict=True)
+                    seconds, cpu, server = (after - first for after, first in took)
+                    seen[name].append((seconds, cpu, server))
+        self._tell(seen)
+
+    def _tell(self, seen: dict[str, list[tuple[float, float, float]]]) -> None:
+        for name, each in seen.items():
+            seconds, cpu, server = (statistics.median(kind) for kind in zip(*each, strict=True))
+            count = self._num * self._turns
+            print(
+                f"{name:10}: median {seconds:.3f} s of {self._rounds}, {cpu:.3f} s of CPU, "
+                f"the server's thread {1000 * server / count:.2f} ms a request"
+            )
+        for other in ("in process", "in one call"):
+            pairs = zip(seen["over HTTP"], seen[other], strict=True)
+            costs = sorted(100 * (over[0] / within[0] - 1) for over, within in pairs)
+            print(
+                f"over HTTP it took {statistics.median(costs):.1f} % more than {other}, median of "
+                f"the rounds' own ratios, which range from {costs[0]:.1f} to {costs[-1]:.1f}"
+            )
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Seconds: of time, of CPU, and of CPU of the server's thread."""
+        server = int(self._server.read_text().split()[0]) / 1e9
+        return time.perf_counter(), time.process_time(), server
+
+    def _in_one_call(self, number: int) -> object:
+        numbers = _numbers(self._num * self._turns, number)
+        return self._omni.generate(list(map(self._ask.request, numbers)))
+
+    async def _clients(self, ask: Callable[[int], Awaitable[object]], number: int) -> None:
+        async def client(first: int) -> None:
+            for turn in range(self._turns):
+                await ask(first + turn * self._num)
+
+        await asyncio.gather(*map(client, _numbers(self._num, number)))
+
+    async def _by_coroutine(self, number: int) -> object:
+        return await self._omni.agenerate(self._ask.request(number))
+
+    async def _over_http(self, number: int) -> object:
+        return await self._ask.one(number)
 
 
 def _numbers(count: int, round_number: int) -> list[int]:
-    return [1000 * (round_number + 1) + each for each in range(count)]
+    return [10_000 * (round_number + 1) + each for each in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +201,10 @@ class _Asker:
 
     async def all(self, numbers: Sequence[int]) -> list[float]:
         """Ask all at once; seconds until the first sound, or the first token, of each."""
-        return list(await asyncio.gather(*(self._ask(number) for number in numbers)))
+        return list(await asyncio.gather(*map(self.one, numbers)))
 
-    async def _ask(self, number: int) -> float:
+    async def one(self, number: int) -> float:
+        """Ask once; seconds until the first sound, or the first token."""
         path = "/v1/completions"
         prompt = self._ids(number) if self._by_ids else self._text(number)
         body: dict[str, Any] = {"prompt": prompt}
