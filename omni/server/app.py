@@ -45,7 +45,7 @@ def create_app(server: PipelineServer) -> FastAPI:
     # Its pages of documentation would fetch scripts from elsewhere.
     app = FastAPI(title="omni", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Guard, settings=server.settings)
+    app.add_middleware(Guard, settings=server.settings, check_room=server.check_room)
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
     app.add_exception_handler(ClientDisconnect, _tell_nobody)

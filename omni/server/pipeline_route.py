@@ -58,7 +58,7 @@ async def run(request: Request, name: str) -> Response:
     pipeline = server.find(name)
     line = await read_json(request, PipelineRequest)
     omni = pipeline.omni
-    pipeline.check_room()
+    pipeline.check_room(request.state.client)
     try:
         prepared = await asyncio.to_thread(_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(prepared.sampling)

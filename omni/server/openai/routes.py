@@ -50,7 +50,7 @@ async def chat(request: Request) -> Response:
     body = await read_json(request, ChatRequest)
     server = _server(request)
     pipeline = server.find(body.model)
-    pipeline.check_room()  # before files are decoded and fetched
+    pipeline.check_room(_client(request))  # before files are decoded and fetched
     prompt = await chat_prompt(body.messages, server.fetcher)
     answer = Chat(pipeline, _client(request), body, prompt)
     timeout_s = server.settings.limits.request_timeout_s

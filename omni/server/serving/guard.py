@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -59,10 +59,14 @@ class Guard:
     Args:
         app: behind the door. It finds a :class:`Client` in the state of its scope.
         settings: of the server.
+        check_room: raises an error if a request would not be taken now, whatever it asks for.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, check_room: Callable[[Client], None]
+    ) -> None:
         self._app = app
+        self._check_room = check_room
         self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
         self._max_body_bytes = settings.limits.max_body_bytes
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
@@ -84,12 +88,15 @@ class Guard:
                 return
             tenant = self._admit(scope["path"], headers)
             self._check_length(headers)
+            client = Client(request_id, tenant, headers.get("traceparent"))
+            # Whatever is posted is to be run. Under a load that is too much, what is refused must
+            # take nothing from what runs: its body is not even read.
+            if scope["type"] == "http" and scope["method"] == "POST":
+                self._check_room(client)
         except ApiError as error:
             await _refuse(error, scope, receive, answer.send)
         else:
-            scope.setdefault("state", {})["client"] = Client(
-                request_id, tenant, headers.get("traceparent")
-            )
+            scope.setdefault("state", {})["client"] = client
             if scope["type"] == "http":
                 receive = _Bounded(receive, self._max_body_bytes).receive
             await self._app(scope, receive, answer.send)

@@ -16,6 +16,7 @@ from omni.server.serving.stage_meters import Metered, StageMeters
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.server.serving.asked import AskedRequest
+    from omni.server.serving.guard import Client
     from omni.server.serving.request_spans import RequestSpans
     from stages import StageOutput
 
@@ -83,10 +84,10 @@ class RequestMeter:
     Args:
         meters: of the server.
         model: the pipeline's name.
-        request: which.
+        request: which; a client stands for a request of which nothing was read.
     """
 
-    def __init__(self, meters: Meters, model: str, request: AskedRequest) -> None:
+    def __init__(self, meters: Meters, model: str, request: AskedRequest | Client) -> None:
         self._meters = meters
         self._model = model
         self._record = RequestRecord(

@@ -18,6 +18,7 @@ from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.server.serving.guard import Client
     from omni.server.serving.settings import ServerSettings
 
 __all__ = ["PipelineServer"]
@@ -104,6 +105,21 @@ class PipelineServer:
                 code="model_not_found",
             )
         return pipeline
+
+    def check_room(self, client: Client) -> None:
+        """Check that a request would be taken now, before anything of it is read.
+
+        With several pipelines it has to be read for which one it is; that is checked later.
+
+        Args:
+            client: who asks.
+
+        Raises:
+            ApiError: with status 429: too many wait.
+        """
+        if len(self.pipelines) == 1:
+            for pipeline in self.pipelines.values():
+                pipeline.check_room(client)
 
     def start_loading(self) -> None:
         """Load the pipelines in a thread of their own."""

@@ -12,6 +12,8 @@ from omni.requests.stage_time import StageTime
 __all__ = ["RecentRequests", "RequestRecord"]
 
 _KEPT = 200
+_KEPT_REJECTED = 50
+_REJECTED = "rejected"
 
 
 @dataclass(slots=True)
@@ -79,17 +81,23 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """Keeps the last requests of all pipelines; what was before them is forgotten."""
+    """Keeps the last requests of all pipelines; what was before them is forgotten.
+
+    Those for which there was no room are kept apart: they come by the hundreds in a second, and
+    would leave nothing of the others.
+    """
 
     def __init__(self) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=_KEPT)
+        self._rejected: deque[RequestRecord] = deque(maxlen=_KEPT_REJECTED)
 
     def add(self, record: RequestRecord) -> None:
         """Take in one that has ended."""
-        self._records.append(record)
+        (self._rejected if record.status == _REJECTED else self._records).append(record)
 
     def of(self, model: str, tenant: str | None) -> Iterator[RequestRecord]:
-        """Those of a pipeline that came with one key, the newest first."""
-        for record in reversed(self._records):
+        """Those of a pipeline that came with one key, the one that ended last first."""
+        kept = [*self._records, *self._rejected]
+        for record in sorted(kept, key=lambda each: each.ended_s, reverse=True):
             if record.model == model and record.tenant == tenant:
                 yield record

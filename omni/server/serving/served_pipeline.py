@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from engine.interface.log_fields import package_logger
 from omni.server.serving.admission import Admission
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.meters import RequestMeter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
+    from omni.server.serving.guard import Client
     from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
     from stages import Stage, StageStats
@@ -134,8 +136,11 @@ class ServedPipeline:
         omni = self._omni
         return {} if omni is None else omni.replica_stats()
 
-    def check_room(self) -> None:
+    def check_room(self, client: Client) -> None:
         """Check that a request would be taken now, before any work is put into it.
+
+        Args:
+            client: who asks.
 
         Raises:
             ApiError: with status 429: too many wait.
@@ -144,7 +149,7 @@ class ServedPipeline:
             self.admission.check_room()
         except ApiError:
             if self.meters is not None:
-                self.meters.requests.labels(self.name, "rejected").inc()
+                RequestMeter(self.meters, self.name, client).end("rejected")
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:

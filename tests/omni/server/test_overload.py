@@ -83,11 +83,10 @@ def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refus
     wait_until(lambda: small.num_tasks() <= tasks)
 
 
-def test_who_comes_to_a_full_server_is_told_so_before_any_work_is_done():
+def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
     """Files of a request are decoded, or fetched, only when there is room for it."""
-    with LiveServer([gated_pipeline("full")], max_running_requests=1, max_waiting_requests=0) as (
-        server
-    ):
+    pipelines = [gated_pipeline("full"), gated_pipeline("free")]
+    with LiveServer(pipelines, max_running_requests=1, max_waiting_requests=0) as server:
         client = server.client()
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,no base64!"}}
         wrong: Any = [{"role": "user", "content": [image]}]
@@ -99,13 +98,44 @@ def test_who_comes_to_a_full_server_is_told_so_before_any_work_is_done():
             wait_until(lambda: admission.num_running == 1)
             with pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="full", messages=wrong)
-            refused = client.with_options(max_retries=0)
             with pytest.raises(openai.RateLimitError):
-                refused.post("/pipelines/full", cast_to=object, body={"prompt_embeds": "wrong"})
+                client.post("/pipelines/full", cast_to=object, body={"prompt_embeds": "wrong"})
+            GATES["free"].open()
+            other = client.completions.create(model="free", prompt="y")
+            assert other.choices[0].text == "free(y)"
             GATES["full"].open()
             assert running.result().choices[0].text == "full(x)"
         counted = server.pipelines.meters.text().decode()
         assert 'omni_requests_total{model="full",status="rejected"} 2.0' in counted
+        assert 'omni_requests_total{model="free",status="rejected"}' not in counted
+
+
+def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
+    with LiveServer([gated_pipeline("full")], max_running_requests=1, max_waiting_requests=0) as (
+        server
+    ):
+        client = server.client()
+        admission = server.pipelines.pipelines["full"].admission
+        GATES["full"].open(2)
+        assert client.completions.create(model="full", prompt="x").choices[0].text == "full(x)"
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(client.completions.create, model="full", prompt="y")
+            wait_until(lambda: admission.num_running == 1)
+            for _ in range(300):
+                with connected(server) as sender:
+                    # The body never comes.
+                    sender.sendall(raw_request(model="?", prompt="z" * 1000).partition(b"z")[0])
+                    status, _, rest = sender.recv(1 << 16).partition(b"\r\n")
+                    assert status == b"HTTP/1.1 429 Too Many Requests"
+                    assert b"retry-after: " in rest.lower()
+            GATES["full"].open()
+            assert running.result().choices[0].text == "full(y)"
+        told = client.get("/pipelines/full/requests", cast_to=dict[str, Any])["data"]
+        assert {each["status"] for each in told} == {"ok", "rejected"}
+        assert [each["status"] for each in told].count("ok") == 2
+        assert told[0]["status"] == "ok", "the one that ended last comes first"
+        counted = server.pipelines.meters.text().decode()
+        assert 'omni_requests_total{model="full",status="rejected"} 300.0' in counted
 
 
 def raw_request(**fields: Any) -> bytes:
