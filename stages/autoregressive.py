@@ -202,6 +202,7 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
             num_prompt_tokens=output.num_prompt_tokens,
             num_cached_tokens=output.num_cached_tokens,
             encoder_prompt_token_ids=output.encoder_prompt_token_ids,
+            prompt_token_ids=output.prompt_token_ids if output.finished else (),
             tensors=first.tensors,
             logprobs=as_stored(first, "logprobs"),
             completions=defer(Deferred(lambda: tuple(map(_completion, output.outputs)))),

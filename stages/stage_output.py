@@ -50,6 +50,8 @@ class StageOutput:
         num_prompt_tokens: tokens of the stage's input.
         num_cached_tokens: of these, how many the cache saved computing.
         encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
+        prompt_token_ids: ids of the stage's input, when finished, with those that the model chose
+            itself, such as a speech model's language; empty for embeddings.
         tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
             stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
         logprobs: per generated token, when asked for.
@@ -72,6 +74,7 @@ class StageOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     encoder_prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     completions: tuple[Completion, ...] = ()

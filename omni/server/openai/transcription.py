@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from stages import StageOutput
 
 __all__ = ["Transcription", "TranscriptionRequest", "read_transcription"]
+
+
+_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+"""How speech models' prompts name a language; their other words are longer."""
 
 
 class TranscriptionRequest(ApiModel):
@@ -144,14 +149,21 @@ class Transcription:
 
     async def _verbose(self, text: str, output: StageOutput) -> _Answer:
         answer = _Answer(text=text, task=self._task)
-        if self._body.language is not None:
-            answer.language = self._body.language
+        language = self._body.language or self._detected(output)
+        if language is not None:
+            answer.language = language
         source = MediaSource(self._audio, "sound", len(self._audio))
         answer.duration = await asyncio.to_thread(stated_duration, source)
         answer.segments = segments_of(
             output.token_ids, output.windows, answer.duration, self._tokenizer
         )
         return answer
+
+    def _detected(self, output: StageOutput) -> str | None:
+        """The language that the model found out; None if it knows one only."""
+        pieces = self._tokenizer.convert_ids_to_tokens(list(output.prompt_token_ids))
+        found = (_LANGUAGE.fullmatch(piece or "") for piece in pieces)
+        return next((match[1] for match in found if match is not None), None)
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:

@@ -194,6 +194,19 @@ def test_speech_is_written_down(media: LiveServer, client: Any, kind: str):
         assert "<|" not in answer.text
 
 
+def test_the_language_that_the_model_found_out_is_told(media: LiveServer, client: Any):
+    name = "transcribe_then_summarize"
+    answer = client.audio.transcriptions.create(
+        model=name, file=("speech.wav", sound(seconds=1.0)), response_format="verbose_json"
+    )
+    prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
+    expected = in_python(media, name, OmniRequest(prompt)).stages["transcriber"]
+    tokenizer: Any = media.pipelines.find(name).tokenizer("transcriber")
+    assert answer.language in ("de", "en", "zh"), "what the checkpoint knows"
+    token = tokenizer.convert_tokens_to_ids(f"<|{answer.language}|>")
+    assert expected.prompt_token_ids[1] == token
+
+
 def test_a_long_recording_has_segments_from_its_begin_to_its_end(media: LiveServer, client: Any):
     answer = client.audio.transcriptions.create(
         model="transcribe_then_summarize",
@@ -230,10 +243,11 @@ def test_what_needs_a_tokenizer_works_wherever_stages_run(checkpoint_cache: obje
     config = PipelineConfig.load("transcribe_then_summarize", {"runtime.kind": kind})
     with LiveServer([config]) as server, server.client() as client:
         written = client.audio.transcriptions.create(
-            model=config.name, file=("speech.wav", sound(seconds=1.0)), language="en",
+            model=config.name,
+            file=("speech.wav", sound(seconds=1.0)),
             response_format="verbose_json",
-        )  # fmt: skip
-        assert written.segments is not None
+        )
+        assert written.segments is not None and len(written.language) == 2
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's own method
