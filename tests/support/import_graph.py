@@ -34,7 +34,7 @@ def module_name(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_names(source: str, package: str = "") -> Iterator[tuple[int, str]]:
+def imported_names(source: str | ast.Module, package: str = "") -> Iterator[tuple[int, str]]:
     """Line and dotted name of every import, wherever in the file it stands.
 
     ``from a import b`` is ``a.b``, be it a module or not. Imports inside functions and under
@@ -42,10 +42,10 @@ def imported_names(source: str, package: str = "") -> Iterator[tuple[int, str]]:
     ``__import__("...")``.
 
     Args:
-        source: of the file.
+        source: of the file, or the tree of it.
         package: that the file is in, for relative imports; without one they are left out.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source) if isinstance(source, str) else source):
         match node:
             case ast.Import(names=names):
                 for alias in names:
@@ -65,7 +65,7 @@ def imported_names(source: str, package: str = "") -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
-def imported_packages(source: str) -> Iterator[tuple[int, str]]:
+def imported_packages(source: str | ast.Module) -> Iterator[tuple[int, str]]:
     """Line and top-level package of every absolute import."""
     seen = ((line, name.partition(".")[0]) for line, name in imported_names(source))
     yield from dict.fromkeys(seen)
