@@ -98,6 +98,17 @@ class Checkpoint:
             raise ValueError(f"{self.path / CONFIG_FILE} states no architectures")
         return str(architectures[0])
 
+    @property
+    def whole_config(self) -> PreTrainedConfig:
+        """The config of the folder, also if this is one of several models in it.
+
+        Raises:
+            ValueError: the file has changed, and cannot be used any more.
+        """
+        if self.part is None:
+            return self.config
+        return load_config(self.path, trust_remote_code=self.trust_remote_code)
+
     @cached_property
     def weight_files(self) -> Mapping[str, str]:
         """Tensor name to the file that holds it; reads headers only.

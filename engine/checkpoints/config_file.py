@@ -6,13 +6,15 @@ read other files or build endless lists. Then come the values, in :mod:`config_v
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
 from engine.checkpoints.late_activations import import_validators
@@ -26,6 +28,8 @@ CONFIG_FILE = "config.json"
 # Lists as long as these are made before any value is looked at.
 _MOST_LAYERS = 4096
 _MOST_LABELS = 2**20
+# Configs of checkpoints, for the next who opens one of them.
+_MOST_KEPT = 16
 _REFUSED = {
     "configuration_files": "names other files to take this one's place, which is not supported",
     "quantization_config": "says that weights are quantized, which is not supported",
@@ -65,6 +69,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Make a config of transformers of a ``config.json`` that was read before.
 
+    Stages that share a checkpoint ask for the same one: it is made once, and copied.
+
     Args:
         folder: of the checkpoint.
         trust_remote_code: whether it may come with its own Python code.
@@ -75,19 +81,40 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     file = folder / CONFIG_FILE
     import_validators()
     try:
-        with quiet_config_log():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                folder,
-                trust_remote_code=trust_remote_code,
-                local_files_only=not trust_remote_code,
-            )
-        # A stranger's choice could be code that is fetched from the hub.
-        config._attn_implementation = None
-        config._experts_implementation = None
-        check_values(config)
+        if trust_remote_code:
+            return _made(folder, trust_remote_code=True)
+        content = file.read_bytes()
+        return deepcopy(_kept(folder, content, _class_of(content)))
     # Values of a wrong kind make transformers' classes raise whatever they stumble over.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
+
+
+@lru_cache(_MOST_KEPT)
+def _kept(
+    folder: Path, content: bytes, config_class: type[PreTrainedConfig] | None
+) -> PreTrainedConfig:
+    """What is made of such a file, as long as its text and the class for it are the same."""
+    return _made(folder, trust_remote_code=False)
+
+
+def _class_of(content: bytes) -> type[PreTrainedConfig] | None:
+    """What transformers has for the type that a config names; packages may register others."""
+    model_type = json.loads(content).get("model_type")
+    return CONFIG_MAPPING.get(model_type)
+
+
+def _made(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
+    with quiet_config_log():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not trust_remote_code,
+        )
+    # A stranger's choice could be code that is fetched from the hub.
+    config._attn_implementation = None
+    config._experts_implementation = None
+    check_values(config)
     return config
 
 

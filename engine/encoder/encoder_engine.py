@@ -94,7 +94,9 @@ class EncoderEngine(Engine[EncoderOutput]):
             trust_remote_code=config.trust_remote_code,
         )
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(
-            str(checkpoint.path), trust_remote_code=config.trust_remote_code
+            str(checkpoint.path),
+            trust_remote_code=config.trust_remote_code,
+            config=checkpoint.whole_config,
         )
         self.hidden_size: int = self._model.hidden_size
         self.dtype = dtype

@@ -111,8 +111,8 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     checkpoint, model = choices.checkpoint, _load_model(config, choices)
     tokenizer = None
     if find_family(checkpoint).reads_text:
-        remote = config.trust_remote_code
-        tokenizer = load_tokenizer(str(checkpoint.path), trust_remote_code=remote)
+        remote, whole = config.trust_remote_code, checkpoint.whole_config
+        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
     kv_config, plan = _plan(config, model, choices)
     manager = KVCacheManager(
         kv_config,

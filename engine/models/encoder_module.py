@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.models.model_settings import ModelSettings
@@ -115,6 +116,27 @@ class TextEncoder(EncoderModule):
         return rows
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out what would fill tensors without memory, in this thread.
+
+    torch writes such calls out in Python, each many operations long: a vocoder, with hundreds of
+    small filters, took longer to be made than to be loaded.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func in _FILLS:
+                return args[0]
+            if func is torch.sinc:
+                return torch.empty_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_FILLS = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_})
+
+
 def build_empty(
     make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
@@ -127,7 +149,7 @@ def build_empty(
         config: of that class; it gets a copy.
         settings: types and places.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         module = make(deepcopy(config))
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)

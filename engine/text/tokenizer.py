@@ -43,7 +43,10 @@ _FEWEST_CHARS, _MOST_CHARS = 2**16, 2**22
 
 
 def load_tokenizer(
-    model_path: str | Path, *, trust_remote_code: bool = False
+    model_path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a checkpoint folder; None when it brings none.
 
@@ -52,6 +55,7 @@ def load_tokenizer(
     Args:
         model_path: the folder.
         trust_remote_code: whether the tokenizer may come with its own Python code.
+        config: what was made of the folder's ``config.json``; None to have it made again.
 
     Raises:
         ValueError: the folder is not there, or its tokenizer cannot be loaded.
@@ -64,7 +68,7 @@ def load_tokenizer(
     try:
         with panics_as_errors():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
             )
             # The first call settles how it cuts and pads. Later ones only read, and several
             # threads may make them at once.

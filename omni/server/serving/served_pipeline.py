@@ -197,4 +197,5 @@ def _tokenizer_of(
         return None
     engine = settings.engine
     checkpoint = open_checkpoint(settings.model, part=settings.part, revision=engine.revision)
-    return load_tokenizer(checkpoint.path, trust_remote_code=engine.trust_remote_code)
+    remote, whole = engine.trust_remote_code, checkpoint.whole_config
+    return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)

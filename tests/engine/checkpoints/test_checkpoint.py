@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
 from omni.seeded.language_models import build_causal_lm
@@ -55,6 +56,24 @@ def test_load_into_converts_the_type(folder: Path):
     targets = {name: tensor.bfloat16() for name, tensor in places(folder).items()}
     Checkpoint.open(folder).load_into(targets)
     assert all(torch.equal(targets[name], t.bfloat16()) for name, t in stored(folder).items())
+
+
+def test_a_config_is_made_anew_when_its_file_or_its_class_has_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Other(PreTrainedConfig):
+        model_type = "qwen2"
+
+    file = folder / "config.json"
+    told = json.loads(file.read_text())
+    first, second = Checkpoint.open(folder).config, Checkpoint.open(folder).config
+    first.hidden_size += 1
+    assert second.hidden_size == told["hidden_size"], "each has its own"
+    file.write_text(json.dumps(told | {"hidden_size": 2 * told["hidden_size"]}))
+    assert Checkpoint.open(folder).config.hidden_size == 2 * told["hidden_size"]
+    file.write_text(json.dumps(told))
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "qwen2", Other)
+    assert type(Checkpoint.open(folder).config) is Other
 
 
 def test_generation_config_is_optional(folder: Path):

@@ -1,0 +1,42 @@
+"""Modules of transformers are made without memory, and computed buffers come out as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniToken2WavBigVGANModel,
+)
+
+from engine.models.encoder_module import build_empty
+from engine.models.model_settings import ModelSettings
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+def test_buffers_are_those_of_transformers_and_weights_have_their_places():
+    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
+    config.upsample_initial_channel = 64
+    expected = Qwen2_5OmniToken2WavBigVGANModel(config)
+    for device in (META, CPU):
+        settings = ModelSettings(torch.float32, device, 4, 64)
+        found = build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)
+        places = {name: (each.shape, each.dtype) for name, each in expected.state_dict().items()}
+        assert places == {
+            name: (each.shape, each.dtype) for name, each in found.state_dict().items()
+        }
+        assert {each.device for each in found.parameters()} == {device}
+    buffers = dict(expected.named_buffers())
+    assert buffers
+    for name, buffer in found.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_what_is_made_afterwards_is_filled_as_ever():
+    settings = ModelSettings(torch.float32, META, 4, 64)
+    config = AutoConfig.for_model("qwen2_5_omni").token2wav_config.bigvgan_config
+    build_empty(Qwen2_5OmniToken2WavBigVGANModel, config, settings)
+    layer = nn.Linear(8, 8)
+    assert layer.weight.std() > 0 and torch.isfinite(layer.weight).all()
