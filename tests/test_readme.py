@@ -113,8 +113,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint_cache: Path) -> 
     "command", [each for each in commands() if not each.startswith(tuple(NOT_RUN_HERE))]
 )
 def test_the_command_works_as_printed(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if "--runtime ray" in command:  # one for all tests; tests of commands start their own
+        request.getfixturevalue("ray_cluster")
     assert command.startswith("omni "), f"say how {command!r} is tested, or why it is not"
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, shlex.split(command)[1:])

@@ -230,6 +230,5 @@ def test_what_the_cluster_does_not_have(
     ray_cluster: SessionCluster, placement: dict[str, object], told: str
 ) -> None:
     overrides = {f"stages.writer.placement.{key}": value for key, value in placement.items()}
-    config = PipelineConfig.load("two_step", overrides | {"runtime.kind": "ray"})
     with pytest.raises(ValueError, match=rf"^stage 'writer': {told}"):
-        Omni(config)
+        Omni("two_step", runtime="ray", overrides=overrides)

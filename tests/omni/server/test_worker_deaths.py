@@ -24,7 +24,7 @@ from tests.support.patience import PATIENCE_S
 PROMPTS = ["A quick brown fox", "A quick brown dog", "Hello", "Once upon a time"]
 
 
-def served(max_retries: int) -> PipelineConfig:
+def served(max_retries: int, kind: str = "processes") -> PipelineConfig:
     stage = {
         "kind": "autoregressive",
         "model": "seeded:qwen2",
@@ -33,7 +33,7 @@ def served(max_retries: int) -> PipelineConfig:
         "outputs": [],
         "final_output": "text",
     }
-    runtime = {"kind": "processes", "max_retries": max_retries}
+    runtime = {"kind": kind, "max_retries": max_retries}
     return PipelineConfig.model_validate(
         {"name": "chat", "runtime": runtime, "stages": {"writer": stage}}
     )
@@ -84,8 +84,15 @@ def writer_of(told: Any) -> dict[str, Any]:
     return dict(worker)
 
 
-def test_streams_go_on_where_they_were_when_their_worker_is_killed() -> None:
-    with LiveServer([served(max_retries=1)]) as server:
+@pytest.mark.parametrize(
+    ("kind", "told_of"), [("processes", "was killed by SIGKILL"), ("ray", "died (")]
+)
+def test_streams_go_on_where_they_were_when_their_worker_is_killed(
+    kind: str, told_of: str, request: pytest.FixtureRequest
+) -> None:
+    if kind == "ray":  # one for all
+        request.getfixturevalue("ray_cluster")
+    with LiveServer([served(max_retries=1, kind=kind)]) as server:
         client = server.client()
         whole = [
             client.completions.create(model="chat", prompt=prompt, max_tokens=100).choices[0].text
@@ -102,7 +109,7 @@ def test_streams_go_on_where_they_were_when_their_worker_is_killed() -> None:
         assert (status, told["status"]) == (200, "ready")
         worker = writer_of(told)
         assert (worker["state"], worker["num_restarts"]) == ("up", 1)
-        assert worker["last_end"] == "was killed by SIGKILL" and worker["ended_at"] > 0
+        assert worker["last_end"].startswith(told_of) and worker["ended_at"] > 0
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
             metrics = answer.read().decode()
         labels = '{model="chat",replica="0",stage="writer"}'
