@@ -1,0 +1,81 @@
+"""The demos, and what they suggest to try next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import soundfile
+from typer.testing import CliRunner, Result
+
+from omni.commands.cli import app
+from omni.commands.demo import NEXT
+from omni.commands.random_demo import RANDOM_NEXT
+from tests.support.import_graph import ROOT
+
+pytestmark = pytest.mark.usefixtures("checkpoint_cache")
+
+
+def omni(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_demo_hears_answers_aloud_and_hits(tmp_path: Path) -> None:
+    result = omni("demo", "--output-dir", tmp_path / "answers")
+    assert result.exit_code == 0, result.output
+    heard = re.findall(r"heard +(.*)\n +said +'(.*)', in", result.stdout)
+    assert heard[:2] == [("12 + 30", "forty two"), ("42 * 2", "eighty four")]
+    assert len(heard) == 3
+    lengths = [soundfile.info(file).duration for file in sorted((tmp_path / "answers").iterdir())]
+    assert len(lengths) == 3 and all(0.3 < seconds < 4 for seconds in lengths)
+    hits = re.findall(r"thinker: (\d+) of (\d+) input tokens", result.stdout)
+    assert int(hits[1][0]) >= int(hits[0][1]) - 8  # the second turn hits the first
+    assert result.stdout.count("first sound after") == 3
+    assert "cached equals uncached: 3 of 3" in result.stdout
+    # Confidence is peaked where something was learnt: rounding decides nothing.
+    assert "near tie" not in result.stdout
+
+
+def test_the_random_demo_shows_texts_hits_and_time_saved(
+    monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
+) -> None:
+    monkeypatch.setattr(
+        "omni.commands.random_demo._MODELS",
+        {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
+        | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
+    )
+    result = omni("demo", "--random")
+    assert result.exit_code == 0, result.output
+    assert "input tokens from the cache" in result.stdout
+    assert "cached equals uncached: 6 of 6" in result.stdout
+    assert "Warm caches hit" in result.stdout
+    assert result.stdout.count("first sound after") == 2
+    assert " 0 of 81 input tokens" not in result.stdout  # the second turn hits the first
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "command",
+    # Demos are tried above, and what the README shows is run by its own test.
+    [
+        each
+        for each in (*NEXT, *RANDOM_NEXT)
+        if "demo" not in each and f"\nomni {each}\n" not in README
+    ],
+)
+def test_what_the_demo_suggests_works_as_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = omni(*shlex.split(command))
+    assert result.exit_code == 0, result.output
+    assert "nothing was proven" not in result.output
+    assert "near tie" not in result.output
