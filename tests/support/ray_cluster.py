@@ -56,11 +56,11 @@ class SessionCluster:
         """An actor that hands on what it gets, for workers that are threads of this process."""
         return start_relay()
 
-    @property
-    def num_actors(self) -> int:
-        """Those that are alive, of whatever process."""
+    def num_actors(self, pid: int) -> int:
+        """Those that are alive of a process; other workers of the run have some, too."""
+        jobs = {job["JobID"] for job in ray._private.state.jobs() if job["DriverPid"] == pid}
         listed = ray._private.state.actors().values()
-        return sum(actor["State"] != "DEAD" for actor in listed)
+        return sum(actor["State"] != "DEAD" and actor["JobID"] in jobs for actor in listed)
 
     @property
     def store_bytes(self) -> int:

@@ -113,20 +113,20 @@ def test_whoever_is_killed_takes_the_cluster_along(
 def test_an_interrupted_run_leaves_nothing_in_the_cluster_that_it_joined(
     tmp_path: Path, long_run: tuple[str, ...], ray_cluster: SessionCluster
 ) -> None:
-    before = ray_cluster.num_actors
     run = MarkedRun(
         *(*long_run, "--address", ray_cluster.address),
         folder=tmp_path,
         environment=ray_cluster.environment,
     )
     wait_until_underway(run, tmp_path)
-    assert ray_cluster.num_actors == before + 1, "it is this cluster that it is in"
+    pid = run.process.pid
+    assert ray_cluster.num_actors(pid) == 1, "it is this cluster that it is in"
     run.process.send_signal(signal.SIGINT)
     status, _, err = run.finish()
     assert status == 130, err
     assert "Traceback" not in err, err
     run.check_nothing_left()
-    wait_for(lambda: ray_cluster.num_actors == before)
+    wait_for(lambda: not ray_cluster.num_actors(pid))
 
 
 def test_an_address_where_nothing_answers_is_one_error(tmp_path: Path) -> None:

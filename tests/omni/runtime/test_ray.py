@@ -129,16 +129,17 @@ def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: Spoken
     assert spoken(speaking) == speeches
 
 
-def spoken(omni: Omni, each_turn: Callable[[int], object] = lambda number: None) -> Spoken:
+def spoken(omni: Omni, at_first_sound: Callable[[], object] = lambda: None) -> Spoken:
     """What is said by the end, whose pieces are told once."""
     heard: dict[str, list[torch.Tensor]] = {}
     last: dict[str, OmniOutput] = {}
     requests = [OmniRequest(prompt, request_id) for request_id, prompt in SAID.items()]
-    for number, output in enumerate(omni.stream(requests)):
-        each_turn(number)
+    for output in omni.stream(requests):
         assert output.error is None, output.error
         piece = output.stages.get("code2wav")
         if piece is not None and piece.audio_delta is not None:
+            if not heard:
+                at_first_sound()
             heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
         if output.finished:
             last[output.request_id] = output
@@ -148,22 +149,13 @@ def spoken(omni: Omni, each_turn: Callable[[int], object] = lambda number: None)
 
 
 @pytest.mark.parametrize(
-    ("victim", "after", "how"),
-    [
-        ("talker", 3, signal.SIGSTOP),
-        ("code2wav", 9, signal.SIGKILL),
-    ],
+    ("victim", "how"), [("talker", signal.SIGSTOP), ("code2wav", signal.SIGKILL)]
 )
 def test_an_actor_that_dies_is_missed_by_nobody(
-    speaking: Omni, speeches: Spoken, victim: str, after: int, how: signal.Signals
+    speaking: Omni, speeches: Spoken, victim: str, how: signal.Signals
 ) -> None:
     (before,) = pids_of(speaking, victim)
-
-    def strike(number: int) -> None:
-        if number == after:
-            os.kill(before, how)
-
-    assert spoken(speaking, strike) == speeches
+    assert spoken(speaking, lambda: os.kill(before, how)) == speeches
     assert spoken(speaking) == speeches
     assert pids_of(speaking, victim) != [before]
     check_integrity(speaking)
@@ -172,11 +164,11 @@ def test_an_actor_that_dies_is_missed_by_nobody(
 def test_a_stage_that_cannot_be_built_is_one_error_and_ends_the_others(
     ray_cluster: SessionCluster,
 ) -> None:
-    before = ray_cluster.num_actors
+    before = ray_cluster.num_actors(os.getpid())
     wrong = {"tail": -1, "final_output": "text"}
     with pytest.raises(ValueError, match=r"^stage 'talker': tail must not be negative, got -1$"):
         Omni(fake_speech({"kind": "ray"}, ("thinker", "talker"), talker=wrong))
-    wait_for(lambda: ray_cluster.num_actors == before)
+    wait_for(lambda: ray_cluster.num_actors(os.getpid()) == before)
 
 
 def test_without_its_token_a_cluster_is_not_joined(ray_cluster: SessionCluster) -> None:
