@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,8 @@ class ActorConnection(Connection):
         content = self._codec.encode(message, share)
         with self._lock:
             self._check_open()
-            self._actor.take.remote(self._num_sent, content, references)
+            with _room_for(len(content)):  # Ray puts a large one into the store, too
+                self._actor.take.remote(self._num_sent, content, references)
             self._num_sent += 1
 
     def kill(self, reason: str) -> None:
@@ -222,11 +223,22 @@ def _put(content: NDArray[np.uint8]) -> Any:
     Raises:
         MemoryError: it has no room for them.
     """
-    try:
+    with _room_for(content.nbytes):
         return ray.put(content)
+
+
+@contextmanager
+def _room_for(nbytes: int) -> Iterator[None]:
+    """Raise what Ray raises of a full store as what it is.
+
+    Raises:
+        MemoryError: there is no room.
+    """
+    try:
+        yield
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         raise MemoryError(
-            f"Ray's object store has no room for {content.nbytes} bytes; give it more: ray start "
+            f"Ray's object store has no room for {nbytes} bytes; give it more: ray start "
             "--object-store-memory"
         ) from error
 

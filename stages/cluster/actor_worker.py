@@ -80,7 +80,9 @@ class ActorWorker:
         )
         self._thread.start()
 
-    @ray.method(concurrency_group="take", num_returns=0)
+    # A call that is lost on its way is made again, perhaps twice: without it all that come after
+    # would wait for ever.
+    @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def take(self, number: int, content: bytes, references: list[Any]) -> None:
         """Take a message.
 
@@ -102,7 +104,7 @@ class ActorWorker:
             self._outbox.end(f"could not take a message: {described(error)}")
             self._loop.end()
 
-    @ray.method(concurrency_group="take", num_returns=0)
+    @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def end(self) -> None:
         """Have the worker end after its turn."""
         self._loop.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -130,21 +131,28 @@ class Household:
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[ObjectBytes] = weakref.WeakSet()
+        self._lock = threading.Lock()  # every actor's thread adds some
 
     def add(self, member: ObjectBytes) -> None:
         """Know of one."""
-        self._members.add(member)
+        with self._lock:
+            self._members.add(member)
 
     def bring_home(self) -> None:
         """Make copies of all that somebody still has."""
-        for member in list(self._members):
+        for member in self._present():
             member.bring_home()
 
     def bring_home_direct(self) -> None:
-        """The same of what lies in actors, which are about to end."""
-        for member in list(self._members):
-            if member.is_direct:
+        """The same of what lies in actors, which are about to end, and may hang."""
+        until = time.monotonic() + _FETCHED_WITHIN_S
+        for member in self._present():
+            if member.is_direct and time.monotonic() < until:
                 member.bring_home()
+
+    def _present(self) -> list[ObjectBytes]:
+        with self._lock:
+            return list(self._members)
 
 
 class Attachments:

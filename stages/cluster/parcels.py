@@ -109,15 +109,20 @@ class Outbox:
 
 
 class InOrder(Generic[_Item]):
-    """Gives numbered items in the order of their numbers, whatever order they come in."""
+    """Gives numbered items in the order of their numbers, once, in whatever order they come."""
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, _Item] = {}
 
+    def __len__(self) -> int:
+        """How many wait for one that comes before them."""
+        return len(self._early)
+
     def put(self, number: int, item: _Item) -> Iterator[_Item]:
-        """Take one in; those whose turn it is."""
-        self._early[number] = item
+        """Take one in; those whose turn it is. One that came before comes to nothing."""
+        if number >= self._next:
+            self._early[number] = item
         while self._next in self._early:
             yield self._early.pop(self._next)
             self._next += 1

@@ -35,7 +35,12 @@ def connect_process(
         threads=spec.threads,
         name=f"omni {spec.label}",
     )
-    return ProcessConnection(process, on_message, on_end)
+    try:
+        return ProcessConnection(process, on_message, on_end)
+    except BaseException:  # there are no descriptors left, or no threads
+        process.sock.close()
+        process.kill()
+        raise
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:

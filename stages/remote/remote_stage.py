@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteStage", "StartingStage", "WorkerPolicy"]
 
 _ANSWER_S = 0.2
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class StartingStage:
                         raise ValueError(message.error)
                     case Ended():
                         raise ValueError(f"its worker {message.reason}, before it was built")
-            self._has_news.wait()
+            while not self._has_news.wait(_LOOK_S):  # one that hangs says nothing for ever
+                life.check_alive()
 
 
 class RemoteStage(LinkedStage):

@@ -12,12 +12,16 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from engine.interface.log_fields import package_logger
 from stages.remote.keeper import Keeper, ZygoteGone
 from stages.remote.start_order import StartOrder
 
 __all__ = ["WorkerProcess", "shut_down", "start_worker", "warm_up"]
 
+_LOG = package_logger(__name__)
 _NUMBERS = itertools.count()
+_TOLD_WITHIN_S = 10.0
+"""Of a killed worker's end: by the process that it was forked from, which may hang."""
 
 
 class WorkerProcess:
@@ -71,7 +75,8 @@ class WorkerProcess:
         self._signal(signal.SIGTERM)
         if not self.wait(grace_s):
             self.kill()
-            self._has_ended.wait()
+            if not self.wait(_TOLD_WITHIN_S):
+                _LOG.error("%r was killed, and nobody tells of its end", self)
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, suppress(ProcessLookupError):

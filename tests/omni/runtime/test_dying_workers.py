@@ -18,6 +18,7 @@ from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage, StageRequest
 from stages.remote import worker_life, worker_main
+from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import Beat, WorkerSpec
 from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
 from stages.remote.worker_life import WorkerLife
@@ -330,3 +331,30 @@ def test_a_worker_that_says_nothing_counts_as_dead() -> None:
         gate.set()
         assert last.error is None and last.stages["b"].text == "b(a(x))"
         assert pipeline.workers.started.count("b") == 2
+
+
+class _Silent(Connection):
+    """One that hangs before its first word."""
+
+    start_patience_s = 0.0
+
+    def __init__(self, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end
+
+    def send(self, message: Any) -> None:
+        raise WorkerGone("it never came so far")
+
+    def kill(self, reason: str) -> None:
+        self._on_end(reason)
+
+    def close(self, grace_s: float) -> None:
+        pass
+
+
+def test_a_worker_that_hangs_before_its_first_word_is_not_waited_for_for_ever() -> None:
+    (shape,) = (stage for stage in speech_stages((None, None)) if stage.name == "thinker")
+    spec = WorkerSpec("thinker", "", "", None, ())
+    policy = WorkerPolicy(stall_timeout_s=0.01)
+    starting = StartingStage(shape, [spec], lambda _, __, on_end: _Silent(on_end), policy)
+    with pytest.raises(ValueError, match=r"its worker gave no sign of life for 0\.01 s, before it"):
+        starting.wait()

@@ -17,6 +17,12 @@ def test_messages_are_taken_in_the_order_of_their_numbers(order: tuple[int, ...]
     assert taken == [f"message {number}" for number in range(4)]
 
 
+def test_a_message_that_comes_twice_is_taken_once() -> None:
+    inbox: InOrder[int] = InOrder()
+    taken = [item for number in (1, 0, 0, 1, 3, 3, 2, 3) for item in inbox.put(number, number)]
+    assert taken == [0, 1, 2, 3] and not len(inbox)
+
+
 def test_an_outbox_gives_all_that_it_has_before_its_end() -> None:
     outbox = Outbox()
     parcels = [Parcel(bytes([number])) for number in range(100)]

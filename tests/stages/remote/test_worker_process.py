@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -19,9 +20,11 @@ import psutil
 import pytest
 import torch
 
+from stages.remote import process_connection
 from stages.remote import worker_process as module
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
+from stages.remote.control import WorkerSpec
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_process import WorkerProcess, shut_down, start_worker
 from stages.stage import StageOutput
@@ -173,6 +176,42 @@ def test_a_worker_that_is_asked_to_end_may_be_killed(start: Callable[..., Worker
     os.kill(stopped.pid, signal.SIGSTOP)
     stopped.terminate(0.0)
     assert stopped.exit_reason in ("was killed by SIGKILL", "was killed by SIGTERM")
+
+
+def test_nobody_waits_for_ever_for_a_zygote_that_hangs(
+    start: Callable[..., WorkerProcess],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(module, "_TOLD_WITHIN_S", 0.0)
+    worker = start("hold_on")
+    assert worker.sock.recv(4)
+    zygote().suspend()
+    try:
+        worker.terminate(0.0)
+        assert worker.exit_reason is None
+        assert "was killed, and nobody tells of its end" in caplog.text
+    finally:
+        zygote().resume()
+    assert worker.wait(PATIENCE_S) and worker.exit_reason == "was killed by SIGKILL"
+
+
+def test_a_worker_that_nobody_can_speak_to_is_ended(
+    start: Callable[..., WorkerProcess], monkeypatch: pytest.MonkeyPatch
+):
+    worker = start("echo", b"x")
+    assert worker.sock.recv(1)
+
+    def no_channel(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(process_connection, "start_worker", lambda *_, **__: worker)
+    monkeypatch.setattr(process_connection, "Channel", no_channel)
+    spec = WorkerSpec("stage", "", "", None, ())
+    with pytest.raises(OSError, match="Too many open files"):
+        process_connection.connect_process(spec, lambda _: None, lambda _: None)
+    assert worker.sock.fileno() == -1
+    assert worker.wait(PATIENCE_S) and worker.exit_reason
 
 
 def test_ctrl_c_is_for_the_parent(start: Callable[..., WorkerProcess]):

@@ -1,0 +1,66 @@
+"""What a process has of a cluster's objects, and what does not fit into their store."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.object_bytes import Household, ObjectBytes
+from stages.remote.control import Idle
+
+
+def reference() -> Any:
+    return SimpleNamespace(tensor_transport=lambda: None)
+
+
+def test_a_household_may_grow_while_it_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    household = Household()
+    held = [ObjectBytes(reference(), 1, household) for _ in range(200)]
+    monkeypatch.setattr(ray, "get", lambda _: np.zeros(1, np.uint8))
+    is_over = threading.Event()
+    more: list[ObjectBytes] = []
+
+    def grow() -> None:
+        while not is_over.is_set():
+            more.append(ObjectBytes(reference(), 1, household))
+            if len(more) > 500:
+                more.clear()
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        for _ in range(1000):
+            household.bring_home_direct()
+        household.bring_home()
+    finally:
+        is_over.set()
+        thread.join()
+    assert all(each.reference is None for each in held)
+
+
+class _FullStore:
+    """An actor whose messages find no room."""
+
+    def __init__(self) -> None:
+        self.say = SimpleNamespace(remote=lambda _: iter(()))
+        self.take = SimpleNamespace(remote=self._refuse)
+
+    def _refuse(self, *_: object) -> None:
+        raise ray.exceptions.ObjectStoreFullError("it is full")
+
+
+def test_a_message_without_room_in_the_store_is_no_end_of_its_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ActorConnection, "_listen", lambda _: None)
+    listener = Listener(lambda _: None, lambda _: None)
+    connection = ActorConnection(_FullStore(), Household(), "stage", listener)
+    with pytest.raises(MemoryError, match="Ray's object store has no room for"):
+        connection.send(Idle(1))
