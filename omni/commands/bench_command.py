@@ -18,7 +18,7 @@ from omni.commands.bench.goodput_limits import GoodputLimits
 from omni.commands.bench.http_settings import HttpSettings
 from omni.commands.bench.level_run import LoadAmount
 from omni.commands.bench.load_level import parse_levels
-from omni.commands.bench.made_up_source import MadeUpShape
+from omni.commands.bench.made_up_source import MadeUpShape, PromptForm
 from omni.commands.bench.measurement import Measurement, MeasurementPlan
 from omni.commands.bench.report_plot import save_plot
 from omni.commands.bench.report_tables import failure_lines, report_tables
@@ -43,10 +43,13 @@ _TABLE_WIDTH = 110
 
 _OF_URL = ("model", "api_key", "speech", "voice")
 _OF_PIPELINE = ("runtime", "address", "overrides")
+_TEXT_ENDPOINTS = (None, "chat", "completions")
+_OF_TEXT = ("max_tokens", "ignore_eos", "temperature", "turns")
 _OF_MADE_UP = (
-    *("endpoint", "prompt_tokens", "max_tokens", "ignore_eos", "temperature"),
+    *("prompt_tokens", "max_tokens", "ignore_eos", "temperature"),
     *("shared_prefix_tokens", "prefixes", "turns"),
 )
+_OF_LINES = "is about requests that are made up; the lines of --input say it themselves"
 _FLAGS = {"overrides": "--set", "input_file": "--input"}
 _NOT_TOLD = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
 _DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
@@ -169,9 +172,12 @@ def _checked(options: BenchOptions) -> _Wanted:
         _refuse(options, _OF_URL, "goes together with --url")
     else:
         _refuse(options, _OF_PIPELINE, "is about a pipeline in this process, not about --url")
+    if options.endpoint not in _TEXT_ENDPOINTS:
+        _check_endpoint(options)
+    elif options.input_file is not None:
+        _refuse(options, ("endpoint",), _OF_LINES)
     if options.input_file is not None:
-        _refuse(options, _OF_MADE_UP, "is about requests that are made up; the lines of --input "
-                "say it themselves")  # fmt: skip
+        _refuse(options, _OF_MADE_UP, _OF_LINES)
     for flag, path, suffix in (("--json", options.json, ""), ("--plot", options.plot, ".svg")):
         if path is not None:
             _check_file(flag, path, suffix)
@@ -196,6 +202,17 @@ def _checked(options: BenchOptions) -> _Wanted:
     )
 
 
+def _check_endpoint(options: BenchOptions) -> None:
+    """Of one that answers by something else than text."""
+    name = options.endpoint
+    if options.url is None:
+        raise ValueError(f"--endpoint {name} goes together with --url")
+    _refuse(options, _OF_TEXT, f"says nothing to --endpoint {name}")
+    if name == "transcriptions" and options.input_file is None:
+        raise ValueError("--endpoint transcriptions goes together with --input: no speech is "
+                         "made up")  # fmt: skip
+
+
 def _refuse(options: BenchOptions, names: Sequence[str], why: str) -> None:
     for name in names:
         if getattr(options, name) != _DEFAULTS[name]:
@@ -217,17 +234,24 @@ def _check_file(flag: str, path: Path, suffix: str) -> None:
 def _server(options: BenchOptions) -> HttpSettings:
     key = options.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0].strip() or None
     assert options.url is not None
-    return HttpSettings(options.url, options.model, key, options.speech, options.voice)
+    return HttpSettings(
+        options.url, options.model, key, options.speech, options.voice, options.endpoint or "chat"
+    )
 
 
 def _shape(options: BenchOptions) -> MadeUpShape:
     sampling: dict[str, Any] = {"max_tokens": options.max_tokens or _USUAL_MAX_TOKENS}
+    if options.endpoint not in _TEXT_ENDPOINTS:
+        sampling = {}
     if options.ignore_eos:
         sampling["ignore_eos"] = True
     if options.temperature is not None:
         sampling["temperature"] = options.temperature
+    form: PromptForm = "text"
+    if options.endpoint in _TEXT_ENDPOINTS:
+        form = "completions" if options.endpoint == "completions" else "chat"
     return MadeUpShape(
-        form=options.endpoint or "chat",
+        form=form,
         prompt_tokens=options.prompt_tokens or _USUAL_PROMPT_TOKENS,
         shared_prefix_tokens=options.shared_prefix_tokens,
         num_prefixes=options.prefixes,

@@ -44,12 +44,13 @@ class MadeUpFlags:
     """Flags for requests that are made up; a file's lines say all of this themselves."""
 
     endpoint: Annotated[
-        Literal["chat", "completions"] | None,
+        Literal["chat", "completions", "speech", "embeddings", "transcriptions", "realtime"] | None,
         typer.Option(
             show_default=False,
-            metavar="[chat|completions]",
-            help="Ask by chat messages, as is done if left out, or by plain text, for models "
-            "without a chat template.",
+            metavar="NAME",
+            help="Ask by chat messages, as is done if left out, or for completions, for models "
+            "without a chat template; with --url also for speech, embeddings, transcriptions (of "
+            "--input) and realtime answers.",
         ),
     ] = None
     prompt_tokens: Annotated[

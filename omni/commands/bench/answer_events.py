@@ -33,7 +33,14 @@ class AnswerEvents:
     def __init__(self, timer: RequestTimer) -> None:
         self._timer = timer
         self._texts: list[str] = []
+        # By completion, whether it has said why it ended.
+        self._has_ended: dict[int, bool] = {}
         self.is_whole = False
+
+    @property
+    def may_end(self) -> bool:
+        """Whether nothing is missing if no more comes: some servers leave out the last event."""
+        return self.is_whole or (bool(self._has_ended) and all(self._has_ended.values()))
 
     @property
     def text(self) -> str:
@@ -65,6 +72,10 @@ class AnswerEvents:
             ) from error
 
     def _take_choice(self, choice: Mapping[str, Any]) -> None:
+        index = choice.get("index") or 0
+        self._has_ended[index] = self._has_ended.get(index, False) or bool(
+            choice.get("finish_reason")
+        )
         delta = choice.get("delta") or {}
         # The second and third are what reasoning models' servers call what comes before.
         pieces = [choice.get("text"), delta.get("content")]
@@ -72,7 +83,7 @@ class AnswerEvents:
         text = "".join(piece for piece in pieces if piece)
         if text or any(thought):
             self._timer.text()
-        if text and not choice.get("index"):
+        if text and not index:
             self._texts.append(text)
         audio = delta.get("audio") or {}
         if audio.get("data"):

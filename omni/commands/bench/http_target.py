@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import httpx2
 
-from omni.commands.bench.answer_events import AnswerEvents, error_text
-from omni.commands.bench.event_lines import EventLines
+from omni.commands.bench.answer_events import error_text
+from omni.commands.bench.http_call import HttpCall, read_events
 from omni.commands.bench.http_settings import HttpSettings
 from omni.commands.bench.load_source import Send
 from omni.commands.bench.openai_body import CHAT_PATH, openai_body
+from omni.commands.bench.openai_call import openai_call, said_text
 from omni.commands.bench.request_record import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
@@ -26,6 +27,7 @@ _CHECK_TIMEOUT_S = 30.0
 _IDLE_S = 2.0
 """Connections that were idle for longer are not used again: the other side may just close them."""
 
+_EVENTS = "text/event-stream"
 _MOST_ERROR_BYTES = 1 << 16
 
 
@@ -67,7 +69,27 @@ class HttpTarget:
         await self._client.aclose()
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Write the body of a request; see :class:`~omni.commands.bench.load_source.LoadTarget`."""
+        """Make a request of a line; see :class:`~omni.commands.bench.load_source.LoadTarget`."""
+        endpoint = self.settings.endpoint
+        if endpoint == "realtime":
+            return self._realtime(said_text(line, endpoint))
+        if endpoint in ("chat", "completions"):
+            return partial(self._send, self._streamed(line, folder))
+        call = openai_call(endpoint, line, folder, self.model, self.settings.voice)
+        return partial(self._send, call)
+
+    def _realtime(self, text: str) -> Send:
+        try:
+            from omni.commands.bench.realtime_call import RealtimeCall
+        except ImportError as error:
+            raise ValueError(
+                f"--endpoint realtime needs a package that is not installed ({error.name}): "
+                "pip install 'omni-pipeline[bench]'"
+            ) from error
+        return RealtimeCall(self.settings, self.model, text).send
+
+    def _streamed(self, line: Mapping[str, Any], folder: Path) -> HttpCall:
+        """A chat, or completions, as the line says."""
         body = openai_body(line, folder)
         fields: dict[str, Any] = {**body.fields, "model": self.model, "stream": True}
         fields["stream_options"] = {"include_usage": True}
@@ -78,42 +100,37 @@ class HttpTarget:
             fields["audio"] = {**voice, **fields.get("audio", {}), "format": "pcm16"}
         elif "audio" in fields:  # a voice, but nothing is to be said
             del fields["audio"]
-        return partial(self._send, body.path, json.dumps(fields).encode())
+        content = json.dumps(fields).encode()
+        return HttpCall(body.path, content, "application/json", _EVENTS, read_events)
 
     async def reset_caches(self) -> None:
         """Nothing: no API does that. Requests that are made up do not hit those of other levels."""
 
-    async def _send(self, path: str, content: bytes, timer: RequestTimer) -> str:
-        events, lines = AnswerEvents(timer), EventLines()
+    async def _send(self, call: HttpCall, timer: RequestTimer) -> str:
         request = self._client.build_request(
             "POST",
-            self.settings.base_url + path,
-            content=content,
-            headers={"content-type": "application/json", "accept": "text/event-stream"},
+            self.settings.base_url + call.path,
+            content=call.content,
+            headers={"content-type": call.content_type, "accept": call.accept},
         )
         timer.send()
-        async with self._answer(request) as response:
-            async for chunk in response.aiter_bytes():
-                try:
-                    for data in lines.feed(chunk):
-                        events.take(data)
-                except ValueError as error:
-                    raise RequestFailure("unreadable event", str(error)) from error
-        if not events.is_whole:
-            raise RequestFailure("cut off", "the stream ended without its last event, [DONE]")
-        return events.text
+        async with self._answer(request, call.answer_type) as response:
+            return await call.read(response.aiter_bytes(), timer)
 
     @asynccontextmanager
-    async def _answer(self, request: httpx2.Request) -> AsyncIterator[httpx2.Response]:
-        """A streamed answer; what is none, or breaks, is a failure of its kind."""
+    async def _answer(
+        self, request: httpx2.Request, answer_type: str
+    ) -> AsyncIterator[httpx2.Response]:
+        """An answer of a type; what is none, or breaks, is a failure of its kind."""
         try:
             response = await self._client.send(request, stream=True)
             try:
                 if response.status_code != HTTPStatus.OK:
                     raise await _refusal(response)
                 kind = response.headers.get("content-type", "")
-                if not kind.startswith("text/event-stream"):
-                    raise RequestFailure("no stream", f"the answer is {kind!r:.80}, not streamed")
+                if not kind.startswith(answer_type):
+                    what = "not streamed" if answer_type == _EVENTS else f"not {answer_type}"
+                    raise RequestFailure("no stream", f"the answer is {kind!r:.80}, {what}")
                 yield response
             finally:
                 await response.aclose()
@@ -128,7 +145,10 @@ class HttpTarget:
         wanted, url = self.settings.model, self.settings.url
         try:
             response = await self._client.get(
-                f"{self.settings.base_url}/models", timeout=_CHECK_TIMEOUT_S
+                f"{self.settings.base_url}/models",
+                timeout=_CHECK_TIMEOUT_S,
+                # Servers close it after a mistake, when the first request may have taken it.
+                headers={"connection": "close"},
             )
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ValueError(f"--url {url}: cannot be reached: {_told(error)}") from error

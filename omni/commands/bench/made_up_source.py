@@ -12,7 +12,7 @@ from omni.commands.bench.made_up_words import TokenLengths, made_up_text
 
 __all__ = ["MadeUpShape", "MadeUpSource", "PromptForm"]
 
-PromptForm: TypeAlias = Literal["chat", "completions"]
+PromptForm: TypeAlias = Literal["chat", "completions", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class MadeUpShape:
     """What requests are to be like that are made up.
 
     Attributes:
-        form: chat messages, or plain text.
+        form: chat messages, or plain text; ``text`` is one of which nothing is sampled.
         prompt_tokens: of the first prompt of a conversation, about.
         shared_prefix_tokens: of these, how many at its beginning it shares with others, about.
         num_prefixes: how many such beginnings there are, in turns.
@@ -87,7 +87,7 @@ class MadeUpSource:
         prompt: object = text
         if self._shape.form == "chat":
             prompt = [{"role": "user", "content": text}]
-        return _prepared(self._target, prompt, sampling)
+        return _prepared(self._target, prompt, sampling if self._shape.form != "text" else {})
 
 
 class _MadeUp:
@@ -115,5 +115,7 @@ class _MadeUp:
 
 def _prepared(target: LoadTarget, prompt: object, sampling: Mapping[str, Any]) -> Send:
     stage = target.answering_stage
+    if not sampling:
+        return target.prepare({"prompt": prompt}, Path())
     line = {"prompt": prompt, "sampling": {stage: sampling} if stage is not None else sampling}
     return target.prepare(line, Path())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,36 @@ def test_tokens_and_hits_are_the_same_in_process_and_over_http(
     counts = [level["latencies"]["between_tokens"]["count"] for level in (within, over)]
     # A server puts what has gathered into one piece.
     assert 0 < counts[1] <= counts[0]
+
+
+def test_every_endpoint_is_measured(checkpoint_cache: object, tmp_path: Path):
+    question = resources.files("stage_configs") / "spoken_sums/questions/twelve_plus_thirty.flac"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"audio": [str(question)]}))
+    models = {
+        "speech": "omni_speech",
+        "realtime": "omni_speech",
+        "embeddings": "encode_then_generate",
+        "transcriptions": "transcribe_then_summarize",
+    }
+    flags = ("--requests", "2", "--warmup", "0")
+    levels = {}
+    with LiveServer([*dict.fromkeys(models.values())]) as speaking:
+        for endpoint, model in models.items():
+            url = ("--url", speaking.url, "--model", model, "--endpoint", endpoint)
+            more: tuple[str, ...] = ("--prompt-tokens", "24")
+            if endpoint == "transcriptions":
+                more = ("-i", str(tmp_path / "in.jsonl"))
+            if endpoint == "realtime":
+                more += ("--speech", "--voice", "Ethan")
+            levels[endpoint] = measured(tmp_path / "out.json", *url, *flags, *more)
+    for level in levels.values():
+        assert level["requests"]["ok"] == level["latencies"]["end_to_end"]["count"] == 2
+    for endpoint in ("speech", "realtime"):
+        assert levels[endpoint]["audio_s"] > 0
+        assert levels[endpoint]["latencies"]["first_audio"]["count"] == 2
+    assert levels["realtime"]["tokens"]["output"] > 2
+    assert levels["embeddings"]["tokens"]["prompt"] > 20
+    assert "first_token" not in levels["transcriptions"]["latencies"]
 
 
 def test_speech_is_timed_over_http(checkpoint_cache: object, tmp_path: Path):

@@ -164,12 +164,36 @@ def test_completions_are_asked_for_as_such():
     assert path == "/v1/completions" and body["prompt"] == "Once" and body["temperature"] == 0.0
 
 
+def ended(index: int) -> dict[str, Any]:
+    """A completion's last piece."""
+    piece = completion_piece("")
+    piece["choices"][0] |= {"index": index, "finish_reason": "length"}
+    return piece
+
+
+ENDED = ended(0)
+SECOND = completion_piece("x")
+SECOND["choices"][0]["index"] = 1
+
+
+def test_a_server_may_leave_out_the_last_event_of_answers_that_are_whole():
+    """As transformers' own does."""
+
+    async def main() -> tuple[str, RequestRecord]:
+        async with FakeOpenAI(saying(completion_piece("Once"), SECOND, ended(1), ENDED)) as server:
+            return await ask(server, TEXT)
+
+    text, record = within(main())
+    assert text == "Once" and record.num_tokens == 2
+
+
 @pytest.mark.parametrize(
     ("pieces", "kind", "told"),
     [
         ([chat_piece("a"), Break], "connection broke", ""),
         ([Break], "connection broke", ""),
-        ([chat_piece("a")], "cut off", "without its last event"),
+        ([chat_piece("a")], "cut off", "without [DONE]"),
+        ([ENDED, SECOND], "cut off", "before every completion said why it ended"),
         ([chat_piece("a"), {"error": {"message": "died"}}, DONE], "error in the stream", "died"),
         ([b"data: {broken\n\n"], "unreadable event", "broken"),
         ([b"data: [1]\n\n"], "unreadable event", "it is no object"),
