@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stages.cluster.actor_connection import ActorConnection, Listener
@@ -24,6 +29,7 @@ from stages.remote.wire import wire_codec
 __all__ = ["Reservation"]
 
 _RESERVED_WITHIN_S = 60.0
+_PLACED_WITHIN_S = 60.0
 _NODE_ID = "ray.io/node-id"
 _GROUPS = {"take": 1, "say": 2, "hand over": 1}
 """Threads; a call of ``say`` waits for the one before."""
@@ -111,7 +117,8 @@ class Reservation:
         if not ray.is_initialized():  # to ask for an actor would begin another cluster
             raise ConnectionError("this process has left the Ray cluster")
         index = self._bundles[spec.name, spec.replica]
-        self._check_there(index)
+        begun_s = time.monotonic()
+        self._check_there(index, begun_s)
         needs = dict(self._needs[index])
         kind = _ACTOR if spec.tensor_transport is None else _DIRECT_ACTOR
         actor = kind.options(
@@ -125,16 +132,28 @@ class Reservation:
             ),
             runtime_env={"env_vars": _environment(spec.threads)},
         ).remote(wire_codec().encode(spec))
-        listener = Listener(on_message, on_end, partial(self._check_there, index))
+        listener = Listener(on_message, on_end, partial(self._check_there, index, begun_s))
         return ActorConnection(actor, self._membership.household, spec.label, listener)
 
-    def _check_there(self, index: int) -> None:
-        """Check that a bundle that was lost with its node can have a place on another one."""
+    def _check_there(self, index: int, begun_s: float) -> None:
+        """Check that a bundle that was lost with its node has a place on another one, or gets one.
+
+        Args:
+            index: of the bundle.
+            begun_s: since when an actor waits for it, by the monotonic clock.
+        """
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        needs = self._needs[index]
         try:
-            _check_fits(self._needs[index], self._selectors[index], nodes)
+            _check_fits(needs, self._selectors[index], nodes)
         except ValueError as error:
             raise ValueError(f"placement{error}") from error
+        is_late = time.monotonic() - begun_s > _PLACED_WITHIN_S
+        if is_late and placement_group_table(self._group)["state"] != "CREATED":
+            raise ValueError(
+                f"placement: its node was lost, and what it needs, {_shown(needs)}, has not been "
+                f"free on another one for {_PLACED_WITHIN_S:g} s"
+            )
 
     def close(self) -> None:
         """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""

@@ -13,17 +13,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster
 
 from omni import Omni, OmniOutput, OmniRequest, verify
+from stages.cluster import reservation
 from stages.cluster.parcels import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
+from tests.support.patience import wait_for
 from tests.support.same_outputs import assert_same
 
 __all__ = ["main"]
@@ -48,7 +52,8 @@ def main(trace: str) -> None:
             assert omni.stats()["writer"].cached_tokens and omni.stats()["reader"].cached_tokens
             report = verify(omni, _PROMPTS)
             assert report.equal, report
-            moved = _generate(omni, nodes)
+            with _crowd_that_goes(omni):
+                moved = _generate(omni, nodes)
             with omni.paused() as pipeline:
                 for stage in pipeline.stages.values():
                     stage.check_integrity()
@@ -96,11 +101,38 @@ def _generate(omni: Omni, nodes: dict[str, Any] | None = None) -> list[OmniOutpu
     return [last[text] for text in _PROMPTS]
 
 
-def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
-    """As when its machine loses power: with all of its processes at once."""
+@contextmanager
+def _crowd_that_goes(omni: Omni) -> Iterator[None]:
+    """Somebody else has what a reader needs, until one that was lost has missed it for a while."""
+
+    class Other:
+        """Of another pipeline, say."""
+
+    remote: Any = ray.remote
+    other = remote(num_cpus=0, resources={"reader": 1})(Other).remote()
+    ray.get(other.__ray_ready__.remote())
+
+    def go_when_missed() -> None:
+        (worker,) = _reader(omni).workers
+        wait_for(lambda: "has not been free on another one" in str(worker.state.last_end))
+        ray.kill(other)
+
+    thread = threading.Thread(target=go_when_missed)
+    with patch.object(reservation, "_PLACED_WITHIN_S", 1.0):
+        thread.start()
+        yield
+        thread.join()
+
+
+def _reader(omni: Omni) -> RemoteStage:
     stage = omni.pipeline.stages["reader"]
     assert isinstance(stage, RemoteStage)
-    (worker,) = stage.workers
+    return stage
+
+
+def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
+    """As when its machine loses power: with all of its processes at once."""
+    (worker,) = _reader(omni).workers
     pid = worker.pid
     assert pid is not None
     (there,) = (
