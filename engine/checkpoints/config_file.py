@@ -7,7 +7,7 @@ read other files or build endless lists. Then come the values, in :mod:`config_v
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
@@ -84,20 +84,19 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         if trust_remote_code:
             return _made(folder, trust_remote_code=True)
         content = file.read_bytes()
-        key: Hashable = _class_of(content)
-        return deepcopy(_kept(folder, content, key))
+        return deepcopy(_kept(folder, content, _class_of(content)))
     # Values of a wrong kind make transformers' classes raise whatever they stumble over.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
 
 
 @lru_cache(_MOST_KEPT)
-def _kept(folder: Path, content: bytes, config_class: Hashable) -> PreTrainedConfig:
+def _kept(folder: Path, content: bytes, config_class: Any) -> PreTrainedConfig:
     """What is made of such a file, as long as its text and the class for it are the same."""
     return _made(folder, trust_remote_code=False)
 
 
-def _class_of(content: bytes) -> type[PreTrainedConfig] | None:
+def _class_of(content: bytes) -> Any:
     """What transformers has for the type that a config names; packages may register others."""
     model_type = json.loads(content).get("model_type")
     return CONFIG_MAPPING.get(model_type)
