@@ -4,7 +4,9 @@ what cannot run there, with nothing left running."""
 from __future__ import annotations
 
 import json
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -53,11 +55,32 @@ def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> N
     run.check_nothing_left()
 
 
-def test_verify_proves_in_processes_what_it_proves_inline(tmp_path: Path) -> None:
-    run = MarkedRun("verify", "two_step", *PROMPTS, "--runtime", "processes", folder=tmp_path)
-    status, out, err = run.finish()
-    assert status == 0, out + err
-    run.check_nothing_left()
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """For commands in this process: of what they start, the one that forks workers may stay."""
+
+    def running() -> set[int]:
+        children = psutil.Process().children(recursive=True)
+        return {each.pid for each in children if not is_zygote(each)}
+
+    before = running()
+    yield
+    wait_for(lambda: running() <= before)
+
+
+def is_zygote(process: psutil.Process) -> bool:
+    """Whether workers are forked from it; it is a child of this process, and they are its own."""
+    try:
+        is_ours = process.ppid() == os.getpid()
+        return is_ours and "stages.remote.zygote" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_verify_proves_in_processes_what_it_proves_inline() -> None:
+    result = CliRunner().invoke(app, ["verify", "two_step", *PROMPTS, "--runtime", "processes"])
+    assert result.exit_code == 0, result.output
 
 
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
@@ -116,15 +139,23 @@ def test_what_cannot_run_is_one_error_and_starts_nothing(mistake: str) -> None:
     assert {each.pid for each in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_stage_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+def one_error(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a command prints, those of its workers included."""
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert capfd.readouterr() == ("", ""), "of workers"
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stage_that_cannot_start_is_one_error_and_leaves_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     flags = ("--runtime", "processes", "--set", "stages.reader.engine.max_model_len=9999999")
-    run = MarkedRun("run", "two_step", "--prompt", "Hello", *flags, folder=tmp_path)
-    status, out, err = run.finish()
-    assert status == 2, err
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("error: stage 'reader': max_model_len"), err
-    run.check_nothing_left()
+    line = one_error(capfd, "two_step", "--prompt", "Hello", *flags)
+    assert line.startswith("error: stage 'reader': max_model_len"), line
 
 
 ONLY_ONCE = """\
@@ -141,7 +172,10 @@ def words(context):
 """
 
 
-def test_a_transform_that_a_worker_cannot_import_is_one_error(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("nothing_left")
+def test_a_transform_that_a_worker_cannot_import_is_one_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The module lets itself be imported once, where the pipeline is checked."""
     (tmp_path / "mine.py").write_text(ONLY_ONCE)
     (tmp_path / "mine.yaml").write_text(
@@ -155,10 +189,6 @@ def test_a_transform_that_a_worker_cannot_import_is_one_error(tmp_path: Path) ->
         "    inputs: {from: a, transform: 'mine:words'}\n"
         "    final_output: text\n"
     )
-    run = MarkedRun("run", "mine.yaml", "--prompt", "Hello", folder=tmp_path)
-    status, _, err = run.finish()
-    assert status == 2, err
-    (line,) = err.splitlines()
-    assert line.startswith("error: stage 'b': transform "), err
-    assert line.endswith("cannot be imported: ImportError: not in a worker"), err
-    run.check_nothing_left()
+    line = one_error(capfd, str(tmp_path / "mine.yaml"), "--prompt", "Hello")
+    assert line.startswith("error: stage 'b': transform "), line
+    assert line.endswith("cannot be imported: ImportError: not in a worker"), line
