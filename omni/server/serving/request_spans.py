@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ _logger = package_logger(__name__)
 _NAME = "omni-pipeline"
 _EXPORTERS = "opentelemetry_traces_exporter"
 """Entry points by which OpenTelemetry finds exporters: console and otlp, among others."""
+_OTLP = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -109,11 +111,11 @@ def spans_by_environment(environment: Mapping[str, str] = os.environ) -> Request
     if not wanted and any(environment.get(name) for name in _ENDPOINTS):
         wanted = "otlp"
     names = [name.strip() for name in wanted.split(",") if name.strip() not in ("", "none")]
-    provider = _provider(names) if names else None
+    provider = _provider(names, environment) if names else None
     return None if provider is None else RequestSpans(provider.get_tracer(_NAME), provider.shutdown)
 
 
-def _provider(names: list[str]) -> TracerProvider | None:
+def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvider | None:
     try:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -123,7 +125,8 @@ def _provider(names: list[str]) -> TracerProvider | None:
     # Ended by whoever made it: the server.
     provider = TracerProvider(shutdown_on_exit=False)
     known = {each.name: each for each in entry_points(group=_EXPORTERS)}
-    for name in names:
+    for wanted in names:
+        name = _otlp_by_protocol(known, environment) if wanted == "otlp" else wanted
         if name not in known:
             _logger.warning(
                 "no spans are sent to %r: installed are the exporters %s; for otlp, "
@@ -134,6 +137,14 @@ def _provider(names: list[str]) -> TracerProvider | None:
             continue
         provider.add_span_processor(BatchSpanProcessor(known[name].load()()))
     return provider
+
+
+def _otlp_by_protocol(known: Collection[str], environment: Mapping[str, str]) -> str:
+    """Which exporter ``otlp`` means: that of the protocol that is asked for, else one there is."""
+    asked = next((environment[name] for name in _PROTOCOLS if environment.get(name)), None)
+    if asked is not None:
+        return _OTLP.get(asked, f"otlp by {asked}")
+    return next((name for name in _OTLP.values() if name in known), "otlp")
 
 
 def _attributes(record: RequestRecord, time: StageTime) -> dict[str, str | int | bool]:

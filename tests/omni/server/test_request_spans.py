@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -128,6 +133,84 @@ def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
     found.add(RequestRecord("m", "r", None, 1.0, 1.0, status="ok"))
     found.close()
     assert "no spans are sent to" in caplog.text and "opentelemetry-exporter-otlp" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("protocol", "named"), [("grpc", "'otlp_proto_grpc'"), ("http/json", "'otlp by http/json'")]
+)
+def test_the_exporter_of_the_protocol_that_is_asked_for_is_meant(
+    protocol: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+    spans = spans_by_environment(told)
+    assert spans is not None
+    spans.close()
+    assert f"no spans are sent to {named}" in caplog.text, "it is not installed for the tests"
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what OpenTelemetry's own exporter sends, and reads it by its own messages."""
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            content = gzip.decompress(content)
+        self.server.taken.append((self.path, ExportTraceServiceRequest.FromString(content)))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_a_collector_gets_spans_that_belong_together(checkpoint_cache: object) -> None:
+    taken: list[Any] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        collector.taken = taken  # type: ignore[attr-defined]
+        thread = threading.Thread(target=collector.serve_forever, daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{collector.server_port}"
+        with LiveServer(["two_step"]) as server:
+            server.pipelines.meters.spans = None
+            with pytest.MonkeyPatch.context() as patch:
+                # Read by the exporter itself.
+                patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+                patch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+                patch.setenv("OTEL_SERVICE_NAME", "spoken")
+                spans = spans_by_environment()
+            assert spans is not None
+            server.pipelines.meters.spans = spans
+            client = server.client(default_headers={"traceparent": f"00-{TRACE_ID}-{'1' * 16}-01"})
+            client.completions.create(model="two_step", prompt="Once upon a time", max_tokens=5)
+        collector.shutdown()
+        thread.join()
+    assert {path for path, _ in taken} == {"/v1/traces"}
+    resources = [each for _, message in taken for each in message.resource_spans]
+    of_service = {
+        each.value.string_value
+        for resource in resources
+        for each in resource.resource.attributes
+        if each.key == "service.name"
+    }
+    assert of_service == {"spoken"}
+    found = {
+        span.name: span
+        for resource in resources
+        for scope in resource.scope_spans
+        for span in scope.spans
+    }
+    assert set(found) == {"request two_step", "stage writer", "stage reader"}
+    request = found["request two_step"]
+    assert request.parent_span_id.hex() == "1" * 16 and request.kind == Span.SPAN_KIND_SERVER
+    for span in found.values():
+        assert span.trace_id.hex() == TRACE_ID
+        assert request.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano < span.end_time_unix_nano <= request.end_time_unix_nano
+    stages = [found["stage writer"], found["stage reader"]]
+    assert {span.parent_span_id for span in stages} == {request.span_id}
+    counted = {each.key: each.value.int_value for each in found["stage reader"].attributes}
+    assert counted["omni.generated_tokens"] == 5
 
 
 def test_the_environment_s_exporter_gets_the_spans() -> None:
