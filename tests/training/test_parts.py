@@ -29,10 +29,11 @@ from training.spoken_sums.module_training import ModuleTraining
 from training.spoken_sums.mouth_sizes import NUM_CODES
 from training.spoken_sums.polish import PolishSettings, polish
 from training.spoken_sums.question_texts import question_texts
-from training.spoken_sums.questions import Question, load_questions, write_questions
+from training.spoken_sums.questions import Question, load_questions, noises, write_questions
 from training.spoken_sums.rendering import Renderer
+from training.spoken_sums.rooms import recorded
 from training.spoken_sums.speech import Speech
-from training.spoken_sums.sums import is_held_out
+from training.spoken_sums.sums import NOT_A_SUM, is_held_out
 from training.spoken_sums.tokenizer import build_tokenizer
 from training.spoken_sums.typed import TypedSettings, train_typed
 from training.spoken_sums.understanding import right_reply, written
@@ -107,6 +108,14 @@ def test_conversations_by_voice_and_keyboard_say_what_the_rule_says() -> None:
             last = result
     assert typed_follow_ups > 50
     assert out_of_range > 10
+
+
+def test_noise_is_heard_as_no_sum() -> None:
+    made = noises(4, random.Random(1))
+    assert {right_reply(each.words) for each in made} == {(NOT_A_SUM, None)}
+    for each in made:
+        assert 50 <= each.powers.shape[1] <= 400
+        assert bool(recorded(each.powers).features.isfinite().all())
 
 
 def speech(voice: str, seed: int) -> Speech:

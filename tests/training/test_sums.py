@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from training.spoken_sums.conversations import draw_conversation
 from training.spoken_sums.held_out import COUNTS, held_out_questions
 from training.spoken_sums.number_words import in_words
+from training.spoken_sums.other_figures import HELD_OUT_FIGURES, draw_other_figures
 from training.spoken_sums.question_texts import question_texts
 from training.spoken_sums.sums import (
     NOT_A_SUM,
@@ -119,3 +121,14 @@ def test_figures_are_about_sums_that_are_held_out() -> None:
     assert len(questions) == sum(COUNTS.values()) == 300
     assert all(is_held_out(question.sum) for question in questions)
     assert all(understood(question.words) == question.sum for question in questions)
+
+
+def test_figures_that_are_no_sum_are_none_and_no_follow_up_either() -> None:
+    is_one = re.compile(r"(?:what is |and )?(?:\d{1,2} ?)?[-+*] ?\d{1,2}(?: ?[=?])*")
+    for text in ("12+30", "what is 12 - 3?", "and * 2", "99 * 0 ="):
+        assert is_one.fullmatch(text)
+    draw = random.Random(0)
+    drawn = {draw_other_figures(draw) for _ in range(3000)}
+    assert not [text for text in (*drawn, *HELD_OUT_FIGURES) if is_one.fullmatch(text)]
+    assert drawn.isdisjoint(HELD_OUT_FIGURES)
+    assert {"+", "-", "*", "/", "."} <= set("".join(drawn))

@@ -11,11 +11,9 @@ A part that was cut short goes on from its last saved state; one that is done is
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +25,10 @@ from training.spoken_sums.ctc import CTCSettings, train_ctc
 from training.spoken_sums.dit import DiTBudget, train_dit
 from training.spoken_sums.ears_evaluate import evaluate_ears
 from training.spoken_sums.end_to_end import EndToEndSettings, train_end_to_end
+from training.spoken_sums.lanes import needed_programs, run_lanes
 from training.spoken_sums.mouth import train_mouth_talker, write_trained
+from training.spoken_sums.mouth_evaluate import evaluate_mouth
+from training.spoken_sums.pipeline_evaluate import STAGES, evaluate_pipeline
 from training.spoken_sums.polish import PolishSettings, polish
 from training.spoken_sums.question_texts import question_texts
 from training.spoken_sums.questions import make_questions
@@ -37,6 +38,7 @@ from training.spoken_sums.talker import TalkerBudget
 from training.spoken_sums.thinker import build_thinker
 from training.spoken_sums.tokenizer import build_tokenizer
 from training.spoken_sums.typed import TypedSettings, train_typed
+from training.spoken_sums.work_folder import QUICK_WORK, WORK, claim
 
 __all__ = ["QUICK", "Plan"]
 
@@ -65,7 +67,7 @@ class Plan:
     ctc: int = 520
     end_to_end: int = 1740
     recordings: int = 2500
-    polish: int = 480
+    polish: int = 2460
     flow: int = 920
     waveforms: int = 1200
     anti_aliased: int = 810
@@ -170,7 +172,11 @@ class Parts:
         write_trained(self._work, self._target, self._thinker(), self._renderer.tokenizer)
 
     def _figures(self) -> None:
-        print("\n".join(evaluate_ears(self._target, self._work, every=self._plan.every)))
+        every = self._plan.every
+        ears = evaluate_ears(self._target, self._work, every=every)
+        mouth = evaluate_mouth(self._work, every=every)
+        said = evaluate_pipeline("spoken_sums", checkpoint=self._target, every=every)
+        print("\n".join([*ears, *mouth, *said]))
 
     def _thinker(self) -> Qwen2_5OmniThinkerForConditionalGeneration:
         model = build_thinker(self._renderer.tokenizer)
@@ -179,33 +185,33 @@ class Parts:
         return model
 
 
-def _run_lane(names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Parts one after the other, each in a process of its own with one thread."""
-    for name in names:
-        command = [sys.executable, "-m", "training.spoken_sums", "--part", name, *arguments]
-        subprocess.run(command, check=True)
-
-
 def main() -> None:
     """Train all, or one part."""
     parser = argparse.ArgumentParser(prog="python -m training.spoken_sums", description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/training"))
+    parser.add_argument("--work", type=Path, help=f"{WORK}, or {QUICK_WORK}, if left out")
     parser.add_argument("--target", type=Path, help="the checkpoint; WORK/checkpoint if left out")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     parser.add_argument("--part", choices=[*_LANES[0], *_LANES[1], *_AFTER])
     given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    target = given.target or given.work / "checkpoint"
+    plan = QUICK if given.quick else Plan()
+    work: Path = given.work or (QUICK_WORK if given.quick else WORK)
+    target = given.target or work / "checkpoint"
+    try:
+        needed_programs()
+        claim(work, asdict(plan))
+    except ValueError as error:
+        parser.error(str(error))
     if given.part is not None:
         torch.set_num_threads(1)
-        Parts(given.work, QUICK if given.quick else Plan(), target).run(given.part)
+        Parts(work, plan, target).run(given.part)
         return
-    arguments = ["--work", str(given.work), "--target", str(target)]
-    arguments += ["--quick"] if given.quick else []
-    with ThreadPoolExecutor() as pool:
-        for lane in [pool.submit(_run_lane, names, arguments) for names in _LANES]:
-            lane.result()
-    _run_lane(_AFTER, arguments)
+    command = [sys.executable, "-m", "training.spoken_sums"]
+    command += ["--work", str(work), "--target", str(target)]
+    command += ["--quick", "--part"] if given.quick else ["--part"]
+    run_lanes(_LANES, command)
+    run_lanes((_AFTER,), command)
+    print(f"\nThe checkpoint is in {target}. To run it: omni run spoken_sums --chat '12 + 30' \\")
+    print(" ".join(f"--set stages.{stage}.model={target}" for stage in STAGES))
 
 
 if __name__ == "__main__":

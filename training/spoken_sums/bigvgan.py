@@ -3,7 +3,8 @@
 Nearly all of its time goes into the anti-aliased snake (two samples for one, the snake, one for
 two) when torch runs it as convolutions of one channel each. As every channel has the same filter,
 :class:`_BlockSnake` multiplies blocks of samples by one small matrix instead: the same numbers in
-a quarter of the time, so that it is trained with anti-aliasing from the first step.
+a quarter of the time. The plain snake is quicker still, and most steps are made with it; the last
+ones are made as the network is used.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class _Neighbours(torch.autograd.Function):
 
 
 def train_bigvgan(speeches: Sequence[Speech], budget: BigVGANBudget, file: Path) -> None:
-    """Train on pieces of 0.32 s of true speech, or of what the flow makes of it."""
+    """Train on pieces of 0.32 s of true speech."""
     network = make_bigvgan(torch.Generator().manual_seed(budget.seed))
     (quicken if budget.anti_aliased else simplify)(network)
     if budget.anti_aliased:

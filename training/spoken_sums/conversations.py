@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from training.spoken_sums.number_words import in_words
+from training.spoken_sums.other_figures import draw_other_figures
 from training.spoken_sums.other_words import draw_other
 from training.spoken_sums.sums import (
     NOT_A_SUM,
     SIGNS,
+    SMALL,
+    Sign,
     Sum,
     follow_ups,
+    is_held_out,
     out_of_range,
+    small_sums,
     training_sums,
 )
 
@@ -30,6 +36,8 @@ __all__ = [
 _SIGN_WEIGHTS = (4, 3, 3)
 _OUT_OF_RANGE = 0.08
 """Share of sums whose result lies outside: their reply says so."""
+_SMALL_SHARE = 0.25
+"""How often only small numbers are drawn from."""
 _SPOKEN = ("{}", "{}", "{}", "{}", "what is {}", "what is {}", "how much is {}", "and {}")
 _TYPED = (
     *("{}", "{}", "{}?", "what is {}", "what is {}?", "how much is {}?", "and {}", "and {}?"),
@@ -39,7 +47,7 @@ _TENS_AND_ONES = re.compile(
     f"({'|'.join(in_words(number) for number in range(20, 100, 10))})"
     f" ({'|'.join(in_words(number) for number in range(1, 10))})"
 )
-_SIGNS = {"+": ("+", "plus"), "-": ("-", "minus"), "*": ("*", "times", "×", "x")}
+_SIGNS = {"+": ("+", "plus"), "-": ("-", "minus", "−"), "*": ("*", "times", "×", "x")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +66,17 @@ class Turn:
 
 
 def draw_sum(draw: random.Random) -> Sum:
-    """A sum of training; every operation's sums are as likely as each other."""
+    """A sum of training; small ones are likelier than the others of their operation."""
     if draw.random() < _OUT_OF_RANGE:
         return _draw_near(out_of_range(draw.choice(("-", "*")), training=True), draw)
-    return draw.choice(training_sums(draw.choices(SIGNS, _SIGN_WEIGHTS)[0]))
+    sign = draw.choices(SIGNS, _SIGN_WEIGHTS)[0]
+    is_small = draw.random() < _SMALL_SHARE
+    return draw.choice(_small_of_training(sign) if is_small else training_sums(sign))
+
+
+@cache
+def _small_of_training(sign: Sign) -> tuple[Sum, ...]:
+    return tuple(each for each in small_sums(sign) if not is_held_out(each))
 
 
 def _draw_near(sums: tuple[Sum, ...], draw: random.Random) -> Sum:
@@ -116,21 +131,25 @@ def draw_conversation(draw: random.Random) -> list[Turn]:
 def draw_turn(draw: random.Random, last: int | None, *, is_first: bool) -> tuple[Turn, int | None]:
     """A turn that may go on from the last result, and its own result; None where there is none."""
     kind = draw.random()
-    if kind < 0.06:
+    if kind < 0.15:
         words = draw_other(draw)
-        return Turn(words, words + draw.choice(("", "", "?", ".")), NOT_A_SUM), None
-    if (is_first and kind < 0.09) or (last is None and not is_first and kind < 0.2):
+        typed = words + draw.choice(("", "", "?", "."))
+        if draw.random() < 0.65:
+            typed = draw_other_figures(draw)
+        return Turn(words, typed, NOT_A_SUM), None
+    if (is_first and kind < 0.18) or (last is None and not is_first and kind < 0.29):
         one = Sum(0, draw.choice(SIGNS), draw.randint(0, 99))
         words = follow_up_words(one, draw)
         return Turn(words, _typed_follow_up(one, words, draw), NOT_A_SUM), None
-    if not is_first and last is not None and kind < 0.4:
+    if not is_first and last is not None and kind < 0.49:
         sign = draw.choices(SIGNS, _SIGN_WEIGHTS)[0]
         known = follow_ups(last, sign, training=True)
         beyond = out_of_range(sign, last, training=True)
         if beyond and (not known or draw.random() < 2 * _OUT_OF_RANGE):
             one = _draw_near(beyond, draw)
         else:
-            one = draw.choice(known)
+            likely = [each for each in known if each.right <= SMALL]
+            one = draw.choice(likely if likely and draw.random() < _SMALL_SHARE else known)
         words = follow_up_words(one, draw)
         return Turn(words, _typed_follow_up(one, words, draw), one.reply), one.result
     one = draw_sum(draw)

@@ -159,9 +159,7 @@ def fitting_questions(folder: Path) -> list[Question]:
 def _batches(folder: Path, size: int) -> Iterator[list[Question]]:
     """Questions of about equal length, of all that are there by then."""
     while True:
-        every = [
-            q for q in load_questions(folder / "questions") if q.powers.shape[1] < 0.9 * LONGEST
-        ]
+        every = fitting_questions(folder)
         drawn = [every[int(i)] for i in torch.randint(len(every), (size * 64,))]
         drawn.sort(key=lambda question: question.powers.shape[1])
         for number in torch.randperm(64).tolist():

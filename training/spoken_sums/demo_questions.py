@@ -1,7 +1,11 @@
-"""The questions that ship for the demo, the examples and the tests, in voices never trained on."""
+"""The questions that ship for the demo, the examples and the tests: ``python -m`` this module.
+
+Their voices and rates are none of training's.
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import soundfile
@@ -26,3 +30,14 @@ def write_demo_questions(folder: Path) -> None:
     for words, voice in _QUESTIONS.items():
         path = folder / f"{words.replace(' ', '_')}.flac"
         soundfile.write(path, speak(words, voice, cut=False).numpy(), SAMPLE_RATE)
+
+
+def main() -> None:
+    """Say them into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    write_demo_questions(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,8 +19,10 @@ from training.spoken_sums.held_out_talks import (
     held_out_talks,
     say_held_out_talks,
 )
+from training.spoken_sums.other_figures import HELD_OUT_FIGURES
 from training.spoken_sums.other_words import HELD_OUT_SENTENCES
-from training.spoken_sums.sums import NOT_A_SUM
+from training.spoken_sums.sums import NOT_A_SUM, SIGNS, SMALL, small_sums
+from training.spoken_sums.work_folder import WORK
 
 __all__ = ["evaluate_ears"]
 
@@ -48,10 +50,19 @@ def evaluate_ears(checkpoint: Path, work: Path, *, every: int = 1) -> list[str]:
         *_figures("typed", questions, _replies(engine, typed)),
         *_figures("spoken", questions, _replies(engine, spoken)),
     ]
-    others = _replies(engine, [_typed(sentence) for sentence in HELD_OUT_SENTENCES])
-    right = sum(reply == NOT_A_SUM for reply in others)
-    lines.append(f"typed sentences that are no sum: {right} of {len(others)} told so")
+    for name, others in (("sentences", HELD_OUT_SENTENCES), ("figures", HELD_OUT_FIGURES)):
+        replies = _replies(engine, [_typed(each) for each in others])
+        lines += _counted(
+            f"typed {name} that are no sum", others, [NOT_A_SUM] * len(others), replies
+        )
     lines += _conversations(engine, work, every)
+    small = [one for sign in SIGNS for one in small_sums(sign)][::every]
+    lines += _counted(
+        f"typed sums of numbers up to {SMALL}, held out or not",
+        [one.words for one in small],
+        [one.reply for one in small],
+        _replies(engine, [_typed(one.words) for one in small]),
+    )
     beyond = held_out_out_of_range()[::every]
     lines += _counted(
         "typed sums whose result is out of range",
@@ -133,7 +144,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/spoken_sums"))
+    parser.add_argument("--work", type=Path, default=WORK)
     arguments = parser.parse_args()
     print("\n".join(evaluate_ears(arguments.checkpoint, arguments.work)))
 

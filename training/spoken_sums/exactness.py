@@ -19,6 +19,7 @@ from omni.requests.request import OmniOutput
 from training.spoken_sums.checkpoint import SPEAKERS
 from training.spoken_sums.held_out import held_out_questions
 from training.spoken_sums.held_out_talks import held_out_talks, say_held_out_talks
+from training.spoken_sums.work_folder import WORK
 
 __all__ = ["exactness"]
 
@@ -118,7 +119,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipeline", default="spoken_sums")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/spoken_sums"))
+    parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--every", type=int, default=5, help="take each n-th question")
     given = parser.parse_args()
     print("\n".join(exactness(given.pipeline, given.work, given.every)))

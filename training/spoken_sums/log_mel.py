@@ -44,6 +44,9 @@ def mel_powers(samples: Tensor) -> Tensor:
 
 
 def normalise(log_powers: Tensor) -> Tensor:
-    """What the extractor makes of them: ``(..., bands, frames)``, the loudest at 1 or so."""
+    """What the extractor makes of them, ``(..., bands, frames)``: cut 80 dB below the loudest.
+
+    How loud the loudest is stays: the same sound, ten times fainter, lies lower by a half.
+    """
     loudest = log_powers.amax(dim=(-2, -1), keepdim=True)
     return (torch.maximum(log_powers, loudest - 8.0) + 4.0) / 4.0

@@ -1,9 +1,16 @@
-"""How well the answers' sound is understood, part by part: the recognizer is the judge."""
+"""How well hard numbers are understood, part by part: ``python -m`` this module.
+
+Teens and tens, as flite says them; what the waveform network makes of their true spectrograms, and
+of what their codes stand for; and what flow and network together make of the codes.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +19,40 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniToken2WavDiTModel,
 )
 
-from training.spoken_sums.bigvgan import sound_of
-from training.spoken_sums.codes import Codebook
-from training.spoken_sums.dit import Voice, flow_of
-from training.spoken_sums.recognizer import Recognizer
-from training.spoken_sums.speech import Speech
+from training.spoken_sums.bigvgan import make_bigvgan, sound_of
+from training.spoken_sums.codes import Codebook, learn_codebook
+from training.spoken_sums.dit import Voice, flow_of, make_dit, voices_of
+from training.spoken_sums.number_words import in_words
+from training.spoken_sums.recognizer import HARD_NUMBERS, Recognizer
+from training.spoken_sums.speech import Speech, answers_spoken
+from training.spoken_sums.work_folder import WORK
 
-__all__ = ["flowed", "understood_shares"]
+__all__ = ["evaluate_mouth", "flowed", "understood_shares"]
 
 _SWAY = -1.0
+_NUM_STEPS = 4
+"""As in the pipeline that ships."""
+
+
+def evaluate_mouth(work: Path, *, every: int = 1) -> list[str]:
+    """Lines of figures about what a folder of training holds.
+
+    Args:
+        work: the folder, with the vocoder's two states.
+        every: each so-many-th of the hard numbers, by turns in both voices.
+    """
+    speeches = answers_spoken(work)
+    codebook = learn_codebook([speech.mel for speech in speeches], work / "codebook.pt")
+    dit, bigvgan = make_dit(0), make_bigvgan(torch.Generator())
+    networks: dict[str, Any] = {"dit": dit, "bigvgan": bigvgan}
+    for name, network in networks.items():
+        state = torch.load(work / f"{name}.pt", weights_only=True)
+        network.load_state_dict(state["module"])
+        network.eval()
+    hard = [in_words(number) for number in HARD_NUMBERS]
+    chosen = [speech for speech in speeches if speech.utterance.text in hard][::every]
+    shares = understood_shares(chosen, codebook, dit, bigvgan, voices_of(speeches), _NUM_STEPS)
+    return [f"{len(chosen)} hard numbers, {name}: {share:.1%}" for name, share in shares.items()]
 
 
 @torch.no_grad()
@@ -78,3 +110,16 @@ def understood_shares(
         ),
         "flow": share(through_flow),
     }
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--every", type=int, default=1, help="take each n-th number")
+    given = parser.parse_args()
+    print("\n".join(evaluate_mouth(given.work, every=given.every)))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,10 @@ from training.spoken_sums.checkpoint import SPEAKERS
 from training.spoken_sums.recognizer import Recognizer
 from training.spoken_sums.sums import LARGEST_ASKED, Sum
 
-__all__ = ["main", "questions_with_answers"]
+__all__ = ["STAGES", "evaluate_pipeline", "questions_with_answers"]
+
+STAGES = ("thinker", "talker", "code2wav")
+"""Of the pipeline; each reads its part of the checkpoint."""
 
 _NO_SUM = "what a lovely day"
 
@@ -38,38 +42,65 @@ def questions_with_answers(seed: int) -> list[tuple[str, str]]:
     return [*asked, (_NO_SUM, answer_texts()[-1])]
 
 
-def main() -> None:
-    """Print shares, and every answer that was not understood."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--pipeline", default="spoken_sums")
-    arguments.add_argument("--every", type=int, default=1, help="take each n-th question")
-    arguments.add_argument("--seed", type=int, default=0)
-    chosen = arguments.parse_args()
-    questions = questions_with_answers(chosen.seed)[:: chosen.every]
+def evaluate_pipeline(
+    pipeline: str, *, checkpoint: Path | None = None, every: int = 1, seed: int = 0
+) -> list[str]:
+    """Ask, and listen; lines of figures, and of what was not understood.
+
+    Args:
+        pipeline: a name or a file.
+        checkpoint: a folder in place of the pipeline's own.
+        every: each so-many-th question.
+        seed: of the questions.
+    """
+    questions = questions_with_answers(seed)[::every]
     names = [tuple(SPEAKERS)[number % len(SPEAKERS)] for number in range(len(questions))]
     requests = [
         OmniRequest(ChatPrompt(({"role": "user", "content": words},)), speaker=name)
         for (words, _), name in zip(questions, names, strict=True)
     ]
-    with Omni(chosen.pipeline) as omni:
+    own = {} if checkpoint is None else {f"stages.{s}.model": str(checkpoint) for s in STAGES}
+    with Omni(pipeline, overrides=own) as omni:
         outputs = omni.generate(requests)
     recognizer = Recognizer()
-    right = understood = by_flite = 0
+    right, by_flite = 0, 0
+    understood = dict.fromkeys(SPEAKERS, 0)
+    lines: list[str] = []
     for (words, answer), name, output in zip(questions, names, outputs, strict=True):
+        if output.error is not None:
+            lines.append(f"  {name}: {words}: {output.error}")
+            continue
         written = (output.stages["thinker"].text or "").split(" = ")[-1].strip()
         sound = output.stages["code2wav"].audio
         heard = "" if sound is None else recognizer.hear(torch.as_tensor(sound.samples))
         right += written == answer
-        understood += heard == written
+        understood[name] += heard == written
         if written in answer_texts():
             by_flite += recognizer.hear(speak(Utterance(written, SPEAKERS[name][0]))) == written
         if heard != written:
-            print(f"{name}: {words}: wrote {written!r}, heard {heard!r}")
+            lines.append(f"  {name}: {words}: wrote {written!r}, heard {heard!r}")
     count = len(questions)
-    print(
-        f"{count} answers: {right / count:.1%} written right, {understood / count:.1%} understood"
+    told = ", ".join(f"{name} {understood[name]} of {names.count(name)}" for name in SPEAKERS)
+    return [
+        f"{count} answers: {right / count:.1%} written right, "
+        f"{sum(understood.values()) / count:.1%} understood; {told}",
+        f"flite's own speech of the same: {by_flite / count:.1%} understood",
+        *lines,
+    ]
+
+
+def main() -> None:
+    """Print shares, and every answer that was not understood."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pipeline", default="spoken_sums")
+    parser.add_argument("--checkpoint", type=Path, help="a folder in place of the pipeline's own")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th question")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    lines = evaluate_pipeline(
+        given.pipeline, checkpoint=given.checkpoint, every=given.every, seed=given.seed
     )
-    print(f"flite's own speech of the same: {by_flite / count:.1%} understood")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

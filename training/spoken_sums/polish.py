@@ -23,7 +23,7 @@ from training.spoken_sums.end_to_end import (
     places_of,
     typed_batches,
 )
-from training.spoken_sums.questions import Question
+from training.spoken_sums.questions import Question, noises
 from training.spoken_sums.rendering import Rendered, Renderer
 from training.spoken_sums.report import Report
 from training.spoken_sums.rooms import recorded
@@ -41,6 +41,7 @@ from training.spoken_sums.workers import Workers
 __all__ = ["PolishSettings", "polish"]
 
 _PIECE = 32
+_SPEECH_TO_NOISE = 25
 _SHARES = TalkShares(turns=(30, 45, 25), typed=0.5)
 
 
@@ -56,8 +57,8 @@ class PolishSettings:
             and typed ones.
     """
 
-    steps: int = 480
-    rate: float = 2e-4
+    steps: int = 2460
+    rate: float = 3e-4
     recordings: int = 2500
     tokens: int = 2000
 
@@ -85,7 +86,8 @@ def polish(
     run.saves = workers.rank == 0
     draw = random.Random(1000 * run.num_steps + 7 + workers.rank)
     torch.manual_seed(draw.randrange(2**32))
-    heard = _hear(model, draw.sample(fitting_questions(folder), settings.recordings))
+    asked = draw.sample(fitting_questions(folder), settings.recordings)
+    heard = _hear(model, [*asked, *noises(settings.recordings // _SPEECH_TO_NOISE, draw)])
     tokens = settings.tokens // workers.count
     spoken = _spoken_batches(heard, renderer, tokens, draw)
     typed = typed_batches(renderer, tokens, draw)

@@ -27,6 +27,7 @@ __all__ = [
     "draw_voice",
     "load_questions",
     "make_questions",
+    "noises",
     "speak",
     "write_questions",
 ]
@@ -115,6 +116,22 @@ def speak(words: str, voice: Voice, *, cut: bool = True) -> Tensor:
         raise ValueError(f"{voice} said nothing for {words!r}")
     around = 480
     return torch.from_numpy(samples[max(0, heard[0] - around) : heard[-1] + around].copy())
+
+
+def noises(count: int, draw: random.Random) -> list[Question]:
+    """Sounds in which nothing is said: half a second to four of hiss, as loud as speech or faint.
+
+    What is heard in them is no sum; a thinker that has heard speech alone makes one up.
+    """
+    made: list[Question] = []
+    for _ in range(count):
+        samples = torch.from_numpy(
+            np.random.default_rng(draw.randrange(2**32)).standard_normal(
+                draw.randint(SAMPLE_RATE // 2, 4 * SAMPLE_RATE), np.float32
+            )
+        )
+        made.append(Question("", mel_powers(10 ** draw.uniform(-3.0, -0.5) * samples)))
+    return made
 
 
 def make_questions(folder: Path, texts: Iterable[str], *, seed: int) -> None:

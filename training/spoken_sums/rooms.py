@@ -44,7 +44,7 @@ def recorded(powers: Tensor, strength: float = 1.0) -> Recording:
     """
     bands = powers.shape[0]
     powers = _stretched(powers.float(), strength)
-    most = 200 if torch.rand(()) < 0.1 else 45
+    most = 300 if torch.rand(()) < 0.1 else 45
     before, after = int(_uniform(0, 30)), int(_uniform(0, most))
     room = max(0, LONGEST - powers.shape[1])
     before = min(before, room)

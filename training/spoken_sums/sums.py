@@ -19,12 +19,14 @@ __all__ = [
     "LARGEST_ASKED",
     "NOT_A_SUM",
     "SIGNS",
+    "SMALL",
     "Sign",
     "Sum",
     "follow_ups",
     "held_out_sums",
     "is_held_out",
     "out_of_range",
+    "small_sums",
     "training_sums",
 ]
 
@@ -32,6 +34,9 @@ NOT_A_SUM = "that is not a sum i know"
 """The whole reply to what is no sum; the end of the reply to one whose result is out of range."""
 
 LARGEST_ASKED = 99
+
+SMALL = 12
+"""Sums of two numbers up to this are one in forty, and what people ask first."""
 
 Sign = Literal["+", "-", "*"]
 SIGNS: tuple[Sign, ...] = ("+", "-", "*")
@@ -142,6 +147,13 @@ def training_sums(sign: Sign) -> tuple[Sum, ...]:
 def held_out_sums(sign: Sign) -> tuple[Sum, ...]:
     """Sums that training never sees, of two numbers up to 99."""
     return _asked(sign, False)
+
+
+@cache
+def small_sums(sign: Sign) -> tuple[Sum, ...]:
+    """All sums of two small numbers, held out or not."""
+    every = sorted(_asked(sign, True) + _asked(sign, False))
+    return tuple(each for each in every if max(each.left, each.right) <= SMALL)
 
 
 @cache

@@ -1,0 +1,63 @@
+"""What is no sum though it is typed in figures: numbers over 99, three of them, other signs."""
+
+from __future__ import annotations
+
+import random
+
+from training.spoken_sums.sums import LARGEST_ASKED, SIGNS
+
+__all__ = ["HELD_OUT_FIGURES", "draw_other_figures"]
+
+HELD_OUT_FIGURES: tuple[str, ...] = (
+    "100 + 1",
+    "100 + 100",
+    "2 * 100",
+    "what is 150 - 60?",
+    "101-1",
+    "5 + 250",
+    "1+2+3",
+    "10 - 4 - 2",
+    "2 * 3 + 4",
+    "3.5 + 2",
+    "8 - 0.5",
+    "-5 + 3",
+    "7 * -2",
+    "10 / 2",
+    "36÷6",
+    "2^3",
+    "(1+2)*3",
+    "42",
+    "12 30",
+    "6 *",
+)
+"""Training never sees these."""
+
+_LARGE = (100, 999)
+
+
+def draw_other_figures(draw: random.Random) -> str:
+    """A text in figures that is no sum, and no follow-up either."""
+    while True:
+        text = _drawn(draw)
+        if text not in HELD_OUT_FIGURES:
+            return text
+
+
+def _drawn(draw: random.Random) -> str:
+    one, other, third = (draw.randint(0, LARGEST_ASKED) for _ in range(3))
+    # Results up to 200 are where a follow-up goes on from: what is near them is mistaken most.
+    large = draw.randint(_LARGE[0], 200) if draw.random() < 0.7 else draw.randint(*_LARGE)
+    tenth = draw.randint(1, 9)
+    space = draw.choice(("", " "))
+    sign, then = (f"{space}{draw.choice(SIGNS)}{space}" for _ in range(2))
+    kinds = (
+        (f"{large}{sign}{one}", f"{one}{sign}{large}", f"{large}{sign}{large}"),
+        (f"{sign.strip()}{space}{large}", f"and {sign.strip()} {large}"),
+        (f"{one}{sign}{other}{then}{third}", f"({one}{sign}{other}){then}{third}"),
+        (f"{one}.{tenth}{sign}{other}", f"{one}{sign}{other}.{tenth}"),
+        (f"-{one}{sign}{other}", f"{one}{sign}-{other}"),
+        tuple(f"{one}{space}{mark}{space}{other}" for mark in "/÷^%:"),
+        (f"{one}", f"{large}", f"{one} {other}", f"{one}{sign.rstrip()}"),
+    )
+    text = draw.choice(draw.choice(kinds))
+    return draw.choice(("{}", "{}", "{}?", "what is {}", "{} =")).format(text)
