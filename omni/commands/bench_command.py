@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import resource
@@ -25,7 +24,7 @@ from omni.commands.bench.report_tables import failure_lines, report_tables
 from omni.commands.bench.request_lines import RequestLines
 from omni.commands.bench_options import BenchOptions
 from omni.commands.command import Stopped
-from omni.commands.interrupts import exit_status
+from omni.commands.interrupts import exit_status, run_interruptibly
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
             if config is not None:
                 _measure_pipeline(measurement, config, wanted)
             else:
-                asyncio.run(_measure_server(measurement, wanted))
+                run_interruptibly(_measure_server(measurement, wanted))
     except KeyboardInterrupt as caught:
         interrupt = caught
     report = BenchReport(
@@ -119,7 +118,7 @@ def _measure_pipeline(measurement: Measurement, config: PipelineConfig, wanted: 
     from omni.runtime.omni import Omni
 
     with Omni(config) as omni:
-        asyncio.run(_measure(measurement, PipelineTarget(omni, config), wanted))
+        run_interruptibly(_measure(measurement, PipelineTarget(omni, config), wanted))
 
 
 async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
