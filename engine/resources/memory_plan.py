@@ -126,16 +126,17 @@ def resolve_num_blocks(
     """Enough for every seat at full length, within the share of free memory that is allowed.
 
     Args:
-        config: what the user set; a ``num_blocks`` of his is taken as it is.
+        config: what the user set; a ``num_blocks`` of his is taken as it is, if it fits.
         page_bytes: of a (large) page.
         pages_for: pages that sequences of so many tokens, and so many of them, can take up.
         max_model_len: longest sequence.
         device: whose memory.
 
     Raises:
-        ValueError: not even one sequence of ``max_model_len`` would fit; says what would. Where the
-            user stated ``num_blocks`` and no length, the checkpoint's may be too long: requests
-            that do not fit are refused one by one then, as long as there is room for any.
+        ValueError: the blocks take more memory than is free, or not even one sequence of
+            ``max_model_len`` would fit; says what would. Where the user stated ``num_blocks`` and
+            no length, the checkpoint's may be too long: requests that do not fit are refused one by
+            one then, as long as there is room for any.
     """
     per_sequence = pages_for(max_model_len, 1)
     if config.num_blocks is None:
@@ -147,6 +148,7 @@ def resolve_num_blocks(
         remedy = "raise memory_fraction"
     else:
         num_pages = config.num_blocks
+        _check_free(num_pages, page_bytes, config.memory_fraction, device)
         limit = f"num_blocks {num_pages}, the null block off,"
         remedy = f"set num_blocks to at least {per_sequence + 1}"
     room = max(num_pages - 1, 0)
@@ -160,6 +162,20 @@ def resolve_num_blocks(
             + remedy
         )
     return num_pages
+
+
+def _check_free(
+    num_pages: int, page_bytes: int, memory_fraction: float, device: torch.device
+) -> None:
+    """Before anything is made for each of them: a machine may come down by as much as that."""
+    free = free_bytes(device)
+    if num_pages * page_bytes > free:
+        raise ValueError(
+            f"num_blocks {num_pages} of {format_bytes(page_bytes)} each take "
+            f"{format_bytes(num_pages * page_bytes)}, but {device.type} has {format_bytes(free)} "
+            f"free; set num_blocks to at most {free // page_bytes}, or leave it out for "
+            f"memory_fraction {memory_fraction} of that"
+        )
 
 
 @dataclass(frozen=True, slots=True)

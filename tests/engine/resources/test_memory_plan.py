@@ -191,3 +191,14 @@ def test_an_engine_tells_what_images_and_swapped_requests_may_take(
     assert "swap space" in lines
     plain = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=9)).memory_plan
     assert not any(word in line for line in plain.lines() for word in ("encoder cache", "swap"))
+
+
+def test_more_blocks_than_there_is_memory_for_are_refused_before_any_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free_memory(monkeypatch, 128 * 1024 * 9)
+    planned((group(FULL, 2),), 100, num_blocks=9)
+    with pytest.raises(ValueError, match="num_blocks 10 of 128.0 KiB each take 1.2 MiB, but cpu "):
+        planned((group(FULL, 2),), 100, num_blocks=10)
+    with pytest.raises(ValueError, match="set num_blocks to at most 9, or leave it out for "):
+        planned((group(FULL, 2),), 100, num_blocks=99_999_999)
