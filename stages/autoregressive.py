@@ -146,6 +146,11 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         """The sampling parameters of requests that bring none."""
         return self._sampling
 
+    @property
+    def seed(self) -> int:
+        """The engine's; see :class:`~stages.stage.Stage`."""
+        return self.engine.config.seed
+
     def check_sampling(self, params: SamplingParams) -> None:
         """See :class:`~stages.stage.Stage`."""
         self.engine.check_sampling(params)

@@ -244,6 +244,11 @@ class Stage(ABC):
         """The sampling parameters of requests that bring none; None if it samples nothing."""
         return None
 
+    @property
+    def seed(self) -> int | None:
+        """What the seeds of requests that bring none are drawn from; None if it samples nothing."""
+        return None
+
     def configuration(self) -> Settings:
         """What another process builds such a stage of: that of which it was built.
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine.inputs.admission import Admission
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.interface.new_request import NewRequest
 from engine.interface.prompts import Prompt
+from engine.interface.request_seeds import RequestSeeds
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.content_spans import encoder_spans
 from engine.requests.continuation import Sequel
@@ -66,7 +66,7 @@ class InputProcessor:
         self._prompts = prompts
         self._admission = admission
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._seeds = torch.Generator().manual_seed(seed)
+        self._seeds = RequestSeeds(seed)
         self._num_arrived = 0
 
     def arrive(self, params: SamplingParams) -> Arrival:
@@ -81,7 +81,7 @@ class InputProcessor:
         first, self._num_arrived = self._num_arrived, self._num_arrived + params.n
         seed = params.seed
         if seed is None:
-            seed = int(torch.randint(2**62, (), generator=self._seeds))
+            seed = self._seeds.draw()
         return Arrival(first, seed)
 
     def process(self, new: NewRequest, arrival: Arrival) -> list[Request]:

@@ -78,6 +78,7 @@ class StageFacts:
     hidden_size: int | None
     dtype: str | None
     sampling: SamplingParams | None
+    seed: int | None
     takes_chunks: bool
     gives_chunks: bool
     speakers: tuple[str, ...] | None

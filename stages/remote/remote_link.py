@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from stages.remote.connection import WorkerGone
 from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders
 from stages.remote.prefix_router import PrefixRouter
+from stages.remote.seeded_runs import SeededRuns
 from stages.remote.visit import ContradictionError, Visit
 from stages.remote.worker_life import Ended, WorkerLife
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
@@ -67,6 +67,7 @@ class RemoteLink(StageLink):
         self._visits: dict[str, Visit] = {}
         self._by_ticket: dict[int, Visit] = {}
         self._tickets = count()
+        self._seeds = SeededRuns()
         self._news: list[Event] = []
         self._traces: list[Traced] = []
         # The stage is built by the time that a link is made.
@@ -153,17 +154,10 @@ class RemoteLink(StageLink):
         return traces
 
     def _enter(self, enter: Enter) -> None:
-        visit = Visit.of(self._with_seed(enter), next(self._tickets), self._edges)
+        enter = self._seeds.seeded(enter, self._lives[0].facts)
+        visit = Visit.of(enter, next(self._tickets), self._edges)
         self._visits[enter.request_id] = self._by_ticket[visit.ticket] = visit
         self._place(visit)
-
-    def _with_seed(self, enter: Enter) -> Enter:
-        """The same with a seed, where tokens are drawn: a second run has to draw the same."""
-        facts = self._lives[0].facts
-        params = enter.sampling or (facts.sampling if facts is not None else None)
-        if params is None or params.is_greedy or params.seed is not None:
-            return enter
-        return replace(enter, sampling=params.model_copy(update={"seed": secrets.randbits(62)}))
 
     def _place(self, visit: Visit) -> None:
         """Choose a replica for a run that begins, and hand it over if that is up."""

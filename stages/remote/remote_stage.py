@@ -172,6 +172,11 @@ class RemoteStage(LinkedStage):
         return self._facts.sampling
 
     @property
+    def seed(self) -> int | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.seed
+
+    @property
     def speakers(self) -> tuple[str, ...] | None:
         """See :class:`~stages.stage.Stage`."""
         return self._facts.speakers

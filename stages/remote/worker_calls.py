@@ -60,6 +60,7 @@ def facts_of(stage: Stage) -> StageFacts:
         hidden_size=stage.hidden_size,
         dtype=None if stage.dtype is None else str(stage.dtype).removeprefix("torch."),
         sampling=stage.sampling,
+        seed=stage.seed,
         takes_chunks=stage.takes_chunks,
         gives_chunks=stage.gives_chunks,
         speakers=stage.speakers,

@@ -88,7 +88,7 @@ class WorkerLoop:
         self._num_commands = 0
         self._was_idle = False
         self._nap_s = _SHORTEST_NAP_S
-        self._sent_at = 0.0
+        self._counted_at = 0.0
 
     def take(self, message: Any) -> None:
         """Take a command or a call, in the connection's thread."""
@@ -179,11 +179,11 @@ class WorkerLoop:
         elif worker.check_idle():
             if not self._was_idle:
                 self._was_idle = True
-                self._tell_link(Idle(self._num_commands))
+                self._send(Idle(self._num_commands))
             self._sleep(self._nap_s)
             self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
-        if time.monotonic() - self._sent_at > _BEAT_S:
-            self._tell_link(Beat(worker.stage.stats()))
+        if time.monotonic() - self._counted_at > _BEAT_S:
+            self._tell_counts(worker)
 
     def _take_in(self, worker: StageWorker) -> bool:
         """Do what was commanded and asked so far; whether there was a command."""
@@ -192,7 +192,7 @@ class WorkerLoop:
             message = self._inbox.popleft()
             if isinstance(message, Call):
                 assert self._calls is not None
-                self._tell_link(self._calls.answer(message))
+                self._send(self._calls.answer(message))
                 continue
             if isinstance(message, Enter):
                 self._tickets[message.request_id] = message.ticket
@@ -204,24 +204,27 @@ class WorkerLoop:
         return has_any
 
     def _tell(self, worker: StageWorker, traces: list[Traced], events: list[Event]) -> None:
+        ended = [request_id for event in events if (request_id := _ended_by(event)) is not None]
+        if ended:  # before its end is told: should this process die, its work has been counted
+            self._tell_counts(worker)
         short = [self._tails.shorten(e) if isinstance(e, Moved) else e for e in events]
         try:
-            self._tell_link(News((*traces, *short)))
+            self._send(News((*traces, *short)))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
             for event in short:
                 self._tell_alone(worker, event)
+        for request_id in ended:
+            self._tickets.pop(request_id, None)
         for event in events:
-            if isinstance(event, Moved) and event.output is not None and event.output.finished:
-                self._tickets.pop(event.output.request_id, None)
-            elif isinstance(event, Failed):
+            if isinstance(event, Failed):
                 for request_id, ticket in list(self._tickets.items()):
                     if ticket == event.ticket:
                         self._forget(request_id)
 
     def _tell_alone(self, worker: StageWorker, event: Event | Grown) -> None:
         try:
-            self._tell_link(News((event,)))
+            self._send(News((event,)))
         except (MemoryError, ValueError) as error:
             name = self._spec.name
             told = (
@@ -230,11 +233,11 @@ class WorkerLoop:
             _logger.exception("an output of stage %r cannot be handed on", name)
             if isinstance(event, Moved | Grown) and event.output is not None:
                 worker.send(Abort(event.output.request_id))
-            self._tell_link(News((Failed(event.ticket, told),)))
+            self._send(News((Failed(event.ticket, told),)))
 
-    def _tell_link(self, message: WorkerMessage) -> None:
-        self._sent_at = time.monotonic()
-        self._send(message)
+    def _tell_counts(self, worker: StageWorker) -> None:
+        self._counted_at = time.monotonic()
+        self._send(Beat(worker.stage.stats()))
 
     def _forget(self, request_id: str) -> None:
         ticket = self._tickets.pop(request_id, None)
@@ -248,3 +251,9 @@ class WorkerLoop:
             if not self._has_changed:
                 self._changed.wait(longest_s)
             self._has_changed = False
+
+
+def _ended_by(event: Event) -> str | None:
+    """The id of the request whose last output an event has."""
+    output = event.output if isinstance(event, Moved) else None
+    return output.request_id if output is not None and output.finished else None

@@ -30,6 +30,7 @@ class FakeSpeechConfig(StageConfig):
         tail: tokens after the last unit of its input; negative ones cannot be built.
         pause_s: how long each of its steps takes, in seconds.
         logs: a warning that it logs of every request.
+        outputs: tensors that it hands on; None for what its consumers need.
     """
 
     takes_chunks: ClassVar[bool] = True

@@ -33,6 +33,7 @@ def test_a_flag_is_the_same_as_its_place() -> None:
     assert settings(by_flag)["runtime"] == {
         "kind": "ray",
         "address": "head:6379",
+        "tensor_transport": "object_store",
         "max_retries": 1,
         "stall_timeout_s": 120.0,
     }

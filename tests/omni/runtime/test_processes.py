@@ -21,6 +21,10 @@ from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.same_outputs import assert_same, streamed
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
+DRAWN = [
+    PROMPTS[0],
+    *(OmniRequest(each, sampling={"writer": {"temperature": 1.0}}) for each in PROMPTS[:2]),
+]
 SPOKEN = ["hello there", "what is it"]
 
 
@@ -56,13 +60,23 @@ def texts() -> list[OmniOutput]:
 
 
 @pytest.fixture(scope="module")
+def drawn() -> list[OmniOutput]:
+    with Omni("two_step", overrides={"stages.writer.engine.seed": 7}) as omni:
+        return omni.generate(DRAWN)
+
+
+@pytest.fixture(scope="module")
 def speeches() -> list[OmniOutput]:
     with Omni("omni_speech") as omni:
         return omni.generate(SPOKEN)
 
 
-def test_text_is_that_of_one_process_and_prefixes_hit(texts: list[OmniOutput]) -> None:
-    with in_processes("two_step") as omni:
+def test_text_is_that_of_one_process_and_prefixes_hit(
+    texts: list[OmniOutput], drawn: list[OmniOutput]
+) -> None:
+    with in_processes("two_step", overrides={"stages.writer.engine.seed": 7}) as omni:
+        # First, and without seeds of their own: the engine's gives them theirs one by one.
+        assert_same(omni.generate(DRAWN), drawn)
         assert_same(omni.generate(PROMPTS), texts)
         assert_same(omni.generate(PROMPTS), texts)
         assert omni.stats()["reader"].cached_tokens > 0
@@ -124,6 +138,8 @@ def test_a_worker_that_is_killed_while_it_works_is_missed_by_nobody(
                 last[output.request_id] = output
         assert_same([last[text] for text in SPOKEN], speeches)
         assert_same(omni.generate(SPOKEN), speeches)
+        told = sum(len(each.stages["thinker"].token_ids) for each in speeches)
+        assert omni.stats()["thinker"].generated_tokens >= 2 * told, "what died had counted, too"
 
 
 def test_a_worker_that_stands_still_is_replaced(texts: list[OmniOutput]) -> None:

@@ -401,7 +401,7 @@ HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
 @pytest.mark.parametrize(
     ("frames", "told"),
     [
-        ([(1, {"protocol": 99})], "speaks version 99 of the protocol.* this one version 1: both"),
+        ([(1, {"protocol": 99})], "speaks version 99 of the protocol.* this one version 2: both"),
         ([(1, {"protocol": "1"})], "Expected `int`"),
         ([(1, {})], "protocol"),
         ([(3, 5)], "did not say which version"),
