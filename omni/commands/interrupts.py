@@ -13,9 +13,6 @@ from typing import Any, NoReturn
 __all__ = ["Terminated", "exit_status", "run_interruptibly", "sigterm_interrupts"]
 
 
-_AGAIN_S = 1.0
-
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM came, which ends a command like Ctrl-C, with another exit status."""
 
@@ -65,16 +62,9 @@ async def _interrupted(work: Coroutine[Any, Any, None]) -> signal.Signals | None
     assert task is not None
     came: list[signal.Signals] = []
 
-    def cancel() -> None:
-        # Again and again: one that comes while a library cancels by itself can be lost there.
-        if not task.done():
-            task.cancel()
-            loop.call_later(_AGAIN_S, cancel)
-
     def interrupt(sent: signal.Signals) -> None:
         came.append(sent)
-        if len(came) == 1:
-            cancel()
+        task.cancel()
 
     handlers = {sent: signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)}
     heard = []

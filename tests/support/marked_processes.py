@@ -16,7 +16,7 @@ import psutil
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["MarkedRun"]
+__all__ = ["MarkedRun", "heed_interrupts"]
 
 _MARK = "OMNI_TEST_MARK"
 
@@ -43,7 +43,7 @@ class MarkedRun:
             stderr=subprocess.PIPE,
             text=True,
             # Whoever runs the tests in the background may have them ignore it.
-            preexec_fn=_heed_interrupts,
+            preexec_fn=heed_interrupts,
         )
 
     def finish(self) -> tuple[int, str, str]:
@@ -74,5 +74,6 @@ class MarkedRun:
             time.sleep(0.05)
 
 
-def _heed_interrupts() -> None:
+def heed_interrupts() -> None:
+    """For a child before its program: a shell lets what it runs in the background ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

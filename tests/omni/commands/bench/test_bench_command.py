@@ -20,6 +20,7 @@ from omni.commands.cli import app
 from tests.support.fake_openai import FakeOpenAI, chat_piece, in_thread, usage_piece
 from tests.support.import_graph import ROOT
 from tests.support.live_server import wait_until
+from tests.support.marked_processes import heed_interrupts
 from tests.support.patience import PATIENCE_S
 
 DONE = b"data: [DONE]\n\n"
@@ -225,6 +226,7 @@ def test_an_interrupt_prints_and_writes_what_was_measured(sent: signal.Signals, 
             text=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            preexec_fn=heed_interrupts,
         )
         try:
             wait_until(lambda: served > 3 or process.poll() is not None)
