@@ -24,7 +24,8 @@ from omni.commands.bench.report_tables import failure_lines, report_tables
 from omni.commands.bench.request_lines import RequestLines
 from omni.commands.bench_options import BenchOptions
 from omni.commands.command import Stopped
-from omni.commands.interrupts import exit_status, run_interruptibly
+from omni.commands.interruptible_loop import run_interruptibly
+from omni.commands.interrupts import exit_status
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:
