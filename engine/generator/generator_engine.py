@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
+from engine.generator.window_gathering import WindowGathering
 from engine.interface.arguments import check_argument
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
@@ -46,6 +47,8 @@ logger = package_logger(__name__)
 
 class GeneratorEngine(Engine[GeneratorOutput]):
     """Batches utterances, or windows of them, that have the same length.
+
+    A step may leave a window for a later one, for others to come: see ``WindowGathering``.
 
     ::
 
@@ -83,6 +86,9 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.samples_per_code = self._model.samples_per_code
         self.max_codes = self._model.max_codes
         self._window = _window_sizes(config, self._model)
+        self._gathering = WindowGathering(self._window, config.max_batch_size)
+        # Since the last step; whether windows may wait for others.
+        self._has_new_codes = False
         self._requests: dict[str, GeneratorRequest] = {}
         self._arrivals = count()
         # Of the last step, by the mark of its call: how far each live request was before it.
@@ -120,6 +126,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def _enter(self, request: GeneratorRequest) -> None:
         self._requests[request.request_id] = request
+        self._has_new_codes = True
 
     @property
     def takes_chunks(self) -> bool:
@@ -148,6 +155,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         request.codes += codes
         request.is_last = prompt.is_last
         request.is_cut_off = prompt.is_cut_off
+        self._has_new_codes = True
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""
@@ -155,7 +163,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         return request is not None and request.needs_input(self._window)
 
     def _step(self) -> list[GeneratorOutput]:
-        """Run one batch; return the outputs that moved. Nothing to run: nothing."""
+        """Run one batch; return the outputs that moved. Nothing to run, or to run yet: nothing."""
         clock = time.perf_counter()
         self._before = (
             self._call,
@@ -166,7 +174,9 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         )
         silent = [request for request in self._requests.values() if request.is_done]
         outputs = [self._advance(request, torch.zeros(0)) for request in silent]
-        batch = self._next_batch()
+        order = sorted(self._requests.values(), key=lambda r: (r.priority, r.arrival_index))
+        batch = self._gathering.next_batch(order, has_new_codes=self._has_new_codes)
+        self._has_new_codes = False
         if batch:
             outputs += self._run(batch)
         if outputs:
@@ -231,19 +241,6 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                     f"request {request.request_id!r}: {found} samples != {request.num_done} of "
                     f"{len(request.codes)} codes * {self.samples_per_code}"
                 )
-
-    def _next_batch(self) -> list[tuple[GeneratorRequest, CodeWindow]]:
-        """The first in the order that can run, and those after it with windows as long."""
-        batch: list[tuple[GeneratorRequest, CodeWindow]] = []
-        order = sorted(self._requests.values(), key=lambda r: (r.priority, r.arrival_index))
-        for request in order:
-            window = request.next_window(self._window)
-            if window is None or (batch and window.num_codes != batch[0][1].num_codes):
-                continue
-            batch.append((request, window))
-            if len(batch) == self.config.max_batch_size:
-                break
-        return batch
 
     def _run(self, batch: Sequence[tuple[GeneratorRequest, CodeWindow]]) -> list[GeneratorOutput]:
         """Compute a batch. If it fails, each of it alone, so that only the culprit fails."""

@@ -62,6 +62,7 @@ class GeneratorRequest:
         pieces: that sound, ``(num_samples,)`` each.
         arrival: when it came, by ``time.monotonic``.
         started: when it first ran.
+        num_waits: steps for which its next window has waited for others.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class GeneratorRequest:
     pieces: list[Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None
+    num_waits: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -96,14 +98,18 @@ class GeneratorRequest:
         done, available = self.num_done, len(self.codes)
         if self.whole:
             return CodeWindow(0, available, 0, available) if done < available else None
-        kept_stop = done + sizes.kept(done)
-        stop = kept_stop + sizes.right
-        start = max(0, done - sizes.left)
-        if available > stop:
-            return CodeWindow(start, stop, done, kept_stop)
+        coming = self.coming_window(sizes)
+        if available > coming.stop:
+            return coming
         if self.is_last and done < available:
-            return CodeWindow(start, available, done, available)
+            return CodeWindow(coming.start, available, done, available)
         return None
+
+    def coming_window(self, sizes: WindowSizes) -> CodeWindow:
+        """The next window of an utterance that comes in chunks, if its codes go on for so long."""
+        done = self.num_done
+        kept_stop = done + sizes.kept(done)
+        return CodeWindow(max(0, done - sizes.left), kept_stop + sizes.right, done, kept_stop)
 
     def needs_input(self, sizes: WindowSizes) -> bool:
         """Whether it cannot go on before its next chunk comes."""

@@ -64,9 +64,9 @@ def engine(shared_engine: GeneratorEngine) -> GeneratorEngine:
 
 
 def drain(engine: GeneratorEngine) -> dict[str, list[GeneratorOutput]]:
-    """Step until nothing moves; every output by request."""
+    """Step until nothing moves or waits; every output by request."""
     outputs: dict[str, list[GeneratorOutput]] = {}
-    while stepped := engine.step():
+    while stepped := engine.step() or engine.step():
         engine.check_integrity()
         for output in stepped:
             outputs.setdefault(output.request_id, []).append(output)
