@@ -51,6 +51,7 @@ class FakeSpeechStage(Stage):
         fail: ids that end with an error, with the number of tokens after which they do.
         explode: ids during whose turn ``step`` raises, with the number of tokens as well.
         refuse: ids refused, with how many chunks are taken before.
+        endless: ids that go on after their last token, until they are aborted.
         hide_rows: every how many-th call of ``partial_tensors`` finds nothing.
         final_output: what the user gets.
         speakers: as it says of itself.
@@ -74,6 +75,7 @@ class FakeSpeechStage(Stage):
         fail: Mapping[str, int] | None = None,
         explode: Mapping[str, int] | None = None,
         refuse: Mapping[str, int] | None = None,
+        endless: Collection[str] = (),
         hide_rows: int | None = None,
         final_output: Collection[str] = ("text",),
         outputs: Collection[str] | None = None,
@@ -89,7 +91,7 @@ class FakeSpeechStage(Stage):
         self.seats, self.rotate, self.steps_per_token = seats, rotate, steps_per_token
         self.tail, self.limit = tail, limit
         self.fail, self.explode, self.refuse = fail or {}, explode or {}, refuse or {}
-        self.hide_rows = hide_rows
+        self.endless, self.hide_rows = endless, hide_rows
         self.live: dict[str, _Run] = {}
         self.received: dict[str, list[Prompt]] = {}
         self.pauses = 0
@@ -182,10 +184,11 @@ class FakeSpeechStage(Stage):
             return None
         before = len(run.tokens)
         # A last chunk may bring nothing but the news that it is the last.
-        if not run.is_last or before < len(run.units) + self.tail:
+        length = len(run.units) + (10**9 if request_id in self.endless else self.tail)
+        if not run.is_last or before < length:
             known = run.prompt + run.units[: before + 1]
             run.tokens.append(hashlib.sha256(repr((known, before)).encode()).digest()[0])
-        ended = run.is_last and len(run.tokens) >= len(run.units) + self.tail
+        ended = run.is_last and len(run.tokens) >= length
         failed = len(run.tokens) >= self.fail.get(request_id, 10**9)
         finished = ended or failed or len(run.tokens) >= self.limit
         reason = FinishReason.STOP if ended else FinishReason.LENGTH

@@ -25,6 +25,7 @@ class FakeStage(Stage):
         fail: ids that end with an error.
         lose: ids that it forgets.
         explode: ids during whose presence ``step`` raises.
+        endless: ids that never end by themselves.
         stuck: whether ``abort`` raises after an explosion.
         final: whether the user gets its text.
         hidden_size: as it says of itself.
@@ -45,6 +46,7 @@ class FakeStage(Stage):
         fail: Collection[str] = (),
         lose: Collection[str] = (),
         explode: Collection[str] = (),
+        endless: Collection[str] = (),
         stuck: bool = False,
         final: bool = True,
         hidden_size: int | None = None,
@@ -59,7 +61,7 @@ class FakeStage(Stage):
         )
         self.steps = steps
         self.refuse, self.fail, self.lose, self.explode = refuse, fail, lose, explode
-        self.stuck = stuck
+        self.endless, self.stuck = endless, stuck
         self.held: dict[str, tuple[StageRequest, int]] = {}
         self.seen: dict[str, StageRequest] = {}
         self.resets = 0
@@ -99,6 +101,7 @@ class FakeStage(Stage):
         self.held[request_id] = (request, done)
         if request_id in self.lose:
             del self.held[request_id]
+        if request_id in self.lose or request_id in self.endless:
             return None
         full = self.expected(request)
         shown, before = (full[: len(full) * at // self.steps] for at in (done, done - 1))

@@ -1,39 +1,53 @@
-"""Pipelines of tests that are composed of stages, run where users run them."""
+"""Tests that are tried wherever users run stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from omni.pipelines.pipeline import Pipeline
-from omni.pipelines.runtime_config import RuntimeConfig
-from omni.runtime.placed_pipeline import place_pipeline
+from tests.support.examples import USUAL, examples
 
-__all__ = ["PLACES", "everywhere", "placed"]
+__all__ = ["PLACES", "Anywhere", "everywhere"]
 
 PLACES = ("inline", "processes", "ray")
 """Kinds of runtimes over which promises are tried."""
 
+_FEW = 10
+"""Examples of a property on Ray: what a worker says there takes milliseconds, not microseconds."""
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
-def everywhere(test: _Test) -> _Test:
-    """Have a test's orchestrators run over all of them: on Ray as well, which takes longest.
+@dataclass(frozen=True)
+class Anywhere:
+    """Where the stages of a test's orchestrators run.
 
-    Without it, those that use the fixture ``anywhere`` leave out Ray.
+    Attributes:
+        kind: one of :data:`PLACES`.
+        end_workers: ends all workers that there are; those of later orchestrators begin anew.
     """
+
+    kind: str
+    end_workers: Callable[[], object] = lambda: None
+
+    def try_property(self, property_: Callable[[st.DataObject], None]) -> None:
+        """Try a property with examples of hypothesis, each of which has workers of its own."""
+
+        @settings(max_examples=examples(_FEW if self.kind == "ray" else USUAL))
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            self.end_workers()  # of the example before, with all of their threads and calls
+            property_(data)
+
+        check()
+
+
+def everywhere(test: _Test) -> _Test:
+    """Have a test's orchestrators run over all of them, by the fixture ``anywhere``."""
     parametrized = pytest.mark.parametrize("anywhere", PLACES, indirect=True)(test)
     return pytest.mark.usefixtures("anywhere")(parametrized)
-
-
-def placed(pipeline: Pipeline, where: str) -> Pipeline:
-    """Let a pipeline's stages run somewhere; nothing that fails is run again.
-
-    Args:
-        pipeline: of nobody else; it is used up.
-        where: one of :data:`PLACES`.
-    """
-    return place_pipeline(pipeline, RuntimeConfig.model_validate({"kind": where, "max_retries": 0}))

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
+from unittest.mock import patch
 
 import pytest
 
 from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.runtime_config import RuntimeConfig
 from omni.runtime import stage_links
+from omni.runtime.placed_pipeline import place_pipeline
 from stages import Stage
-from stages.cluster import actor_connection, actor_worker
+from stages.cluster import actor_connection, actor_worker, reservation
 from stages.remote.control import WorkerSpec
 from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.remote.worker_main import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
+from tests.support.actor_hosts import Hosts
 from tests.support.channel_workers import ChannelWorkers
+from tests.support.placed import Anywhere
 from tests.support.ray_cluster import SessionCluster
 from tests.support.ray_relay import RelayedWorkers
 
 
-@pytest.fixture(params=["inline", "processes"])
-def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Anywhere]:
     """Let the stages of every orchestrator run inline, or in workers of their own.
+
+    Tests that use it are marked by :func:`tests.support.placed.everywhere`.
 
     With ``processes`` all that workers are told and tell goes over sockets and shared memory, as
     between processes; they are threads, which drive the very stages that the test has made. With
-    ``ray``, for which tests are marked by :func:`tests.support.placed.everywhere`, it goes through
-    an actor and the object store of a cluster, however small it is.
+    ``ray`` it goes through an actor and the object store of a cluster, however small it is.
     """
     where: str = request.param
     if where == "inline":
-        yield where
+        yield Anywhere(where)
         return
     if where == "ray":
         for module in (actor_connection, actor_worker):
@@ -55,7 +62,29 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             return RelayedWorkers(cluster.relay, build)
 
         monkeypatch.setattr(stage_links, "_link", link)
-        yield where
+        yield Anywhere(where, workers.close)
+
+
+@pytest.fixture(scope="session")
+def place(request: pytest.FixtureRequest) -> Callable[[Pipeline, str], Pipeline]:
+    """``place(pipeline, where)``: a pipeline's stages run somewhere, and the pipeline is used up.
+
+    Nothing that fails is run again. On Ray its workers share actors with those of other tests.
+    """
+
+    @cache
+    def hosts() -> Hosts:
+        request.getfixturevalue("ray_cluster")
+        return Hosts()
+
+    def placed(pipeline: Pipeline, where: str) -> Pipeline:
+        runtime = RuntimeConfig.model_validate({"kind": where, "max_retries": 0})
+        if where != "ray":
+            return place_pipeline(pipeline, runtime)
+        with patch.object(reservation, "_ACTOR", hosts()):
+            return place_pipeline(pipeline, runtime)
+
+    return placed
 
 
 class _Unclosed:

@@ -28,7 +28,7 @@ from stages import AutoregressiveStage
 from tests.support.examples import examples
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
-from tests.support.placed import placed
+from tests.support.placed import PLACES
 
 BLOCK_SIZE = 4
 MAX_TEXT, MAX_CODES = 16, 24
@@ -109,8 +109,7 @@ def answer(
 
 @pytest.fixture(
     scope="module",
-    # On Ray, where three more actors cost much, test_omni_promises has them preempted.
-    params=[("inline", "recompute"), ("processes", "recompute"), ("inline", "swap")],
+    params=[*((where, "recompute") for where in PLACES), ("inline", "swap")],
     ids="-".join,
 )
 def rig(
@@ -118,6 +117,7 @@ def rig(
     seeded: Callable[[str], str],
     placeholders: dict[str, int],
     answer: Callable[[Ask], OmniOutput],
+    place: Callable[[Pipeline, str], Pipeline],
 ) -> Iterator[Rig]:
     where, preemption = request.param
     # The codes come whole, so that the vocoder's windows are no excuse for other sound.
@@ -132,7 +132,7 @@ def rig(
         preemption=preemption,
         **USUAL,
     )
-    pipeline = placed(pipeline, where)
+    pipeline = place(pipeline, where)
     yield Rig(pipeline, placeholders, answer)
     pipeline.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -22,15 +23,10 @@ from tests.support.omni_stages import (
     build_pipeline,
     conversations,
 )
-from tests.support.placed import PLACES, placed
+from tests.support.placed import PLACES
 
 BLOCK_SIZE = 8
 Answer = Callable[[Conversation], OmniOutput]
-LONG = {
-    "thinker": {"max_tokens": 64, "ignore_eos": True},
-    "talker": {"max_tokens": 64, "ignore_eos": True},
-}
-"""Sampling with which four that fit at once do not fit any more before they end."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +35,14 @@ class Rig:
 
     pipeline: Pipeline
     answer: Answer
-    long_answer: Answer
 
 
 @pytest.fixture(scope="module")
-def answers(seeded: Callable[[str], str]) -> Callable[[bool, bool], Answer]:
-    """What an uncached pipeline says to a conversation, by whether it streams, and speaks long."""
+def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
+    """What an uncached pipeline says to a conversation, by whether it streams."""
 
     @cache
-    def of(streaming: bool, is_long: bool) -> Answer:
+    def of(streaming: bool) -> Answer:
         folder = seeded("qwen2_5_omni")
         uncached = build_pipeline(
             folder, streaming=streaming, caching=False, block_size=BLOCK_SIZE, max_num_seqs=2
@@ -56,8 +51,7 @@ def answers(seeded: Callable[[str], str]) -> Callable[[bool, bool], Answer]:
 
         @cache
         def answer(conversation: Conversation) -> OmniOutput:
-            more = {"sampling": LONG} if is_long else {}
-            orchestrator.add_request(conversation.request("alone", **more))
+            orchestrator.add_request(conversation.request("alone"))
             while True:
                 for output in orchestrator.step():
                     if output.finished:
@@ -70,14 +64,14 @@ def answers(seeded: Callable[[str], str]) -> Callable[[bool, bool], Answer]:
 
 @pytest.fixture(
     scope="module",
-    # What workers do with whole outputs is a part of what they do with chunks.
-    params=[("inline", "whole"), *((where, "streaming") for where in PLACES)],
+    params=[*product(PLACES, ("whole", "streaming"))],
     ids="-".join,
 )
 def rig(
     request: pytest.FixtureRequest,
     seeded: Callable[[str], str],
-    answers: Callable[[bool, bool], Answer],
+    answers: Callable[[bool], Answer],
+    place: Callable[[Pipeline, str], Pipeline],
 ) -> Iterator[Rig]:
     where, streaming = request.param[0], request.param[1] == "streaming"
     # The longest conversation takes about 20 blocks: pools in which few fit at once.
@@ -91,10 +85,8 @@ def rig(
         max_num_batched_tokens=40,
         encoder_cache_bytes=6_000,  # three items of about 2,000
     )
-    if where == "ray":  # one for all
-        request.getfixturevalue("ray_cluster")
-    pipeline = placed(pipeline, where)
-    yield Rig(pipeline, answers(streaming, False), answers(streaming, True))
+    pipeline = place(pipeline, where)
+    yield Rig(pipeline, answers(streaming))
     pipeline.close()
 
 
@@ -139,22 +131,22 @@ def test_cached_equals_uncached(rig: Rig, script: list[tuple[str, Conversation |
     assert not any(stage.has_unfinished_requests for stage in rig.pipeline.stages.values())
 
 
-# Inline and in processes test_omni_preemption has more of it, with pipelines of its own.
-@pytest.mark.parametrize("rig", [("ray", "streaming")], ids="-".join, indirect=True)
-def test_those_who_give_way_to_others_lose_nothing(rig: Rig):
-    stages = rig.pipeline.stages
-    before = {name: stages[name].stats().num_preemptions for name in LONG}
+def test_nine_identical_requests_in_a_row_give_identical_waveforms(rig: Rig):
+    for stage in rig.pipeline.stages.values():
+        stage.reset_prefix_cache()
+    asked = Conversation((Turn(0, picture=0, sound=0),), speaker=1)
     orchestrator = Orchestrator(rig.pipeline)
-    live = {f"r{n}": Conversation((Turn(n % 2, picture=n % 3),), n % 2, n % 2) for n in range(4)}
-    for request_id, asked in live.items():
-        request = asked.request(request_id, cache_salt=request_id, sampling=LONG)
-        orchestrator.add_request(request)
-    while live:
-        for output in orchestrator.step():
-            if output.finished:
-                assert_same(output, rig.long_answer(live.pop(output.request_id)))
-    for name, count in before.items():
-        assert stages[name].stats().num_preemptions > count, name
+    waveforms = []
+    for number in range(9):
+        orchestrator.add_request(asked.request(f"r{number}"))
+        while orchestrator.has_unfinished_requests:
+            for output in orchestrator.step():
+                if output.finished:
+                    audio = output.stages["code2wav"].audio
+                    assert audio is not None and len(audio.samples)
+                    waveforms.append(audio.samples)
+    assert len(waveforms) == 9
+    assert all(torch.equal(each, waveforms[0]) for each in waveforms)
 
 
 def test_the_small_pools_do_hit_and_evict(rig: Rig):
@@ -173,20 +165,3 @@ def test_the_small_pools_do_hit_and_evict(rig: Rig):
             assert spent.kv is not None and spent.kv.evictions > 0
             if name == "thinker":
                 assert spent.encoder_cache is not None and spent.encoder_cache.evictions > 0
-
-
-@pytest.mark.parametrize("where", ["inline", "processes"])  # two more pipelines of actors cost much
-@pytest.mark.parametrize("streaming", [False, True])
-def test_nine_identical_requests_in_a_row_give_identical_waveforms(
-    seeded: Callable[[str], str], streaming: bool, where: str
-):
-    asked = Conversation((Turn(0, picture=0, sound=0),), speaker=1)
-    pipeline = build_pipeline(seeded("qwen2_5_omni"), streaming=streaming)
-    with Omni(placed(pipeline, where)) as omni:
-        waveforms = []
-        for number in range(9):
-            (output,) = omni.generate(asked.request(f"r{number}"))
-            audio = output.stages["code2wav"].audio
-            assert audio is not None and len(audio.samples)
-            waveforms.append(audio.samples)
-    assert all(torch.equal(each, waveforms[0]) for each in waveforms)

@@ -37,7 +37,7 @@ def test_streaming_changes_no_result(chunks: tuple[int | None, int | None]) -> N
     assert all(output.error is None for output in streamed.values())
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_chunks_prompts_joined_are_the_whole_prompt() -> None:
     streamed, unstreamed = speech_stages((2, 3)), speech_stages((None, None))
     run(streamed), run(unstreamed)
@@ -67,7 +67,7 @@ def as_codec(prompt: Prompt) -> CodecPrompt:
     return prompt
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_a_source_without_rows_at_the_moment_loses_and_doubles_none() -> None:
     streamed = run(speech_stages((1, 1), thinker={"hide_rows": 2}))
     assert {id_: told(output) for id_, output in streamed.items()} == {
@@ -101,7 +101,7 @@ def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
     assert [len(new) for _, new, _, _ in seen] == [2, 2, 3]
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_first_sound_comes_while_the_thinker_still_thinks() -> None:
     outputs = drain(start(speech_stages((1, 1)), {"x": "a rather long prompt"}))["x"]
     first = next(output for output in outputs if "code2wav" in output.stages)
@@ -168,7 +168,7 @@ def test_whole_tensors_are_told_only_where_somebody_needs_them(
     assert sorted(last.stages["thinker"].tensors) == (expected if len(final_output) > 1 else [])
 
 
-@pytest.mark.usefixtures("anywhere")
+@everywhere
 def test_sound_is_only_for_those_who_want_it() -> None:
     stages = speech_stages((2, 3), code2wav={"final_output": ("text",)})
     last = run(stages)["x"].stages["code2wav"]
