@@ -32,17 +32,22 @@ class Browser:
     Args:
         folder: of its own, empty.
         url: of the page.
+        microphone: a WAV file that somebody says into it, once.
 
     Attributes:
         problems: what the page has complained about.
     """
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, microphone: Path | None = None) -> None:
         assert CHROMIUM is not None
+        flags = _FLAGS
+        if microphone is not None:
+            flags += ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+            flags += (f"--use-file-for-fake-audio-capture={microphone}%noloop",)
         self._url = url
         self._folder = folder
         self._process = subprocess.Popen(
-            [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
+            [CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -92,6 +97,14 @@ class Browser:
             assert time.monotonic() < end, f"{script} never came true; {self.problems}"
             time.sleep(0.02)
         return value
+
+    def press(self, key: str, code: str, number: int) -> None:
+        """Press a key: the letter it writes, its place on the keyboard, and its number."""
+        for kind in ("keyDown", "keyUp"):
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=code if key == "\r" else key, code=code,
+                text=key, windowsVirtualKeyCode=number,
+            )  # fmt: skip
 
     def screenshot(self, file: Path) -> None:
         """Take a picture of the page."""

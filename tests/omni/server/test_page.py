@@ -6,7 +6,7 @@ import io
 import json
 import re
 import urllib.request
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -102,11 +102,7 @@ def test_a_request_is_opened_by_the_keyboard(running: LiveServer, tmp_path: Path
         page.run("$('model').value = 'two_step'; $('model').dispatchEvent(new Event('change')); 0")
         page.wait_for("document.querySelectorAll('#requests details').length > 0")
         page.run("document.querySelector('#requests summary').focus(); 0")
-        for kind in ("keyDown", "keyUp"):
-            page.send(
-                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
-                windowsVirtualKeyCode=13,
-            )  # fmt: skip
+        page.press("\r", "Enter", 13)
         page.wait_for("document.querySelectorAll('#requests table').length == 1")
         lanes = page.run(
             "[...document.querySelectorAll('#requests .lane')].map(each => each.ariaLabel)"
@@ -165,3 +161,35 @@ def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
         page.wait_for("document.querySelector('#log .error')?.innerText.includes('not speak')")
         (refused,) = page.problems
         assert "400" in refused, "what was refused, and nothing else"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_what_is_said_into_the_microphone_is_sent(running: LiveServer, tmp_path: Path):
+    spoken, profile = tmp_path / "spoken.wav", tmp_path / "profile"
+    soundfile.write(spoken, tone(20.0), SAMPLING_RATE)
+    with Browser(profile, f"{running.url}/", microphone=spoken) as page:
+        page.wait_for("document.querySelectorAll('.stage').length == 3")
+        page.run("$('mic').focus(); 0")
+        page.press(" ", "Space", 32)
+        page.wait_for("$('mic').getAttribute('aria-pressed') == 'true'")
+        page.run("new Promise((done) => setTimeout(done, 500))")  # somebody speaks
+        page.press(" ", "Space", 32)
+        page.wait_for("$('attached').textContent == 'recording'")
+        assert page.run("$('mic').getAttribute('aria-pressed')") == "false"
+        page.run("$('tokens').value = '4'; $('form').requestSubmit(); 0")
+        page.wait_for("!abort && messages.length == 2")
+        (part,) = page.run("messages[0].content")
+        samples, rate = soundfile.read(io.BytesIO(b64decode(part["input_audio"]["data"])))
+        # Of the length nothing is sure but that there is some; a tone is never silent.
+        assert (part["type"], rate) == ("input_audio", 16_000)
+        assert len(samples) > 1_600 and float((samples**2).mean()) > 1e-4
+        nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+        nameless = {
+            node["role"]["value"]
+            for node in nodes
+            if not node["ignored"]
+            and not node["name"]["value"].strip()
+            and any(each["name"] == "focusable" for each in node["properties"])
+        }
+        assert nameless == set(), "a screen reader could not say what these are"
+        assert page.problems == []
