@@ -90,12 +90,14 @@ def summed_up(report: VerifyReport) -> str:
     """What warm caches saved, in a sentence."""
     hits = sum(stage.warm_hit_tokens for stage in report.stages)
     inputs = sum(stage.prompt_tokens for stage in report.stages)
-    uncached = sum(stage.uncached_s for stage in report.stages)
-    saved = sum(stage.saved_s for stage in report.stages)
-    return (
-        f"\nWarm caches hit {hits} of {inputs} input tokens and saved {saved:.2f} of "
-        f"{uncached:.2f} seconds."
-    )
+    cached = [stage for stage in report.stages if stage.has_cache and stage.is_cached]
+    saved = sum(stage.saved_s for stage in cached)
+    told = f"\nWarm caches hit {hits} of {inputs} input tokens"
+    if saved <= 0:  # prompts are short, and runs of equal work differ by more
+        return f"{told}; what that saved is less than such short runs differ by."
+    uncached = sum(stage.uncached_s for stage in cached)
+    names = " and ".join(stage.stage for stage in cached)
+    return f"{told} and saved {saved:.2f} of {uncached:.2f} seconds of {names}."
 
 
 @contextmanager

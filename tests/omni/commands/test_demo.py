@@ -13,7 +13,9 @@ from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
 from omni.commands.demo import NEXT
+from omni.commands.demo_lines import summed_up
 from omni.commands.random_demo import RANDOM_NEXT
+from omni.verification.verify_report import StageVerification, VerifyReport
 from tests.support.import_graph import ROOT
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
@@ -57,6 +59,24 @@ def test_the_random_demo_shows_texts_hits_and_time_saved(
     assert "Warm caches hit" in result.stdout
     assert result.stdout.count("first sound after") == 2
     assert " 0 of 81 input tokens" not in result.stdout  # the second turn hits the first
+
+
+@pytest.mark.parametrize(
+    ("warm_s", "told"),
+    [
+        (1.5, "and saved 0.50 of 2.00 seconds of a."),
+        (2.1, "is less than such short runs differ by."),
+    ],
+)
+def test_what_was_saved_is_told_of_stages_with_a_cache_and_never_below_nothing(
+    warm_s: float, told: str
+) -> None:
+    stages = (
+        StageVerification("a", 30, 0, 16, (), 2.0, 2.0, warm_s),
+        StageVerification("b", 12, 0, 0, (), 9.0, 9.0, 1.0, has_cache=False),
+    )
+    said = summed_up(VerifyReport(1, stages, (), (), ()))
+    assert said.strip().startswith("Warm caches hit 16 of 42 input tokens") and said.endswith(told)
 
 
 README = (ROOT / "README.md").read_text("utf-8")
