@@ -12,11 +12,16 @@ it is an upper bound of the server's. Text is streamed token by token, by the mo
 ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The goals
 are at most 5 % for the former and 2 % for the voice pipeline.
 
-Of the two ways in process, one hands all requests in by one call, so that they run in lockstep; the
-other, like the server, by a coroutine for each, of which some begin a step later than others and
-share smaller batches. What HTTP takes beyond the second is the server; what it takes beyond the
-first is also the price of arriving one by one, whoever takes requests in. With ``--turns`` each of
-the clients asks so many times, as soon as it is answered, as under a load that lasts.
+Requests that come one after the other share smaller batches, whoever takes them in. So there are
+three ways in process:
+
+- ``in one call``: all at once, which run in lockstep;
+- ``in process``: by a coroutine for each, of which some begin a step later than others;
+- ``at its times``: likewise, each as long after the first as it came to the pipeline over HTTP in
+  the same round. What HTTP takes beyond this one is the server itself.
+
+With ``--turns`` each of the clients asks so many times, as soon as it is answered, as under a load
+that lasts.
 
 On a machine that does other things too, times say little; the CPU that the server's own thread took
 for a request is then the better figure.
@@ -37,6 +42,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.word_checkpoint import VOCAB_SIZE, word_checkpoint
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
@@ -107,18 +113,22 @@ class _Comparison:
         self._omni = omni
         self._ask = ask
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
+        self._times: list[float] = []
         self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
         self._ways: dict[str, Callable[[int], object]] = {
             "in one call": self._in_one_call,
             "in process": lambda number: asyncio.run(self._clients(self._by_coroutine, number)),
-            "over HTTP": lambda number: asyncio.run(self._clients(self._over_http, number)),
+            "over HTTP": self._noting_times,
+            "at its times": lambda number: asyncio.run(self._at_times(number)),
         }
 
     def run(self) -> None:
         """Measure and print."""
         seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in self._ways}
+        names = list(self._ways)
         for number in range(-1, self._rounds):  # the first is for warming up
-            for name, run in sorted(self._ways.items(), reverse=bool(number % 2)):
+            for name in names if number % 2 else [*reversed(names[:-1]), names[-1]]:
+                run = self._ways[name]
                 with self._omni.paused() as pipeline:
                     for stage in pipeline.stages.values():
                         stage.reset_prefix_cache()
@@ -135,10 +145,10 @@ class _Comparison:
             seconds, cpu, server = (statistics.median(kind) for kind in zip(*each, strict=True))
             count = self._num * self._turns
             print(
-                f"{name:10}: median {seconds:.3f} s of {self._rounds}, {cpu:.3f} s of CPU, "
+                f"{name:12}: median {seconds:.3f} s of {self._rounds}, {cpu:.3f} s of CPU, "
                 f"the server's thread {1000 * server / count:.2f} ms a request"
             )
-        for other in ("in process", "in one call"):
+        for other in ("at its times", "in process", "in one call"):
             pairs = zip(seen["over HTTP"], seen[other], strict=True)
             costs = sorted(100 * (over[0] / within[0] - 1) for over, within in pairs)
             print(
@@ -161,6 +171,28 @@ class _Comparison:
                 await ask(first + turn * self._num)
 
         await asyncio.gather(*map(client, _numbers(self._num, number)))
+
+    def _noting_times(self, number: int) -> object:
+        """Ask over HTTP, and note when each request came to the pipeline."""
+        times: list[float] = []
+        agenerate = self._omni.agenerate
+
+        def noting(*given: Any, **options: Any) -> Awaitable[object]:
+            times.append(time.perf_counter())
+            return agenerate(*given, **options)
+
+        with patch.object(self._omni, "agenerate", noting):
+            asyncio.run(self._clients(self._over_http, number))
+        self._times = [each - times[0] for each in times]
+        return times
+
+    async def _at_times(self, number: int) -> None:
+        async def ask(number: int, after: float) -> None:
+            await asyncio.sleep(after)
+            await self._omni.agenerate(self._ask.request(number))
+
+        numbers = _numbers(self._num * self._turns, number)
+        await asyncio.gather(*map(ask, numbers, self._times))
 
     async def _by_coroutine(self, number: int) -> object:
         return await self._omni.agenerate(self._ask.request(number))
