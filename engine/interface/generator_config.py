@@ -25,7 +25,8 @@ class StreamWindow(Settings):
         window 3         │     left      │           4 x first           │ right │
         ...                                                    up to chunk_blocks
 
-    A window runs as soon as its codes, those at its right and one more are there. It costs ``(left
+    A window can run as soon as its codes, those at its right and one more are there; where other
+    utterances are about to come to one as long, it waits for them for a few steps. It costs ``(left
     + kept + right) / kept`` of the whole's work. Speech whose codes come hardly faster than they
     are heard wants ``chunk_blocks`` no larger than ``first_blocks``, or there is a gap before each
     longer window. A model that keeps a state from chunk to chunk needs no sides.
