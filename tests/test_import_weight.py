@@ -86,6 +86,16 @@ def test_a_text_pipeline_imports_only_what_runs_text(seeded: Callable[[str], str
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
+def test_a_talker_imports_only_what_runs_text(seeded: Callable[[str], str]) -> None:
+    """Its thinker's towers and its vocoder, of the same checkpoint, have processes of their own."""
+    code = (
+        "import sys\nfrom engine import EngineConfig, LLMEngine\n"
+        f"LLMEngine(EngineConfig(model={seeded('qwen2_5_omni')!r}, part='talker'))\n"
+        f"found = set({OF_OTHER_WORK}) & set(sys.modules)\nassert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("package", [engine, stages])
 def test_every_public_name_is_there_and_no_other(package: object) -> None:
     names = package.__all__  # type: ignore[attr-defined]
