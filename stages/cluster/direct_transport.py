@@ -6,6 +6,7 @@ in an actor is lost when that dies, which is why the object store is the rule.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from stages.remote.remote_bytes import RemoteBytes
 __all__ = ["Offers", "check_transport", "forget_borrowed", "is_direct", "offered_bytes"]
 
 _FIELD = "runtime.tensor_transport"
+_REGISTERED_WITHIN_S = 60.0
+_ASKED_EACH_S = 0.01
 
 
 def check_transport(name: str) -> None:
@@ -90,9 +93,15 @@ class Offers:
     def check(self) -> None:
         """Check that the transport works in this process.
 
+        Ray tells an actor of transports that a program has registered by a call of its own, which
+        comes after the one that makes it.
+
         Raises:
             ValueError: it does not.
         """
+        until = time.monotonic() + _REGISTERED_WITHIN_S
+        while not _is_known(self._transport) and time.monotonic() < until:
+            time.sleep(_ASKED_EACH_S)
         try:
             ray.put(torch.zeros(1, dtype=torch.uint8), _tensor_transport=self._transport)
         except Exception as error:  # whatever a transport raises that is not installed, or broken
@@ -111,3 +120,13 @@ class Offers:
             ray.put(self._waiting.popleft(), _tensor_transport=self._transport)
             for _ in range(count)
         ]
+
+
+def _is_known(name: str) -> bool:
+    from ray.experimental.rdt import util
+
+    try:
+        util.normalize_and_validate_tensor_transport(name)
+    except ValueError:
+        return False
+    return True
