@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from stages.cluster.membership import join
 from tests.support import ray_head
+from tests.support.import_graph import ROOT
 from tests.support.patience import wait_for
 from tests.support.ray_relay import start_relay
 
@@ -78,12 +79,14 @@ def _begin() -> tuple[str, dict[str, str]]:
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     keeper = subprocess.Popen(
-        [sys.executable, ray_head.__file__, str(run), folder],
+        [sys.executable, "-m", ray_head.__name__, str(run), folder],
+        cwd=ROOT,
         env=os.environ | environment,
         start_new_session=True,
     )
-    noted = Path(folder, "ray_current_cluster")
-    wait_for(lambda: noted.exists() or keeper.poll() is not None)
+    noted, nursery = Path(folder, "ray_current_cluster"), Path(folder, ray_head.NURSERY)
+    # An actor that does not begin within Ray's minute is given up.
+    wait_for(lambda: (noted.exists() and nursery.exists()) or keeper.poll() is not None)
     keeper.returncode = keeper.returncode or 0  # it outlives this process, and that is no mistake
     return noted.read_text().strip(), environment
 

@@ -1,9 +1,10 @@
 """A Ray cluster for a whole run of the tests, begun by ``ray start``; a program of its own.
 
-    python tests/support/ray_head.py PID FOLDER
+    python -m tests.support.ray_head PID FOLDER
 
 It ends the cluster, and removes the folder, when the process with that id has ended in whatever
-way: workers of pytest-xdist come and go, and any of them may be the last one.
+way: workers of pytest-xdist come and go, and any of them may be the last one. Its actors come from
+a :mod:`~tests.support.ray_nursery`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,31 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["main"]
+from tests.support import ray_nursery_client
 
+__all__ = ["NURSERY", "main"]
+
+NURSERY = "nursery"
+"""The socket by which actors are to be had, as soon as it is there."""
+
+_WITH_PROGRAM = (
+    "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
+)
 _START = (
-    *("-m", "ray.scripts.scripts", "start"),
+    "start",
     *("--head", "--block", "--port", "0", "--node-ip-address", "127.0.0.1"),
     *("--num-cpus", "64", "--object-store-memory", str(256 * 2**20)),
     # What these processes do, no test asks for, and each of them takes half a second to begin.
     *("--no-monitor", "--include-log-monitor", "false", "--include-dashboard", "false"),
-    "--disable-usage-stats",
+    *("--disable-usage-stats", "--temp-dir"),
 )
 _QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
 _PATIENCE_S = 60
@@ -39,24 +50,51 @@ def main(pid: int, folder: str) -> None:
     except ProcessLookupError:
         shutil.rmtree(folder, ignore_errors=True)
         return
-    with Path(folder, "head.log").open("wb") as log:
-        head = subprocess.Popen(
-            [sys.executable, *_START, "--temp-dir", folder],
-            env=os.environ | _QUIET,
-            stdout=log,
-            stderr=log,
-            preexec_fn=_die_with_the_parent,
-        )
+    nursery = head = None
     try:
-        select.select([watched, os.pidfd_open(head.pid)], [], [])
+        with Path(folder, "head.log").open("wb") as log:
+            nursery = _start_nursery(folder, log)
+            head = subprocess.Popen(
+                [sys.executable, "-c", _WITH_PROGRAM, str(_write_program(folder)), *_START, folder],
+                env=os.environ | _QUIET,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_the_parent,
+            )
+        select.select([watched, os.pidfd_open(head.pid), os.pidfd_open(nursery.pid)], [], [])
     finally:
-        head.send_signal(signal.SIGTERM)
-        try:
-            head.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            head.kill()
-            head.wait()
+        for process in filter(None, (head, nursery)):
+            _end(process)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.ray_nursery", str(Path(folder, NURSERY))],
+        env=os.environ | _QUIET,
+        stdout=log,
+        stderr=log,
+        preexec_fn=_die_with_the_parent,
+    )
+
+
+def _write_program(folder: str) -> Path:
+    """What the cluster is to take for Python."""
+    program = Path(folder, "python")
+    client = ray_nursery_client.__file__
+    words = (sys.executable, "-I", "-S", client, str(Path(folder, NURSERY)))
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o700)
+    return program
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _die_with_the_parent() -> None:
