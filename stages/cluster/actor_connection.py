@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from engine.interface.described_error import described
 from engine.interface.log_fields import package_logger
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
-from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, plain_bytes
+from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.wire import wire_codec
@@ -34,6 +35,12 @@ _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
 _NUM_CALLS = 2
 """Of ``say`` at once: the next one waits in the actor, so that nothing waits when one ends."""
+
+_LOST_AFTER_S = 3.0
+"""A message that an actor which speaks has not got by then is sent again."""
+
+_MOST_RESENT = 20
+"""Times in a row, before an actor that gets nothing is given up."""
 
 _CHECKED_EACH_S = 1.0
 """Whether an actor that has not spoken yet still has a place."""
@@ -79,6 +86,7 @@ class ActorConnection(Connection):
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
         self._num_sent = 0
+        self._unconfirmed: Unconfirmed[tuple[bytes, list[Any]]] = Unconfirmed(_LOST_AFTER_S)
         self._killed_for: str | None = None
         self._is_closed = self._is_over = self._is_killed = False
         self._calls = deque(self._actor.say.remote(number) for number in range(_NUM_CALLS))
@@ -112,6 +120,7 @@ class ActorConnection(Connection):
             self._check_open()
             with _room_for(len(content)):  # Ray puts a large one into the store, too
                 self._actor.take.remote(self._num_sent, content, references)
+            self._unconfirmed.add(self._num_sent, (content, references), time.monotonic())
             self._num_sent += 1
 
     def kill(self, reason: str) -> None:
@@ -182,6 +191,9 @@ class ActorConnection(Connection):
                 if bundle.hello.protocol != PROTOCOL_VERSION:
                     return _refusal(bundle.hello)
                 self._hello = bundle.hello
+            self._send_again(bundle.num_taken)
+            if self._unconfirmed.num_overdue > _MOST_RESENT:
+                return f"did not get what was sent to it {_MOST_RESENT} times"
             offered = self._fetch_offers(sum(bundle.num_offered))
             counts = zip(bundle.num_beside, bundle.num_offered, strict=True)
             for content, (num_beside, num_offered) in zip(bundle.contents, counts, strict=True):
@@ -200,13 +212,41 @@ class ActorConnection(Connection):
         """
         return iter(ray.get(self._actor.hand_over.remote(count)) if count else ())
 
+    def _send_again(self, num_taken: int) -> None:
+        """Send what an actor that speaks should have got, and has not.
+
+        Ray makes a call again that was lost, but not always: then nothing that is sent later is
+        heard, and nobody is told.
+        """
+        with self._lock:
+            self._unconfirmed.confirm(num_taken)
+            for number, (content, references) in self._unconfirmed.overdue(time.monotonic()):
+                _LOG.debug("message %d to %s is sent again", number, self._thread.name)
+                self._actor.take.remote(number, content, references)
+
     def _items(self) -> Iterator[Any]:
         """References to all that the actor yields, call after call."""
-        for number in itertools.count(_NUM_CALLS):
-            for item in self._calls[0]:  # noqa: UP028 - Ray's iterator cannot be closed
-                yield item
+        for number in itertools.count():
+            yield from self._said(number)
             self._calls.popleft()
-            self._calls.append(self._actor.say.remote(number))
+            self._calls.append(self._actor.say.remote(number + _NUM_CALLS))
+
+    def _said(self, number: int) -> Iterator[Any]:
+        """The same of one call, which is made again if it was lost on its way."""
+        for attempt in range(_MOST_RESENT):
+            items = iter(self._calls[0])
+            first = next(items, None)
+            if first is None:
+                return
+            try:
+                ray.get(first)  # short: a bundle
+                break
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(min(0.05 * 2**attempt, 1.0))
+                self._calls[0] = self._actor.say.remote(number)
+        yield first
+        for item in items:  # noqa: UP028 - Ray's iterator cannot be closed
+            yield item
 
 
 def _refusal(hello: Hello) -> str:

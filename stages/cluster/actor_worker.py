@@ -39,7 +39,7 @@ from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096
@@ -80,17 +80,18 @@ class ActorWorker:
         )
         self._thread.start()
 
-    # A call that is lost on its way is made again, perhaps twice: without it all that come after
-    # would wait for ever.
+    # A call that is lost on its way is made again, perhaps twice: by Ray, or else by the link.
     @ray.method(concurrency_group="take", num_returns=0, max_task_retries=-1)
     def take(self, number: int, content: bytes, references: list[Any]) -> None:
-        """Take a message.
+        """Take a message; one that has come before comes to nothing.
 
         Args:
             number: how many were sent before it.
             content: the message.
             references: the objects beside it.
         """
+        if number in self._inbox:
+            return
         try:
             if references:  # fetched here, so that no step waits for the network
                 ray.wait(references, num_returns=len(references), fetch_local=True)
@@ -147,6 +148,7 @@ class ActorWorker:
             [parcel.content for parcel in parcels],
             [len(parcel.beside) for parcel in parcels],
             [len(parcel.offered) for parcel in parcels],
+            num_taken=self._inbox.num_given,
             ended=ended,
         )
         return bundle, beside

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from stages.remote.remote_bytes import RemoteBytes
 
-__all__ = ["INLINE_BYTES", "Bundle", "Hello", "InOrder", "Outbox", "Parcel", "Turns", "plain_bytes"]
+__all__ = [
+    "INLINE_BYTES",
+    "Bundle",
+    "Hello",
+    "InOrder",
+    "Outbox",
+    "Parcel",
+    "Turns",
+    "Unconfirmed",
+    "plain_bytes",
+]
 
 INLINE_BYTES = 64 * 2**10
 """Up to here a copy in the message is cheaper than an object in the store."""
@@ -62,6 +72,7 @@ class Bundle(msgspec.Struct, frozen=True):
         contents: of the messages.
         num_beside: of each, how many objects are beside it.
         num_offered: of each, how many are there to be fetched directly.
+        num_taken: messages to the actor that have come so far, without a gap.
         hello: in the first one.
         ended: what ended the worker; nothing comes after it.
     """
@@ -69,6 +80,7 @@ class Bundle(msgspec.Struct, frozen=True):
     contents: list[bytes] = []
     num_beside: list[int] = []
     num_offered: list[int] = []
+    num_taken: int = 0
     hello: Hello | None = None
     ended: str | None = None
 
@@ -119,6 +131,15 @@ class InOrder(Generic[_Item]):
         """How many wait for one that comes before them."""
         return len(self._early)
 
+    def __contains__(self, number: int) -> bool:
+        """Whether an item with that number has come."""
+        return number < self._next or number in self._early
+
+    @property
+    def num_given(self) -> int:
+        """How many have been given, and so have come without a gap."""
+        return self._next
+
     def put(self, number: int, item: _Item) -> Iterator[_Item]:
         """Take one in; those whose turn it is. One that came before comes to nothing."""
         if number >= self._next:
@@ -128,22 +149,70 @@ class InOrder(Generic[_Item]):
             self._next += 1
 
 
+class Unconfirmed(Generic[_Item]):
+    """Keeps what has been sent until the other side says that it came, to send it again. ::
+
+        sent 0 1 2 3 4 5     came 0 1 _ 3 4 _     confirmed: two; after a while 2 ... 5 are overdue
+
+    Args:
+        patience_s: after which something that was sent is overdue.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._items: dict[int, _Item] = {}  # in the order of their numbers
+        self._sent_at: dict[int, float] = {}
+        self._num_overdue = 0
+
+    def add(self, number: int, item: _Item, now_s: float) -> None:
+        """Something was sent, with the next number."""
+        self._items[number] = item
+        self._sent_at[number] = now_s
+
+    def confirm(self, num_come: int) -> None:
+        """So many have come: those with lower numbers are forgotten."""
+        while (first := next(iter(self._items), num_come)) < num_come:
+            del self._items[first], self._sent_at[first]
+            self._num_overdue = 0
+
+    def overdue(self, now_s: float) -> list[tuple[int, _Item]]:
+        """What has to be sent again, by number; it counts as sent now."""
+        due = [at for at, sent in self._sent_at.items() if now_s - sent > self._patience_s]
+        self._sent_at.update(dict.fromkeys(due, now_s))
+        self._num_overdue += bool(due)
+        return [(number, self._items[number]) for number in due]
+
+    @property
+    def num_overdue(self) -> int:
+        """How often in a row something was overdue, and nothing came."""
+        return self._num_overdue
+
+
 class Turns:
-    """Lets numbered callers in one after another, whichever thread comes first."""
+    """Lets numbered callers in one after another, whichever thread comes first, and each once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._next = 0
+        self._come: set[int] = set()
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Wait for the end of the turn before; the numbers begin at 0."""
+        """Wait for the end of the turn before; the numbers begin at 0.
+
+        Raises:
+            RuntimeError: somebody has come with this number before.
+        """
         with self._changed:
+            if number < self._next or number in self._come:
+                raise RuntimeError(f"turn {number} was taken before")
+            self._come.add(number)
             self._changed.wait_for(lambda: self._next == number)
         try:
             yield
         finally:
             with self._changed:
+                self._come.remove(number)
                 self._next += 1
                 self._changed.notify_all()
 

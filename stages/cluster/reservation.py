@@ -36,10 +36,14 @@ _GROUPS = {"take": 1, "say": 2, "hand over": 1}
 
 _ONE_THREAD = "OMP_NUM_THREADS"
 _REMOTE: Any = ray.remote
-_ACTOR: Any = _REMOTE(concurrency_groups=dict(_GROUPS))(ActorWorker)
-_DIRECT_ACTOR: Any = _REMOTE(concurrency_groups=dict(_GROUPS), enable_tensor_transport=True)(
-    ActorWorker
-)
+_OPTIONS: Any = {
+    "concurrency_groups": _GROUPS,
+    # Messages have numbers of their own. In Ray's order all that come after a call that was lost
+    # would wait for it until the calls before it have ended, which those of ``say`` never do.
+    "allow_out_of_order_execution": True,
+}
+_ACTOR: Any = _REMOTE(**_OPTIONS)(ActorWorker)
+_DIRECT_ACTOR: Any = _REMOTE(**_OPTIONS, enable_tensor_transport=True)(ActorWorker)
 """An option of the class alone; it has threads more."""
 
 

@@ -63,6 +63,15 @@ class Relay:
             while (item := items.get()) is not None:
                 yield ray.get(item) if isinstance(item, ray.ObjectRef) else item
 
+    @ray.method(concurrency_group="put", num_returns="streaming")
+    def fail(self) -> Iterator[Any]:
+        """Raise what Ray does of a call that was lost on its way."""
+        yield from _lost()
+
+
+def _lost() -> Iterator[Any]:
+    raise ray.exceptions.ActorUnavailableError("it was lost", None)
+
 
 def start_relay() -> Any:
     """An actor of the cluster that this process is in."""
@@ -77,10 +86,14 @@ class RelayedWorkers:
     Args:
         relay: of :func:`start_relay`.
         build: makes the stage of a worker.
+        loses: whether a call is lost on its way, by its name and how many of the worker's came
+            before.
     """
 
-    def __init__(self, relay: Any, build: Build) -> None:
-        self._relay, self._build = relay, build
+    def __init__(
+        self, relay: Any, build: Build, loses: Callable[[str, int], bool] = lambda name, at: False
+    ) -> None:
+        self._relay, self._build, self._loses = relay, build, loses
         self._ends: list[_FarEnd] = []
         self.household = Household()
 
@@ -89,9 +102,15 @@ class RelayedWorkers:
     ) -> Connection:
         """See :class:`~stages.remote.connection.Connect`."""
         end = _FarEnd(self._relay, uuid.uuid4().hex, spec, self._build)
+        end.handle.lose(self._loses)
         self._ends.append(end)
         listener = Listener(on_message, on_end)
         return ActorConnection(end.handle, self.household, spec.label, listener)
+
+    def kill(self) -> None:
+        """End all workers, also those that a link has given up: no process ends with them."""
+        for end in self._ends:
+            end.handle.end.remote()
 
     def join(self) -> None:
         """Wait for the threads of all workers, which have been told to end."""
@@ -115,6 +134,7 @@ class _FarEnd:
     """What a link takes for an actor, and the two threads that serve it here."""
 
     def __init__(self, relay: Any, name: str, spec: WorkerSpec, build: Build) -> None:
+        self.relay = relay
         self.down, self.up = _Box(relay, f"{name} down"), _Box(relay, f"{name} up")
         self._worker: Any = _LocalWorker(wire_codec().encode(spec), build)
         self.handle = _Handle(self)
@@ -157,7 +177,25 @@ class _Box:
 class _Handle:
     """Calls of an actor, as calls of the relay."""
 
+    def lose(self, loses: Callable[[str, int], bool]) -> None:
+        """Have some calls lost on their way."""
+        for name, lost in (("take", lambda: None), ("say", self._fail.remote)):
+            method = getattr(self, name).remote
+            calls = itertools.count()
+
+            def call(
+                *arguments: Any,
+                name: str = name,
+                lost: Any = lost,
+                method: Any = method,
+                calls: Iterator[int] = calls,
+            ) -> Any:
+                return lost() if loses(name, next(calls)) else method(*arguments)
+
+            setattr(self, name, _Method(call))
+
     def __init__(self, end: _FarEnd) -> None:
+        self._fail = end.relay.fail
         self.take = _Method(lambda *arguments: end.down.put(arguments))
         self.end = _Method(lambda: end.down.put("end"))
         self.say = _Method(end.up.give)

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from stages.cluster.parcels import InOrder, Outbox, Parcel, Turns
+from stages.cluster.parcels import InOrder, Outbox, Parcel, Turns, Unconfirmed
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
@@ -21,6 +21,28 @@ def test_a_message_that_comes_twice_is_taken_once() -> None:
     inbox: InOrder[int] = InOrder()
     taken = [item for number in (1, 0, 0, 1, 3, 3, 2, 3) for item in inbox.put(number, number)]
     assert taken == [0, 1, 2, 3] and not len(inbox)
+
+
+def test_an_inbox_knows_what_has_come() -> None:
+    inbox: InOrder[int] = InOrder()
+    assert [*inbox.put(0, 0), *inbox.put(2, 2)] == [0]
+    assert [number in inbox for number in range(4)] == [True, False, True, False]
+    assert inbox.num_given == 1
+
+
+def test_what_was_sent_is_overdue_until_it_is_confirmed() -> None:
+    sent: Unconfirmed[str] = Unconfirmed(patience_s=3.0)
+    for number, item in enumerate("abc"):
+        sent.add(number, item, now_s=float(number))
+    assert sent.overdue(now_s=3.0) == []
+    sent.confirm(1)
+    assert sent.overdue(now_s=4.5) == [(1, "b")]
+    assert sent.overdue(now_s=5.5) == [(2, "c")], "the other one has just been sent again"
+    assert sent.num_overdue == 2
+    sent.confirm(2)
+    assert sent.num_overdue == 0, "something has come"
+    sent.confirm(3)
+    assert sent.overdue(now_s=100.0) == [] and sent.num_overdue == 0
 
 
 def test_an_outbox_gives_all_that_it_has_before_its_end() -> None:
@@ -64,3 +86,13 @@ def test_turns_are_taken_by_number_whoever_comes_first() -> None:
     for thread in threads:
         thread.join()
     assert said == [0, 1, 2]
+
+
+def test_a_turn_is_taken_once() -> None:
+    turns = Turns()
+    with turns.turn(0), pytest.raises(RuntimeError, match="turn 0 was taken before"), turns.turn(0):
+        pass
+    with pytest.raises(RuntimeError, match="turn 0 was taken before"), turns.turn(0):
+        pass
+    with turns.turn(1):
+        pass

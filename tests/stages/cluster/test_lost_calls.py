@@ -1,0 +1,60 @@
+"""Calls that are lost on their way to an actor are made again, and not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from omni import Omni
+from omni.pipelines.pipeline import Pipeline
+from stages.cluster import actor_connection
+from stages.remote.control import WorkerSpec
+from stages.remote.remote_stage import StartingStage, WorkerPolicy
+from tests.support.fake_stage import FakeStage
+from tests.support.ray_cluster import SessionCluster
+from tests.support.ray_relay import RelayedWorkers
+
+
+@contextmanager
+def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterator[Omni]:
+    """A stage whose worker is reached by calls some of which are lost."""
+    workers = RelayedWorkers(cluster.relay, lambda spec: (FakeStage("a"), None), loses)
+    spec = WorkerSpec("a", "", "", None, ())
+    starting = StartingStage(FakeStage("a"), [spec], workers.connect, WorkerPolicy(max_retries=0))
+    with Omni(Pipeline([starting.wait()])) as omni:
+        yield omni
+    workers.kill()
+    workers.join()
+
+
+def test_what_an_actor_has_not_got_is_sent_again(
+    ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_connection, "_LOST_AFTER_S", 0.05)
+    with lossy(ray_cluster, lambda name, at: name == "take" and at in (0, 2, 3, 5)) as omni:
+        for word in ("one", "two", "three"):
+            (output,) = omni.generate(word)
+            assert output.stages["a"].text == f"a({word})"
+        assert omni.stats()["a"].num_restarts == 0
+
+
+def test_what_an_actor_says_is_asked_for_again(ray_cluster: SessionCluster) -> None:
+    with lossy(ray_cluster, lambda name, at: name == "say" and at in (0, 1, 2)) as omni:
+        (output,) = omni.generate("one")
+        assert output.stages["a"].text == "a(one)"
+        assert omni.stats()["a"].num_restarts == 0
+
+
+def test_an_actor_that_gets_nothing_is_given_up(
+    ray_cluster: SessionCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_connection, "_LOST_AFTER_S", 0.05)
+    monkeypatch.setattr(actor_connection, "_MOST_RESENT", 2)
+    with lossy(ray_cluster, lambda name, at: name == "take") as omni:
+        (output,) = omni.generate("one")
+    assert output.error == (
+        "stage 'a': its worker did not get what was sent to it 2 times while it had this request; "
+        "it was run once"
+    )
