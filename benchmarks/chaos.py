@@ -1,7 +1,7 @@
 """Whatever happens to workers: every request ends, and says what it would have said undisturbed.
 
     python -m benchmarks.chaos [--config omni_speech] [--requests 2000] [--faults 100] [--seed 0]
-    python -m benchmarks.chaos --runtime ray --faults 10
+    python -m benchmarks.chaos --runtime ray --faults 10 --kinds sigkill
 
 Several callers stream requests through a pipeline in processes, or in the actors of a Ray cluster,
 while its workers get SIGKILL, SIGSTOP and exceptions in the middle of their steps, spread evenly
@@ -49,6 +49,7 @@ _DIFFERENT = 160
 _TOLERANCE = 1e-4
 _EXCEPTION = "exception"
 _FAULTS = ("SIGKILL", "SIGKILL", _EXCEPTION, _EXCEPTION, "SIGSTOP")
+_KINDS = {kind.lower(): kind for kind in _FAULTS}
 
 
 @dataclass
@@ -117,10 +118,18 @@ class Disturber:
         num_faults: how many faults there are to be until all requests have ended.
         num_requests: how many there are.
         seen: is told, and seeds what happens when.
+        faults: what is chosen from; what stands there twice is chosen twice as often.
     """
 
-    def __init__(self, omni: Omni, num_faults: int, num_requests: int, seen: Outcome) -> None:
-        self._omni, self._seen = omni, seen
+    def __init__(
+        self,
+        omni: Omni,
+        num_faults: int,
+        num_requests: int,
+        seen: Outcome,
+        faults: Sequence[str] = _FAULTS,
+    ) -> None:
+        self._omni, self._seen, self._faults = omni, seen, faults
         self._num_faults, self._num_requests = num_faults, num_requests
         self._rng = random.Random(seen.seed)
         self._is_over = threading.Event()
@@ -149,7 +158,7 @@ class Disturber:
             stage = self._omni.pipeline.stages[self._rng.choice(self._omni.pipeline.order)]
             assert isinstance(stage, RemoteStage)
             pid = self._rng.choice(stage.workers).pid
-            fault = self._rng.choice(_FAULTS)
+            fault = self._rng.choice(self._faults)
             if pid is not None:
                 with suppress(ProcessLookupError):  # it has just ended, or has not begun yet
                     if fault == _EXCEPTION:
@@ -235,6 +244,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=sorted(_KINDS), help="of faults; else all")
     parser.add_argument("--runtime", choices=("processes", "ray"), default="processes")
     arguments = parser.parse_args()
     asked = prompts(arguments.requests, arguments.seed)
@@ -254,7 +264,8 @@ def main() -> int:
     before = left_behind()
     seen, began = Outcome(arguments.seed), time.monotonic()
     with Omni(config) as omni:
-        with Disturber(omni, arguments.faults, arguments.requests, seen):
+        kinds = [_KINDS[kind] for kind in arguments.kinds] if arguments.kinds else _FAULTS
+        with Disturber(omni, arguments.faults, arguments.requests, seen, kinds):
             run(omni, asked, expected, seen)
         run(omni, asked[:1], expected, Outcome())  # until every worker is up again
         num_before, num_stages = seen.num_checks, len(omni.pipeline.order)

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from omni.commands.cli import app
@@ -142,6 +143,25 @@ def test_an_address_where_nothing_answers_is_one_error(tmp_path: Path) -> None:
     (line,) = err.splitlines()
     assert f"runtime.address: no Ray cluster answers at '{address}'" in line
     run.check_nothing_left()
+
+
+def test_an_address_of_something_else_that_speaks_grpc_is_one_error(
+    tmp_path: Path, ray_cluster: SessionCluster
+) -> None:
+    """A node's own server, in the place of the cluster's."""
+    (node, *_) = ray.nodes()
+    address = f"127.0.0.1:{node['NodeManagerPort']}"
+    run = MarkedRun(
+        *("run", "two_step", *PROMPTS, "--runtime", "ray", "--address", address),
+        folder=tmp_path,
+        environment=ray_cluster.environment,
+    )
+    status, out, err = run.finish()
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert f"a Ray cluster: '{address}' could not be joined: " in line
+    run.check_nothing_left()
+    assert not ray_cluster.num_actors(run.process.pid)
 
 
 def test_tensors_cross_three_nodes_and_a_lost_one_is_missed_as_long_as_another_has_its_place(
