@@ -60,9 +60,12 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(MKDOCS)
 
-# A worker takes about 1.5 GB.
+# One more than there are cores, for one waits for other processes: see tests/support/order.py. Each
+# takes about 1.5 GB. Another number: make WORKERS=2 test
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() or 1, 4) + 1)')
+
 pytest: $(STAMP)
-	@$(BIN)/python -m pytest -q --numprocesses=logical --maxprocesses=4 --dist=worksteal
+	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
 
 # Lint runs beside the tests and is heard only if it fails, so that pytest's closing line is the
 # last thing printed.

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
+from tests.support.order import first_things_first
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
@@ -44,6 +45,11 @@ settings.load_profile("omni")
 # What is imported while tests are collected stays to the end: the garbage collector need not walk
 # it, then or later.
 gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = first_things_first(items)
 
 
 @pytest.hookimpl(tryfirst=True)
