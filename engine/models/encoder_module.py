@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["EncoderModule", "TextEncoder", "build_empty"]
+__all__ = ["EncoderModule", "TextEncoder", "build_empty", "make_unplaced", "place"]
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -126,15 +126,21 @@ class _Unfilled(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+        given = args[0] if args else (kwargs or {}).get("tensor")
+        if isinstance(given, Tensor) and given.is_meta:
             if func in _FILLS:
-                return args[0]
+                return given
             if func is torch.sinc:
-                return torch.empty_like(args[0])
+                return torch.empty_like(given)
         return func(*args, **(kwargs or {}))
 
 
-_FILLS = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_})
+_FILLS = frozenset(
+    {
+        *(Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_),
+        *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
+    }
+)
 
 
 def build_empty(
@@ -149,14 +155,28 @@ def build_empty(
         config: of that class; it gets a copy.
         settings: types and places.
     """
+    return place(make_unplaced(make, config), settings)
+
+
+def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> ModelT:
+    """Make a module of transformers without memory, to be placed; see :func:`build_empty`."""
     with torch.device("meta"), _Unfilled():
-        module = make(deepcopy(config))
+        return make(deepcopy(config))
+
+
+def place(module: ModelT, settings: ModelSettings) -> ModelT:
+    """Give a module that was made without memory its own, which may be none still.
+
+    Returns:
+        The module.
+    """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
-    module.to_empty(device=settings.device)
-    for stored in module.state_dict(keep_vars=True).values():
-        # transformers' own mark: what bears it is left alone by the next line.
-        stored._is_hf_initialized = True
-    module.initialize_weights()
+    if settings.device.type != "meta":
+        module.to_empty(device=settings.device)
+        for stored in module.state_dict(keep_vars=True).values():
+            # transformers' own mark: what bears it is left alone by the next line.
+            stored._is_hf_initialized = True
+        module.initialize_weights()
     module.requires_grad_(False).eval()
     return module

@@ -8,6 +8,7 @@ of in every pass, and attention skips the blocks that its mask would have hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import lcm, prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.interface.generator_config import GenerationParams
 from engine.models.checked_loading import Places, load_checked, told_of_config
-from engine.models.encoder_module import build_empty
+from engine.models.encoder_module import make_unplaced, place
 from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_settings import ModelSettings
 from engine.models.qwen2_5_omni.native_snake import use_native_snakes
@@ -70,12 +71,12 @@ class Code2Wav(GeneratorModel):
         self.mel_dim = dit.mel_dim
         dit._attn_implementation = NEIGHBOUR_ATTENTION
 
+        made = cache(lambda: _Networks(checkpoint.config))  # takes longer than to load them
         networks = load_checked(
             checkpoint,
             device,
-            lambda where: _Networks(
-                checkpoint.config,
-                ModelSettings(torch.float32, where, dit.block_size, self.max_codes),
+            lambda where: made().placed(
+                ModelSettings(torch.float32, where, dit.block_size, self.max_codes)
             ),
             lambda networks: Places(networks.state_dict()),
         )
@@ -176,12 +177,18 @@ class Code2Wav(GeneratorModel):
 class _Networks(nn.Module):
     """Both networks, by the names that checkpoints have for them."""
 
-    def __init__(self, config: Any, settings: ModelSettings) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.code2wav_dit_model = build_empty(_NeighbourDiT, config.dit_config, settings)
-        self.code2wav_bigvgan_model = build_empty(
-            Qwen2_5OmniToken2WavBigVGANModel, config.bigvgan_config, settings
+        self.code2wav_dit_model = make_unplaced(_NeighbourDiT, config.dit_config)
+        self.code2wav_bigvgan_model = make_unplaced(
+            Qwen2_5OmniToken2WavBigVGANModel, config.bigvgan_config
         )
+
+    def placed(self, settings: ModelSettings) -> _Networks:
+        """These, with memory of their own, or without any still."""
+        place(self.code2wav_dit_model, settings)
+        place(self.code2wav_bigvgan_model, settings)
+        return self
 
 
 class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
