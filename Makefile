@@ -60,8 +60,8 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(MKDOCS)
 
-# One more than there are cores, for one waits for other processes: see tests/support/order.py. Each
-# takes about 1.5 GB. Another number: make WORKERS=2 test
+# One more than there are cores: they wait for other processes, too. Each takes about 1.5 GB. Another
+# number: make WORKERS=2 test
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() or 1, 4) + 1)')
 
 pytest: $(STAMP)

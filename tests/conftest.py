@@ -48,8 +48,9 @@ gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = first_things_first(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    about: dict[str, int] = getattr(config, "workerinput", {})  # of pytest-xdist, in its workers
+    items[:] = first_things_first(items, about.get("workercount", 1))
 
 
 @pytest.hookimpl(tryfirst=True)

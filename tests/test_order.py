@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +9,35 @@ import pytest
 from tests.support.import_graph import ROOT
 from tests.support.order import FIRST, first_things_first
 
+NAMES = (
+    *("a.py", "a.py", "b.py", "c.py", FIRST[4], FIRST[3], FIRST[3]),
+    *("d.py", "e.py", "f.py", FIRST[0]),
+)
+LONG = {FIRST[0]: "X", FIRST[3]: "Y", FIRST[4]: "Z"}
+
+
+def order(names: tuple[str, ...], num_workers: int) -> str:
+    items = [SimpleNamespace(path=ROOT / "tests" / name, name=name) for name in names]
+    found = first_things_first(items, num_workers)
+    assert sorted(map(id, found)) == sorted(map(id, items))
+    return "".join(LONG.get(item.name, item.name[0]) for item in found)
+
 
 @pytest.mark.parametrize("name", FIRST)
 def test_what_comes_first_is_there(name: str) -> None:
     assert (ROOT / "tests" / name).is_file()
 
 
-def test_what_takes_longest_comes_first_and_the_rest_stays_as_it_was() -> None:
-    names = ("engine/a.py", FIRST[1], "omni/b.py", FIRST[0], "engine/c.py", FIRST[1])
-    items = [SimpleNamespace(path=ROOT / "tests" / name, at=at) for at, name in enumerate(names)]
-    assert [item.at for item in first_things_first(items)] == [3, 1, 5, 0, 2, 4]
-    elsewhere = SimpleNamespace(path=Path("/somewhere") / FIRST[0], at=6)
-    assert first_things_first([*items, elsewhere])[-1] is elsewhere
+@pytest.mark.parametrize(
+    ("num_workers", "expected"),
+    [(1, "XYYZaabcdef"), (2, "XZaab" + "YYcdef"), (3, "Xaa" + "YYbc" + "Zdef")],
+)
+def test_each_worker_begins_with_its_share_of_what_takes_longest(
+    num_workers: int, expected: str
+) -> None:
+    assert order(NAMES, num_workers) == expected
+
+
+def test_more_long_ones_than_a_share_lose_nothing() -> None:
+    assert order((*FIRST[3:5], FIRST[0], "a.py"), 2) == "XZYa"
+    assert order((), 3) == ""

@@ -1,8 +1,9 @@
-"""In which order a run begins its tests."""
+"""In which order a run's workers begin their tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -12,29 +13,29 @@ __all__ = ["FIRST", "first_things_first"]
 
 FIRST = (
     "omni/commands/test_cli_ray.py",
-    "omni/runtime/test_ray.py",
-    "omni/runtime/test_ray_direct.py",
-    "omni/runtime/test_omni_promises.py",
-    "omni/server/test_worker_deaths.py",
     "omni/runtime/test_processes.py",
-    "omni/runtime/test_dying_workers.py",
-    "omni/runtime/test_orchestrator.py",
-    "omni/runtime/test_streaming_failures.py",
-    "omni/runtime/test_streaming.py",
     "omni/commands/test_cli_processes.py",
-    "omni/commands/test_killed_runs.py",
-    "omni/commands/test_own_code.py",
-    "stages/remote/test_worker_process.py",
-    "engine/scheduling/test_admission_order.py",
-    "omni/commands/test_demo.py",
+    "omni/runtime/test_ray.py",
+    "omni/runtime/test_omni_promises.py",
     "test_readme.py",
+    "stages/remote/test_worker_process.py",
+    "omni/commands/test_demo.py",
+    "omni/server/test_worker_deaths.py",
     "omni/spoken_sums/test_spoken_sums.py",
+    "omni/runtime/test_streaming_failures.py",
+    "omni/runtime/test_ray_direct.py",
+    "omni/commands/test_own_code.py",
+    "omni/runtime/test_orchestrator.py",
+    "engine/models/test_model_families.py",
+    "omni/runtime/test_streaming.py",
+    "omni/commands/test_killed_runs.py",
+    "omni/runtime/test_dying_workers.py",
+    "engine/faults/test_interrupted_steps.py",
 )
-"""Files of ``tests`` whose tests wait for other processes, or take longest.
+"""Files of ``tests`` whose tests wait for other processes, or take longest; the longest ones first.
 
-One worker of pytest-xdist gets them, since workers get what lies together, and the others, of which
-there are as many as cores, have enough to do while it waits. None of them is left for the end, when
-the others have nothing more to do.
+At the end they would leave cores without work: who waits, or runs the last of them, has nobody who
+could take a part of it.
 """
 
 
@@ -46,7 +47,26 @@ class _Item(Protocol):
 _AnyItem = TypeVar("_AnyItem", bound=_Item)
 
 
-def first_things_first(items: Sequence[_AnyItem]) -> list[_AnyItem]:
-    """Tests with those of :data:`FIRST` before all others, and else as they were."""
+def first_things_first(items: Sequence[_AnyItem], num_workers: int) -> list[_AnyItem]:
+    """Tests in another order: each worker of pytest-xdist begins with its share of :data:`FIRST`.
+
+    It deals tests out like cards that are not shuffled: to the first worker its share from the top,
+    and so on; who is done takes from the end of another's.
+
+    Args:
+        items: files lie together.
+        num_workers: 1 for a run without it.
+    """
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
-    return sorted(items, key=lambda item: places.get(item.path, len(places)))
+    files = [list(file) for _, file in groupby(items, key=lambda item: item.path)]
+    first = [file for file in files if file[0].path in places]
+    first.sort(key=lambda file: places[file[0].path])
+    rest = [item for file in files if file[0].path not in places for item in file]
+    ordered: list[_AnyItem] = []
+    for worker in range(num_workers):
+        end = len(items) * (worker + 1) // num_workers
+        ordered += [item for file in first[worker::num_workers] for item in file]
+        num_more = max(0, end - len(ordered))
+        ordered += rest[:num_more]
+        del rest[:num_more]
+    return ordered + rest
