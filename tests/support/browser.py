@@ -40,7 +40,7 @@ class Browser:
 
     def __init__(self, folder: Path, url: str, microphone: Path | None = None) -> None:
         assert CHROMIUM is not None
-        flags = _FLAGS
+        flags: tuple[str, ...] = _FLAGS
         if microphone is not None:
             flags += ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
             flags += (f"--use-file-for-fake-audio-capture={microphone}%noloop",)
