@@ -25,7 +25,7 @@ from engine.interface.log_fields import package_logger
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes
-from stages.remote.connection import Connection, WorkerGone
+from stages.remote.connection import Connection, NoPlaceError, WorkerGone
 from stages.remote.remote_bytes import RemoteBytes
 from stages.remote.wire import wire_codec
 
@@ -52,8 +52,9 @@ class Listener:
 
     Attributes:
         on_message, on_end: see :class:`~stages.remote.connection.Connect`.
-        check_there: asked from time to time until the actor speaks; it raises ``ValueError`` where
-            the cluster has no place for it any more, for which Ray would wait without end.
+        check_there: asked from time to time until the actor speaks; it raises
+            ``NoPlaceError`` where the cluster has no place for it any more, for which Ray would
+            wait without end.
     """
 
     on_message: Callable[[Any], None]
@@ -179,7 +180,8 @@ class ActorConnection(Connection):
         while not ray.wait([self._calls[0]], timeout=_CHECKED_EACH_S)[0]:
             try:
                 self._listener.check_there()
-            except ValueError as error:
+            except NoPlaceError as error:
+                self.has_no_place = True
                 return f"could not be started: {error}"
         items = self._items()
         while True:

@@ -22,7 +22,7 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
-from stages.remote.connection import Connection
+from stages.remote.connection import Connection, NoPlaceError
 from stages.remote.control import WorkerSpec
 from stages.remote.wire import wire_codec
 
@@ -116,7 +116,7 @@ class Reservation:
 
         Raises:
             ConnectionError: this process has left the cluster.
-            ValueError: the cluster has lost the nodes that have what the bundle needs.
+            NoPlaceError: the cluster has lost the nodes that have what the bundle needs.
         """
         if not ray.is_initialized():  # to ask for an actor would begin another cluster
             raise ConnectionError("this process has left the Ray cluster")
@@ -151,10 +151,10 @@ class Reservation:
         try:
             _check_fits(needs, self._selectors[index], nodes)
         except ValueError as error:
-            raise ValueError(f"placement{error}") from error
+            raise NoPlaceError(f"placement{error}") from error
         is_late = time.monotonic() - begun_s > _PLACED_WITHIN_S
         if is_late and placement_group_table(self._group)["state"] != "CREATED":
-            raise ValueError(
+            raise NoPlaceError(
                 f"placement: its node was lost, and what it needs, {_shown(needs)}, has not been "
                 f"free on another one for {_PLACED_WITHIN_S:g} s"
             )

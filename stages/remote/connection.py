@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 from stages.remote.control import WorkerSpec
 
-__all__ = ["Connect", "Connection", "WorkerGone"]
+__all__ = ["Connect", "Connection", "NoPlaceError", "WorkerGone"]
 
 
 class WorkerGone(ConnectionError):
     """There is no worker at the other end any more."""
+
+
+class NoPlaceError(ValueError):
+    """There is no place for a worker at present; there may be one later."""
 
 
 class Connection(ABC):
@@ -21,9 +25,11 @@ class Connection(ABC):
     Attributes:
         start_patience_s: seconds that it has at least until its first sign of life; while it builds
             its stage it gives such signs.
+        has_no_place: whether it ended since there is no place for it at present.
     """
 
     start_patience_s: float = 30.0
+    has_no_place: bool = False
 
     @property
     def pid(self) -> int | None:
@@ -67,5 +73,6 @@ class Connect(Protocol):
 
         Raises:
             OSError: no worker can be started.
+            NoPlaceError: not at present.
         """
         ...

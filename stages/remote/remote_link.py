@@ -163,8 +163,7 @@ class RemoteLink(StageLink):
         """Choose a replica for a run that begins, and hand it over if that is up."""
         loads = {each: 0 for each in range(len(self._lives)) if each not in self._hopeless}
         if not loads:
-            reason = next(iter(self._hopeless.values()))
-            self._fail(visit, f"it cannot be used any more: its worker {reason}")
+            self._fail(visit, next(iter(self._hopeless.values())))
             return
         for other in self._visits.values():
             if other is not visit and other.replica in loads:
@@ -221,6 +220,7 @@ class RemoteLink(StageLink):
                 self._idle_at[replica] = message.num_commands
             case Built():
                 self._is_up[replica] = True
+                self._hopeless.pop(replica, None)
                 self._trace("worker started", replica)
                 self._outboxes[replica] = []
                 self._num_sent[replica], self._idle_at[replica] = 0, -1
@@ -275,8 +275,13 @@ class RemoteLink(StageLink):
         self._outboxes[replica] = []
         self._num_sent[replica], self._idle_at[replica] = 0, -1
         self._router.forget(replica)
-        if ended.is_final:
-            self._hopeless[replica] = ended.reason
+        if ended.is_waiting:
+            self._hopeless[replica] = (
+                f"it takes no requests until there is a place for it: its worker {ended.reason}"
+            )
+        elif ended.is_final:
+            told = f"it cannot be used any more: its worker {ended.reason}"
+            self._hopeless[replica] = told
             _logger.error("stage %r: a worker %s, for the last time", self._name, ended.reason)
         for visit in [each for each in self._visits.values() if each.replica == replica]:
             if visit.is_sent and visit.num_runs > self._max_retries:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.interface.described_error import described
-from stages.remote.connection import Connect, Connection, WorkerGone
+from stages.remote.connection import Connect, Connection, NoPlaceError, WorkerGone
 from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
 from stages.remote.pending_calls import PendingCalls, WorkerEndedError
 from stages.remote.worker_log import Logged, relay
@@ -40,17 +40,20 @@ class Ended:
     Attributes:
         reason: what it died of.
         is_final: whether none is started in its place.
+        is_waiting: whether one is started only when there is a place for it, which may be never.
     """
 
     reason: str
     is_final: bool
+    is_waiting: bool = False
 
 
 class WorkerLife:
     """Keeps a worker running. ::
 
         start ──► Built ──► ... ──► ended ──► (delay) ──► start ──► Built ──► ...
-                                      └── MOST_STARTS in a row that finished nothing: final
+                                      └── MOST_STARTS in a row that finished nothing: final,
+                                          or, where there is no place for one: tried on and on
 
     What a worker says comes out of :meth:`news` in order, with the number of the life that it is
     of; a call that is under way when its worker ends fails.
@@ -127,7 +130,9 @@ class WorkerLife:
                 lambda reason: self._end(life, reason),
             )
         except Exception as error:  # whatever keeps a worker from being started, later ones may be
-            self._end(life, f"could not be started: {described(error)}")
+            has_no_place = isinstance(error, NoPlaceError)
+            told = str(error) if has_no_place else described(error)
+            self._end(life, f"could not be started: {told}", has_no_place=has_no_place)
             return
         with self._lock:
             has_ended = self._is_over(life)
@@ -287,6 +292,9 @@ class WorkerLife:
                     return
                 for setting in self._settings.values():
                     connection.send(setting)
+                if self._state.state == "waiting":  # it was not tried in vain for its own faults
+                    self._num_starts = 1
+                    self._state = replace(self._state, state="starting")
                 self._is_up = True
                 self._is_settled.set()
         self._news.append(message)
@@ -296,34 +304,41 @@ class WorkerLife:
         """Whether a worker of another life is wanted by now, or none."""
         return self._is_closed or life != self._life
 
-    def _end(self, life: int, reason: str) -> None:
+    def _end(self, life: int, reason: str, *, has_no_place: bool = False) -> None:
         with self._lock:
             if self._is_over(life):
                 return
             self._life += 1
+            has_no_place |= self._connection is not None and self._connection.has_no_place
             self._is_up, self._connection = False, None
             if self._beat is not None:
                 self._counted, self._beat = self._beat.stats.following(self._counted), None
-            is_final = self._num_starts >= MOST_STARTS or self.facts is None
+            is_late = self._num_starts >= MOST_STARTS
+            is_final = self.facts is None or (is_late and not has_no_place)
+            is_waiting = is_late and not is_final
+            was_waiting = self._state.state == "waiting"
+            num_restarts = int(not is_final and not was_waiting)
             self._state = WorkerState(
-                "down" if is_final else "starting",
-                self._state.num_restarts + (not is_final),
+                "down" if is_final else "waiting" if is_waiting else "starting",
+                self._state.num_restarts + num_restarts,
                 reason,
                 time.time(),
             )
-            self._counted = self._counted.plus(num_restarts=int(not is_final))
-            if is_final:
+            self._counted = self._counted.plus(num_restarts=num_restarts)
+            if is_final or is_waiting:  # nobody waits for what may never be
                 self._is_settled.set()
             else:
                 self._is_settled.clear()
         self._calls.fail(f"its worker {reason}")
         # Told before another one is started, which might speak at once.
-        self._news.append(Ended(reason, is_final))
+        self._news.append(Ended(reason, is_final, is_waiting))
         self._on_news()
         if not is_final:
-            told = "the worker of stage %r %s; it is started again"
-            _logger.warning(told, self.spec.label, reason)
-            delay_s = min(_FIRST_DELAY_S * 2**self._num_starts, _LONGEST_DELAY_S)
+            told = "it is started when there is a place" if is_waiting else "it is started again"
+            if not (is_waiting and was_waiting):  # it is told once
+                _logger.warning("the worker of stage %r %s; %s", self.spec.label, reason, told)
+            tries = min(self._num_starts, MOST_STARTS + 10)
+            delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
             self._timer = threading.Timer(delay_s, self.start)
             self._timer.daemon = True
             self._timer.start()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from stages.remote.connection import Connection, WorkerGone
+from stages.remote.connection import Connection, NoPlaceError, WorkerGone
 from stages.remote.control import WorkerSpec
 from stages.remote.wire import wire_codec
 from stages.remote.worker_main import Build, WorkerLoop, build_stage
@@ -23,17 +23,21 @@ class ThreadWorkers:
     Attributes:
         alive: those that have not ended, by stage and replica.
         started: the labels of all that were started, in order.
+        has_place: whether there is a place for more.
     """
 
     def __init__(self, build: Build = build_stage) -> None:
         self._build = build
         self.alive: dict[str, _ThreadConnection] = {}
         self.started: list[str] = []
+        self.has_place = True
 
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
         """See :class:`~stages.remote.connection.Connect`."""
+        if not self.has_place:
+            raise NoPlaceError("no node has what it needs")
         self.started.append(spec.label)
         connection = _ThreadConnection(spec, on_message, on_end, self._build)
         connection.start()

@@ -5,7 +5,8 @@
 A process is in one cluster at a time, and the one that tests are run in may be in another. ::
 
     writer ──rows, from one object store to another──► reader
-    first node                                         second or third node, until that is lost
+    first node                                         second or third node, until that is lost,
+                                                       and a fourth one, once that has come
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 def main(trace: str) -> None:
     """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
-    with _cluster() as (address, nodes):
+    with _cluster() as (address, nodes, add_node):
         places: dict[str, Any] = {
             f"stages.{name}.placement.resources": {name: 1} for name in set(_NODES)
         }
@@ -58,10 +59,14 @@ def main(trace: str) -> None:
                 for stage in pipeline.stages.values():
                     stage.check_integrity()
             failed = _generate(omni, nodes)
+            add_node()
+            (worker,) = _reader(omni).workers
+            wait_for(lambda: worker.is_up)
+            back = _generate(omni)
         assert not ray.is_initialized()
     with Omni("two_step", overrides=_ROWS) as omni:
         expected = _generate(omni)
-    for outputs in (found, again, moved):
+    for outputs in (found, again, moved, back):
         assert_same(outputs, expected)
     for output in failed:
         assert output.error is not None
@@ -72,8 +77,8 @@ def main(trace: str) -> None:
 
 
 @contextmanager
-def _cluster() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The address, and the nodes but the first by their ids."""
+def _cluster() -> Iterator[tuple[str, dict[str, Any], Callable[[], object]]]:
+    """The address, the nodes but the first by their ids, and what adds one more for a reader."""
     head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
         for name in _NODES
@@ -81,8 +86,8 @@ def _cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     cluster: Any = Cluster(initialize_head=True, head_node_args=head | {"include_dashboard": False})
     try:
         added = [cluster.add_node(**node) for node in others]
-
-        yield cluster.address, {node.node_id: partial(cluster.remove_node, node) for node in added}
+        removals = {node.node_id: partial(cluster.remove_node, node) for node in added}
+        yield cluster.address, removals, partial(cluster.add_node, **others[-1])
     finally:
         cluster.shutdown()
 

@@ -124,11 +124,11 @@ class ServedPipeline:
 
     @property
     def lost_stages(self) -> tuple[str, ...]:
-        """Stages of which no worker will ever take a request again."""
+        """Stages of which no worker takes a request, or not before it has a place again."""
         return tuple(
             name
             for name, workers in self.worker_states().items()
-            if all(worker.state == "down" for worker in workers)
+            if all(worker.state in ("down", "waiting") for worker in workers)
         )
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:

@@ -24,7 +24,7 @@ from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
 from stages.remote.worker_life import WorkerLife
 from tests.support.examples import examples
 from tests.support.fake_stage import FakeStage
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
 from tests.support.thread_workers import ThreadWorkers
 
@@ -260,6 +260,37 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
         error = str(drain(pipeline.orchestrator)["x"][-1].error)
         assert error.startswith("stage 'b': it cannot be used any more: its worker ended")
         pipeline.workers._build = build
+
+
+def test_a_worker_without_a_place_is_tried_again_and_its_requests_are_told_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_life, "MOST_STARTS", 3)
+    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.005)
+    told = (
+        "stage 'b': it takes no requests until there is a place for it: its worker could not be "
+        "started: no node has what it needs"
+    )
+    with rig(chain(), max_retries=9) as pipeline:
+        _, stage = pipeline.stages
+        (worker,) = stage.workers
+        pipeline.workers.has_place = False
+        pipeline.workers.kill("b")
+        for request_id in ("waits", "comes late"):
+            pipeline.add({request_id: "x"})
+            assert drain(pipeline.orchestrator)[request_id][-1].error == told
+            assert stage.worker_states()[0].state == "waiting"
+        with pytest.raises(RuntimeError, match="stage 'b': its worker is being started again"):
+            stage.reset_prefix_cache()
+        num_restarts = stage.worker_states()[0].num_restarts
+        pipeline.workers.has_place = True
+        wait_for(lambda: worker.is_up)
+        for _ in range(2):
+            pipeline.add({"x": "x"})
+            assert drain(pipeline.orchestrator)["x"][-1].error is None
+            assert stage.worker_states()[0].state == "up"
+            pipeline.workers.kill("b")
+        assert stage.worker_states()[0].num_restarts == num_restarts + 2
 
 
 def test_what_is_asked_of_a_worker_that_ended_is_asked_of_the_next_one() -> None:
