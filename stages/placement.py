@@ -151,6 +151,13 @@ class Placement(Settings):
             return self._misplaced_device()
         return None
 
+    @staticmethod
+    def not_of(kind: RuntimeKind) -> tuple[str, ...]:
+        """The keys that a runtime does not have."""
+        of_workers = ("replicas", "threads", "devices")
+        of_a_cluster = ("num_cpus", "num_gpus", "resources", "node")
+        return {"inline": of_workers + of_a_cluster, "processes": of_a_cluster, "ray": ()}[kind]
+
     def _first_of(self, *keys: str) -> str | None:
         """The first of some keys that asks for anything."""
         return next((key for key in keys if getattr(self, key) != self._default_of(key)), None)

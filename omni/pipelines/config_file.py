@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ def load_config(
     *,
     flag: str = "overrides:",
     labels: Mapping[str, str] | None = None,
+    prepare: Callable[[dict[str, Any], Mapping[str, Any]], None] = lambda data, overrides: None,
 ) -> _Config:
     """Read a YAML file into a model.
 
@@ -47,6 +48,7 @@ def load_config(
             the file's.
         flag: what an error in ``overrides`` names before the place.
         labels: by place in ``overrides``, what an error names instead of both.
+        prepare: may change what the file says, which it is given with ``overrides``.
 
     Raises:
         ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
@@ -63,6 +65,7 @@ def load_config(
         raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
     data = json.loads(json.dumps(document.data, default=str))
+    prepare(data, overrides)
     lines: dict[Place, int | str] = dict(document.lines)
     for place, value in overrides.items():
         named = (labels or {}).get(place, f"{flag} {place}")

@@ -24,6 +24,7 @@ from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
+from omni.pipelines.left_behind import leave_behind
 from omni.pipelines.local_config import local_config
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
@@ -87,7 +88,9 @@ class PipelineConfig(Settings):
         labels: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
         """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        return load_config(cls, config, overrides or {}, flag=flag, labels=labels)
+        return load_config(
+            cls, config, overrides or {}, flag=flag, labels=labels, prepare=leave_behind
+        )
 
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:

@@ -76,8 +76,8 @@ class Omni:
         if overrides and not isinstance(config, str | Path):
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
-            if overrides and runtime is not None:  # what they place is placed there
-                overrides = {**overrides, "runtime.kind": RuntimeConfig.parse(runtime).kind}
+            if runtime is not None:  # what they place is placed there
+                overrides = {**(overrides or {}), "runtime.kind": RuntimeConfig.parse(runtime).kind}
             config = PipelineConfig.load(config, overrides=overrides)
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)

@@ -210,6 +210,27 @@ def test_elsewhere_a_pipeline_is_checked_again() -> None:
     assert config.with_runtime("ray").runtime.kind == "ray"
 
 
+def test_what_a_file_says_for_its_own_runtime_is_left_behind_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = {"kind": "autoregressive", "model": "seeded:qwen2", "final_output": "text"}
+    placement = {"replicas": 2, "threads": 1, "num_cpus": 1, "device": "cpu"}
+    runtime = {"kind": "ray", "address": "head:6379", "max_retries": 3}
+    stages = {"writer": {**stage, "placement": placement}}
+    file = tmp_path / "placed.yaml"
+    file.write_text(json.dumps({"name": "placed", "runtime": runtime, "stages": stages}))
+    inline = PipelineConfig.load(file, {"runtime.kind": "inline"})
+    assert inline.runtime == RuntimeConfig(max_retries=3)
+    assert inline.stages["writer"].placement == Placement(device="cpu")
+    assert "stages.writer.placement.replicas: 2 is not for runtime inline; left out" in caplog.text
+    processes = PipelineConfig.load(file, {"runtime.kind": "processes"})
+    assert processes.stages["writer"].placement == Placement(replicas=2, threads=1, device="cpu")
+    assert PipelineConfig.load(file).stages["writer"].placement == Placement(**placement)
+    with pytest.raises(ConfigError, match="replicas: 2 is for workers"):
+        own = {"runtime.kind": "inline", "stages.writer.placement.replicas": 2}
+        PipelineConfig.load(file, own)
+
+
 def test_a_kind_without_a_device_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_config, "_KINDS", dict(stage_config._KINDS))
 
