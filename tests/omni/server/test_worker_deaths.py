@@ -17,6 +17,7 @@ import pytest
 
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.remote import worker_life
+from stages.remote.connection import NoPlaceError
 from stages.remote.remote_stage import RemoteStage
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
@@ -145,3 +146,29 @@ def test_a_stage_that_will_never_be_back_is_told_by_health(
     assert writer_of(told)["state"] == "down"
     with pytest.raises(openai.InternalServerError, match="it cannot be used any more"):
         unforgiving.client().completions.create(model="chat", prompt="Hello")
+
+
+def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
+    unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = unforgiving.omni().pipeline.stages["writer"]
+    assert isinstance(stage, RemoteStage)
+    (worker,) = stage.workers
+
+    def no_place(*asked: object) -> Any:
+        raise NoPlaceError("no node has what it needs")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(worker, "_connect", no_place)
+        meanwhile.setattr(worker_life, "MOST_STARTS", 2)
+        kill_worker(unforgiving)
+        wait_until(lambda: health(unforgiving)[0] == 503)
+        _, told = health(unforgiving)
+        error = "waiting for a place in the cluster: writer: could not be started: no node has what"
+        assert told["pipelines"]["chat"]["error"].startswith(error)
+        assert writer_of(told)["state"] == "waiting"
+        with pytest.raises(openai.InternalServerError, match="until there is a place for it"):
+            unforgiving.client().completions.create(model="chat", prompt="Hello")
+    wait_until(lambda: health(unforgiving)[0] == 200)
+    answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
+    assert answer.choices[0].text
