@@ -73,16 +73,16 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
     if pipeline.lost_stages:
         status = PipelineState.FAILED.value
         error = f"no worker is left of {', '.join(pipeline.lost_stages)}"
+    workers = pipeline.worker_states()
     waiting = [
         f"{name}: {worker.last_end}"
-        for name, workers in pipeline.worker_states().items()
-        for worker in workers
+        for name, of in workers.items()
+        for worker in of
         if worker.state == "waiting"
     ]
     if waiting:
         error = f"waiting for a place in the cluster: {'; '.join(waiting)}"
     told: dict[str, Any] = {"status": status, "error": error}
-    workers = pipeline.worker_states()
     if workers:
         told["workers"] = {name: [asdict(each) for each in of] for name, of in workers.items()}
     return told
