@@ -34,6 +34,10 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_OF_A_CLUSTER = ("num_cpus", "num_gpus", "resources", "node")
+"""Keys that only a Ray cluster has."""
+
+
 class Placement(Settings):
     """Where one stage runs. What is left out is decided by the runtime, and shown by ``omni
     explain``.
@@ -142,7 +146,7 @@ class Placement(Settings):
                 f"share {shared}; it needs runtime: {{kind: processes}} (or --runtime processes), "
                 "or leave it out"
             )
-        if kind != "ray" and (key := self._first_of("num_cpus", "num_gpus", "resources", "node")):
+        if kind != "ray" and (key := self._first_of(*_OF_A_CLUSTER)):
             return key, (
                 f"{getattr(self, key)!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
                 f"(or --runtime ray), not {kind!r}, or leave it out"
@@ -155,8 +159,7 @@ class Placement(Settings):
     def not_of(kind: RuntimeKind) -> tuple[str, ...]:
         """The keys that a runtime does not have."""
         of_workers = ("replicas", "threads", "devices")
-        of_a_cluster = ("num_cpus", "num_gpus", "resources", "node")
-        return {"inline": of_workers + of_a_cluster, "processes": of_a_cluster, "ray": ()}[kind]
+        return {"inline": of_workers + _OF_A_CLUSTER, "processes": _OF_A_CLUSTER, "ray": ()}[kind]
 
     def _first_of(self, *keys: str) -> str | None:
         """The first of some keys that asks for anything."""
