@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import time
 from collections import OrderedDict, deque
@@ -22,7 +23,7 @@ _RECEIPTS = ("make prompt", "take chunk")
 _MOST_REQUESTS = 10_000
 """Requests whose tracks are remembered; those of older ones are named anew if more comes."""
 _MOST_UNWRITTEN = 2**16
-"""Characters, and how long they may be kept."""
+"""Bytes, and how long they may be kept."""
 _WRITTEN_AFTER_S = 1.0
 _WORKER = 0
 """The track of what is about a whole worker."""
@@ -91,11 +92,10 @@ class Trace:
         self._aside = self.path.with_name(f"{self.path.stem}.partial{self.path.suffix}")
         if self.path.exists() and not self.path.is_file():
             raise OSError(errno.EINVAL, "is there and no regular file", str(self.path))
-        # Whole events are written at a time, so that what a killed run leaves can be read.
         self._file = self._aside.open("wb", buffering=0)
-        self._unwritten = ["["]
+        self._unwritten = bytearray(b"[")
+        self._length = 1
         self._separator = "\n"
-        self._num_unwritten = 0
         self._start_s = self._written_s = time.monotonic()
         self._order = {name: place for place, name in enumerate(stages)}
         self._processes: dict[tuple[str, int], int] = {}
@@ -151,7 +151,7 @@ class Trace:
             TraceError: it could not be written; what was written is left under its other name.
         """
         if not self._file.closed:
-            self._unwritten.append("\n]\n")
+            self._append("\n]\n")
             self._flush()
             try:
                 self._file.close()
@@ -273,21 +273,36 @@ class Trace:
         return request.track
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        text = self._separator + json.dumps(event, separators=(",", ":"))
+        self._append(self._separator + json.dumps(event, separators=(",", ":")))
         self._separator = ",\n"
-        self._unwritten.append(text)
-        self._num_unwritten += len(text)
         now_s = time.monotonic()
-        if self._num_unwritten >= _MOST_UNWRITTEN or now_s - self._written_s >= _WRITTEN_AFTER_S:
+        if len(self._unwritten) >= _MOST_UNWRITTEN or now_s - self._written_s >= _WRITTEN_AFTER_S:
             self._written_s = now_s
             self._flush()
 
+    def _append(self, text: str) -> None:
+        """Add to what is to be written, in one page of the file.
+
+        A process that is killed while it writes leaves whole pages, so that viewers can read what
+        is there if no event crosses from one to the next. Spaces fill what is left of a page; an
+        event that is longer than one crosses all the same.
+
+            | [ {...}, {...}, {...}      | , {...}, {...}, {...}    | , {...} ]
+              page 0              spaces   page 1            spaces   page 2
+        """
+        content = text.encode()
+        left = -self._length % mmap.PAGESIZE
+        if left < len(content) <= mmap.PAGESIZE:
+            self._unwritten += b" " * left
+            self._length += left
+        self._unwritten += content
+        self._length += len(content)
+
     def _flush(self) -> None:
         """Write what has come; a full disk ends the trace and nothing else."""
-        text, self._unwritten, self._num_unwritten = "".join(self._unwritten), [], 0
+        left, self._unwritten = memoryview(self._unwritten), bytearray()
         if self.error is not None or self._file.closed:
             return
-        left = memoryview(text.encode())
         try:
             while left:
                 left = left[self._file.write(left) or 0 :]
