@@ -24,7 +24,7 @@ from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
-from omni.pipelines.left_behind import leave_behind
+from omni.pipelines.left_behind import leave_behind, placement_for, tell
 from omni.pipelines.local_config import local_config
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
@@ -88,9 +88,15 @@ class PipelineConfig(Settings):
         labels: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
         """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        return load_config(
-            cls, config, overrides or {}, flag=flag, labels=labels, prepare=leave_behind
-        )
+        left: list[str] = []
+
+        def prepare(data: dict[str, Any], given: Mapping[str, Any]) -> None:
+            left.extend(leave_behind(data, given))
+
+        given = overrides or {}
+        read = load_config(cls, config, given, flag=flag, labels=labels, prepare=prepare)
+        tell(left)  # whoever is told of a mistake instead need not be told of this
+        return read
 
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:
@@ -128,18 +134,23 @@ class PipelineConfig(Settings):
     def with_runtime(self, runtime: str | RuntimeConfig | None) -> PipelineConfig:
         """The same pipeline, to run elsewhere.
 
+        What it asks for that only its own runtime has is left out, and a warning tells of it.
+
         Args:
             runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`.
 
         Raises:
-            ValueError: there is no such runtime, or it does not have what the stages ask for.
+            ValueError: there is no such runtime, or a device has another name there.
         """
-        changed = self.model_copy(update={"runtime": RuntimeConfig.parse(runtime, self.runtime)})
+        given = RuntimeConfig.parse(runtime, self.runtime)
+        stages = {}
         for name, stage in self.stages.items():
-            misplaced = stage.placement.misplaced(changed.runtime.kind)
+            placement = placement_for(name, stage.placement, given.kind)
+            misplaced = placement.misplaced(given.kind)
             if misplaced is not None:
                 raise ValueError(f"stage {name!r}: placement.{misplaced[0]}: {misplaced[1]}")
-        return changed
+            stages[name] = stage.model_copy(update={"placement": placement})
+        return self.model_copy(update={"runtime": given, "stages": stages})
 
     def resolved(self, name: str, replica: int = 0) -> StageConfig:
         """The settings of a stage with every model where it is, building ``seeded:`` ones.

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
+from omni.pipelines.left_behind import runtime_for, tell
 from stages.placement import Placement, RuntimeKind
 
 __all__ = ["OBJECT_STORE", "RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
@@ -94,11 +95,11 @@ class RuntimeConfig(Settings):
 
         Args:
             given: the kind of runtime; a whole configuration; or None, for the pipeline's own.
-            own: what the pipeline's file says. A kind that is given replaces only its kind.
+            own: what the pipeline says. A kind that is given replaces only its kind, and what one
+                of that kind does not have is left out with a warning.
 
         Raises:
-            ValueError: there is no such kind, it does not go with what the file says, or ``given``
-                is something else.
+            ValueError: there is no such kind, or ``given`` is something else.
         """
         own = cls() if own is None else own
         value: object = given
@@ -107,7 +108,9 @@ class RuntimeConfig(Settings):
         if isinstance(value, RuntimeConfig):
             return value
         if isinstance(value, str):
-            return cls(**(own.model_dump() | {"kind": value}))
+            settings = own.model_dump(exclude_defaults=True)
+            tell(runtime_for(settings, value))
+            return cls(**(settings | {"kind": value}))
         kinds = ", ".join(map(repr, get_args(RuntimeKind)))
         raise ValueError(
             f"runtime must be one of {kinds}, a RuntimeConfig or None, got {given!r} "

@@ -50,6 +50,9 @@ class Omni:
             those of the YAML file.
         runtime: where the stages run, in the place of what the config says: ``"inline"``,
             ``"processes"``, ``"ray"``, or a :class:`~omni.pipelines.runtime_config.RuntimeConfig`.
+            What the config asks for and this one does not have, such as replicas inline, is left
+            out with a warning, also that of a ``PipelineConfig`` or a ``Pipeline``; what
+            ``overrides`` ask for beside it is an error.
         trace: a file that gets a timeline of every request, for Perfetto or chrome://tracing; it
             is complete when this is closed.
 
@@ -76,9 +79,7 @@ class Omni:
         if overrides and not isinstance(config, str | Path):
             raise ValueError("overrides change a YAML file, but none was given")
         if isinstance(config, str | Path):
-            if runtime is not None:  # what they place is placed there
-                overrides = {**(overrides or {}), "runtime.kind": RuntimeConfig.parse(runtime).kind}
-            config = PipelineConfig.load(config, overrides=overrides)
+            config = PipelineConfig.load(config, overrides=_placed(overrides or {}, runtime))
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
         # Before any model is loaded: a file that cannot be written is found at once.
@@ -266,6 +267,22 @@ class Omni:
                     request.request_id or f"omni-{uuid.uuid4().hex}",
                     partial(_post, post, position),
                 )
+
+
+def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
+    """Overrides with the kind of a runtime that is given: what they place is placed there.
+
+    Raises:
+        ValueError: there is no such runtime, or overrides change one that is given whole.
+    """
+    if runtime is None:
+        return overrides
+    own = next((place for place in overrides if place.partition(".")[0] == "runtime"), None)
+    if isinstance(runtime, RuntimeConfig) and own is not None:
+        raise ValueError(
+            f"overrides: {own}: the whole runtime is given as a RuntimeConfig; say it there"
+        )
+    return {**overrides, "runtime.kind": RuntimeConfig.parse(runtime).kind}
 
 
 def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:

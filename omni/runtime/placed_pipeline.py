@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import Settings
 from omni.pipelines.graph_rules import check_graph
+from omni.pipelines.left_behind import placement_for
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, available_cores, resolve_threads
+from stages import StageConfig
 from stages.cluster.cluster_address import find_cluster
 from stages.portable import import_name, portable_transform
 from stages.remote.connection import Connect
@@ -106,18 +109,22 @@ def place_pipeline(
 
 
 def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
-    """What a pipeline was composed of, to run elsewhere.
+    """What a pipeline was composed of, to run elsewhere; what only another runtime has is left out.
 
     Raises:
         ValueError: a stage cannot say what it was built of, such as one that was given an engine;
             or its name is none that a pipeline's file could have.
     """
-    stages = {}
+    stages: dict[str, Settings] = {}
     for name, stage in pipeline.stages.items():
         try:
-            stages[name] = stage.configuration()
+            settings = stage.configuration()
         except ValueError as error:
             raise ValueError(f"stage {name!r}: {error}") from error
+        if isinstance(settings, StageConfig):
+            placement = placement_for(name, settings.placement, runtime.kind)
+            settings = settings.model_copy(update={"placement": placement})
+        stages[name] = settings
     given = {
         "name": "composed",
         "speaker": pipeline.speaker,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -203,32 +204,117 @@ def test_a_mistake_is_told_with_its_place(what: str) -> None:
     assert "\n" not in message
 
 
-def test_elsewhere_a_pipeline_is_checked_again() -> None:
-    config = speech(**IN_PROCESSES, talker_replicas=2)
-    with pytest.raises(ValueError, match=r"stage 'talker': placement\.replicas: 2 is for workers"):
-        config.with_runtime("inline")
-    assert config.with_runtime("ray").runtime.kind == "ray"
+PLACED: dict[str, Any] = {
+    "name": "placed",
+    "runtime": {"kind": "ray", "address": "head:6379", "max_retries": 3},
+    "stages": {
+        "writer": {
+            "kind": "autoregressive",
+            "model": "seeded:qwen2",
+            "placement": {"replicas": 2, "threads": 1, "num_cpus": 1.5, "device": "cpu"},
+            "final_output": "text",
+        }
+    },
+}
 
 
-def test_what_a_file_says_for_its_own_runtime_is_left_behind_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def placed_file(folder: Path, **changes: Any) -> Path:
+    """A pipeline's file that asks for what only a Ray cluster has, or says something else."""
+    file = folder / "placed.yaml"
+    file.write_text(json.dumps(PLACED | changes))
+    return file
+
+
+@pytest.fixture(params=["a file", "an object"])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., PipelineConfig]:
+    """``load(kind, **changes)``: the pipeline of :func:`placed_file`, in a given runtime."""
+
+    def of_a_file(kind: str, /, **changes: Any) -> PipelineConfig:
+        return PipelineConfig.load(placed_file(tmp_path, **changes), {"runtime.kind": kind})
+
+    def of_an_object(kind: str, /, **changes: Any) -> PipelineConfig:
+        return PipelineConfig.load(placed_file(tmp_path, **changes)).with_runtime(kind)
+
+    return of_a_file if request.param == "a file" else of_an_object
+
+
+def test_what_a_pipeline_says_for_its_own_runtime_is_left_behind_and_told(
+    load: Callable[..., PipelineConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = {"kind": "autoregressive", "model": "seeded:qwen2", "final_output": "text"}
-    placement = {"replicas": 2, "threads": 1, "num_cpus": 1, "device": "cpu"}
-    runtime = {"kind": "ray", "address": "head:6379", "max_retries": 3}
-    stages = {"writer": {**stage, "placement": placement}}
-    file = tmp_path / "placed.yaml"
-    file.write_text(json.dumps({"name": "placed", "runtime": runtime, "stages": stages}))
-    inline = PipelineConfig.load(file, {"runtime.kind": "inline"})
+    inline = load("inline")
     assert inline.runtime == RuntimeConfig(max_retries=3)
     assert inline.stages["writer"].placement == Placement(device="cpu")
-    assert "stages.writer.placement.replicas: 2 is not for runtime inline; left out" in caplog.text
-    processes = PipelineConfig.load(file, {"runtime.kind": "processes"})
+    assert caplog.messages == [
+        f"{setting} is not for runtime inline; left out"
+        for setting in (
+            "runtime.address: head:6379",
+            "stages.writer.placement.replicas: 2",
+            "stages.writer.placement.threads: 1",
+            "stages.writer.placement.num_cpus: 1.5",
+        )
+    ]
+    caplog.clear()
+    processes = load("processes")
     assert processes.stages["writer"].placement == Placement(replicas=2, threads=1, device="cpu")
-    assert PipelineConfig.load(file).stages["writer"].placement == Placement(**placement)
+    assert len(caplog.messages) == 2
+    caplog.clear()
+    assert load("ray").model_dump() == PipelineConfig.model_validate(PLACED).model_dump()
+    assert caplog.messages == []
+
+
+def test_a_file_that_names_no_runtime_runs_in_the_one_that_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = placed_file(tmp_path, runtime={})
     with pytest.raises(ConfigError, match="replicas: 2 is for workers"):
-        own = {"runtime.kind": "inline", "stages.writer.placement.replicas": 2}
-        PipelineConfig.load(file, own)
+        PipelineConfig.load(file)
+    assert caplog.messages == [], "one that is refused"
+    given: list[dict[str, Any]]
+    given = [{"runtime.kind": "inline"}, {"runtime": {"kind": "inline"}}, {"runtime": {}}]
+    for overrides in given:
+        inline = PipelineConfig.load(file, overrides)
+        assert inline.stages["writer"].placement == Placement(device="cpu")
+        assert "writer.placement.replicas: 2 is not for runtime inline; left out" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"stages.writer.placement.replicas": 2}, "placement.replicas: 2 is for workers, and with"),
+        ({"stages.writer.placement": {"threads": 2}}, "placement.threads: 2 is for workers, and w"),
+        ({"stages.writer.placement.node": "n"}, "placement.node: 'n' is for a Ray cluster; it nee"),
+        ({"runtime.address": "head:1"}, "runtime.address: 'head:1' is that of a Ray cluster; it n"),
+    ],
+)
+def test_what_is_asked_for_beside_a_runtime_that_does_not_have_it_is_an_error_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, beside: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--set .*{told}") as caught:
+        PipelineConfig.load(
+            placed_file(tmp_path), {"runtime.kind": "inline"} | beside, flag="--set"
+        )
+    assert "inline" in str(caught.value)
+    assert caplog.messages == [], "of the file's own keys"
+
+
+def test_the_only_device_of_a_stage_stays_its_own_everywhere(
+    load: Callable[..., PipelineConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = PLACED["stages"]["writer"] | {"placement": {"devices": ["cuda:1"]}}
+    inline = load("inline", runtime={"kind": "processes"}, stages={"writer": writer})
+    assert inline.stages["writer"].placement == Placement(devices=("cuda:1",))
+    assert caplog.messages == []
+
+
+def test_a_device_that_has_another_name_there_is_refused(
+    load: Callable[..., PipelineConfig],
+) -> None:
+    """Left out it would run on another kind of device than it asks for."""
+    writer = PLACED["stages"]["writer"] | {"placement": {"device": "cuda:1"}}
+    changes = {"runtime": {"kind": "processes"}, "stages": {"writer": writer}}
+    with pytest.raises(ValueError, match=r"placement\.device: 'cuda:1': on a Ray cluster a worker"):
+        load("ray", **changes)
 
 
 def test_a_kind_without_a_device_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:

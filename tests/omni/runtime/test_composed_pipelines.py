@@ -20,6 +20,7 @@ from stages import (
     TransformContext,
     register_stage_kind,
 )
+from stages.placement import Placement
 from stages.remote.remote_stage import RemoteStage
 from tests.support.fake_stage import FakeStage
 
@@ -65,6 +66,7 @@ def composed() -> Pipeline:
         steps=3,
         inputs=StageInputs(("writer",), "text_as_prompt"),
         final_output=("text",),
+        placement=Placement(num_cpus=0.5),  # for a cluster; elsewhere it is left out
     )
     return Pipeline([writer, embedder, echo.build_stage("echo")])
 
@@ -80,7 +82,9 @@ def told(outputs: list[OmniOutput]) -> list[Any]:
     ]
 
 
-def test_what_is_composed_in_python_says_the_same_in_processes() -> None:
+def test_what_is_composed_in_python_says_the_same_in_processes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here = composed()
     here.stages["embedder"].enable_prefix_caching = False
     with Omni(here) as inline:
@@ -88,6 +92,9 @@ def test_what_is_composed_in_python_says_the_same_in_processes() -> None:
     again = composed()
     again.stages["embedder"].enable_prefix_caching = False
     with Omni(again, runtime="processes") as omni:
+        assert caplog.messages == [
+            "stages.echo.placement.num_cpus: 0.5 is not for runtime processes; left out"
+        ]
         stages = omni.pipeline.stages
         assert all(isinstance(stage, RemoteStage) for stage in stages.values())
         assert [stage.enable_prefix_caching for stage in stages.values()] == [True, False, True]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_config import RuntimeConfig
 from omni.runtime.driver import Driver, Ticket
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
@@ -370,3 +372,17 @@ def test_a_busy_pipeline_is_not_lent_out() -> None:
 def test_overrides_need_a_file() -> None:
     with pytest.raises(ValueError, match="overrides"):
         Omni(Pipeline([FakeStage("a")]), overrides={"stages.a.model": "x"})
+
+
+def test_a_runtime_that_is_given_whole_is_not_changed_by_overrides() -> None:
+    for place, value in (("runtime.max_retries", 3), ("runtime", {"max_retries": 3})):
+        with pytest.raises(ValueError, match=rf"^overrides: {place}: the whole runtime is given"):
+            Omni("two_step", overrides={place: value}, runtime=RuntimeConfig(max_retries=2))
+
+
+def test_a_config_with_replicas_runs_in_one_process_as_its_file_does() -> None:
+    overrides = {"runtime.kind": "processes", "stages.writer.placement.replicas": 2}
+    config = PipelineConfig.load("two_step", overrides)
+    with Omni(config, runtime="inline") as omni:
+        assert omni.worker_states() == {}
+        assert omni.generate("Hello")[0].error is None
