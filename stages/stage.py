@@ -72,6 +72,7 @@ class TransformContext:
         prompt: the prompt that the user gave the pipeline.
         sources: the finished outputs of the stages named in ``inputs: from``, in that order.
             Their tensors are shared with other stages and the user: do not change them in place.
+            What a source left on a GPU is there, where this process has it, or else on the CPU.
             On an edge with a ``chunk_size`` there is one source, and ``token_ids`` and ``tensors``
             hold only what is new since the chunk before.
         speaker: whose voice the user wants; None leaves it to the checkpoint.

@@ -52,8 +52,9 @@ class StageOutput:
         encoder_prompt_token_ids: what an encoder-decoder model's text encoder read; else None.
         prompt_token_ids: ids of the stage's input, when finished, with those that the model chose
             itself, such as a speech model's language; empty for embeddings.
-        tensors: ``name -> (num_tokens, ...)`` on the CPU, when finished: for an autoregressive
-            stage one row per token whose forward pass has run; ``pooled`` is ``(D,)``.
+        tensors: ``name -> (num_tokens, ...)`` when finished: for an autoregressive stage one row
+            per token whose forward pass has run; ``pooled`` is ``(D,)``. On the CPU, but that a
+            kind of stage of your own may leave some on its GPU.
         logprobs: per generated token, when asked for.
         completions: from a stage that generates tokens, all ``SamplingParams.n`` of them; the
             fields above are the first one's.

@@ -164,9 +164,10 @@ def _ground(config: PipelineConfig) -> _Ground:
     from stages.cluster.direct_transport import check_transport
     from stages.cluster.reservation import Reservation
 
-    if config.runtime.direct_transport is not None:
-        check_transport(config.runtime.direct_transport)
     placements = {name: stage.placement for name, stage in config.stages.items()}
+    if config.runtime.direct_transport is not None:
+        has_gpus = any(placement.reserved_gpus for placement in placements.values())
+        check_transport(config.runtime.direct_transport, has_gpus=has_gpus)
     reservation = Reservation.of(find_cluster(config.runtime.address), placements)
     return _Ground(reservation.connect, reservation.close)
 

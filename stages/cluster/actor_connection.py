@@ -196,11 +196,9 @@ class ActorConnection(Connection):
             self._send_again(bundle.num_taken)
             if self._unconfirmed.num_overdue > _MOST_RESENT:
                 return f"did not get what was sent to it {_MOST_RESENT} times"
-            offered = self._fetch_offers(sum(bundle.num_offered))
-            counts = zip(bundle.num_beside, bundle.num_offered, strict=True)
-            for content, (num_beside, num_offered) in zip(bundle.contents, counts, strict=True):
-                references = [next(items) for _ in range(num_beside)]
-                references += [next(offered) for _ in range(num_offered)]
+            offered = self._fetch_offers(sum(map(sum, bundle.is_offered)))
+            for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
+                references = [next(offered if each else items) for each in are_offered]
                 beside = Attachments(references, self._household)
                 self._listener.on_message(self._codec.decode(content, beside.find))
             if bundle.ended is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.interface.described_error import described
 from engine.interface.log_fields import LogFields, package_logger
-from stages.cluster.direct_transport import Offers, offered_bytes
+from stages.cluster.direct_transport import Offers
 from stages.cluster.object_bytes import Attachments
 from stages.cluster.parcels import (
     INLINE_BYTES,
@@ -39,7 +39,7 @@ from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096
@@ -70,8 +70,7 @@ class ActorWorker:
         self._inbox: InOrder[Any] = InOrder()
         self._build = build or build_stage
         self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
-        # What its user gets has to outlive this actor.
-        self._is_direct = self._offers is not None and not spec.is_shown
+        self._is_shown = spec.is_shown
         self._loop = WorkerLoop(spec, self._send, self._build_checked)
         self._turns = Turns()
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
@@ -142,12 +141,15 @@ class ActorWorker:
             return Bundle(hello=hello), deque()
         parcels, ended = self._outbox.take()
         if self._offers is not None:
-            self._offers.add([each for parcel in parcels for each in parcel.offered])
-        beside = deque(each for parcel in parcels for each in parcel.beside)
+            self._offers.add(
+                [each for parcel in parcels for each in parcel.beside if isinstance(each, Tensor)]
+            )
+        beside = deque(
+            each for parcel in parcels for each in parcel.beside if not isinstance(each, Tensor)
+        )
         bundle = Bundle(
             [parcel.content for parcel in parcels],
-            [len(parcel.beside) for parcel in parcels],
-            [len(parcel.offered) for parcel in parcels],
+            [[isinstance(each, Tensor) for each in parcel.beside] for parcel in parcels],
             num_taken=self._inbox.num_given,
             ended=ended,
         )
@@ -181,20 +183,19 @@ class ActorWorker:
             self._outbox.end(reason)
 
     def _send(self, message: WorkerMessage) -> None:
-        beside: list[NDArray[np.uint8]] = []
-        offered: list[Tensor] = []
+        beside: list[NDArray[np.uint8] | Tensor] = []
+        # What its user gets has to outlive this actor.
+        offers = None if self._is_shown else self._offers
 
         def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
-            if content.nbytes <= INLINE_BYTES:
+            offered = None if offers is None else offers.made_of(content)
+            if offered is None and content.nbytes <= INLINE_BYTES:
                 return None
-            if self._is_direct:
-                offered.append(offered_bytes(content))
-            else:
-                beside.append(plain_bytes(content))
-            return [len(beside) + len(offered) - 1, content.nbytes]
+            beside.append(plain_bytes(content) if offered is None else offered)
+            return [len(beside) - 1, content.nbytes]
 
         encoded = self._codec.encode(message, share)
-        self._outbox.put(Parcel(encoded, tuple(beside), tuple(offered)))
+        self._outbox.put(Parcel(encoded, tuple(beside)))
 
 
 def machine_name() -> str:

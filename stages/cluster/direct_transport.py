@@ -2,6 +2,14 @@
 
 An actor keeps what it hands on in its own memory, and whoever reads it fetches it there. What lies
 in an actor is lost when that dies, which is why the object store is the rule.
+
+What lies on a GPU is offered from there, if the transport can carry it, and comes to the GPU of
+whoever reads it. A reader that has none, or that the transport does not reach, gets it on its host,
+by way of the store::
+
+    GPU of the source ── transport ──► GPU of the reader
+                      └─ its host ── object store ──► host of a reader without one
+    host of the source ── transport, or the store if it carries no hosts' tensors ──► host
 """
 
 from __future__ import annotations
@@ -18,21 +26,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.described_error import described
-from stages.cluster.parcels import plain_bytes
+from stages.cluster.parcels import INLINE_BYTES, plain_bytes
 from stages.remote.remote_bytes import RemoteBytes
 
-__all__ = ["Offers", "check_transport", "forget_borrowed", "is_direct", "offered_bytes"]
+__all__ = ["Offers", "check_transport", "fetch", "fetch_home", "forget_borrowed", "is_direct"]
 
 _FIELD = "runtime.tensor_transport"
 _REGISTERED_WITHIN_S = 60.0
 _ASKED_EACH_S = 0.01
+_HOST, _GPU = "cpu", "cuda"
 
 
-def check_transport(name: str) -> None:
+def check_transport(name: str, *, has_gpus: bool) -> None:
     """Check that Ray has a transport by which stages can hand on what they put out.
 
     Args:
         name: such as ``nixl``.
+        has_gpus: whether any stage has one.
 
     Raises:
         ValueError: it has not; says why, and what to do.
@@ -51,10 +61,10 @@ def check_transport(name: str) -> None:
             f"{_FIELD}: {name!r} works within a group that is made once, and the worker that "
             "follows one that has died could not join it; give nixl or object_store"
         )
-    if not util.device_match_transport("cpu", known):
+    if not has_gpus and not util.device_match_transport(_HOST, known):
         raise ValueError(
-            f"{_FIELD}: {name!r} carries tensors of GPUs alone, and what stages hand on lies in "
-            "the memory of their hosts; give nixl or object_store"
+            f"{_FIELD}: {name!r} carries tensors of GPUs alone, and no stage has one (device: "
+            "cuda, or num_gpus, of its placement); give nixl or object_store"
         )
 
 
@@ -63,11 +73,60 @@ def is_direct(reference: Any) -> bool:
     return reference.tensor_transport() is not None
 
 
-def offered_bytes(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Tensor:
-    """A copy, ``(n,)`` uint8 on the CPU: what is offered must stay as it is until it is fetched."""
-    if isinstance(content, Tensor):
-        return content.to("cpu", copy=True)
-    return torch.from_numpy(plain_bytes(content).copy())
+def fetch(reference: Any) -> NDArray[np.uint8] | Tensor:
+    """What lies in an actor, ``(n,)`` uint8: on the device where it lies, or else on the host.
+
+    Raises:
+        Exception: whatever Ray or the transport raises of what cannot be had.
+    """
+    if not _is_within_reach(_whereabouts(reference).tensor_transport_meta):
+        return fetch_home(reference)
+    get: Any = ray.get
+    found: Tensor = get(reference)
+    return found.numpy() if found.device.type == _HOST else found
+
+
+def fetch_home(reference: Any, timeout_s: float | None = None) -> NDArray[np.uint8]:
+    """The same, on the host: a copy by way of the object store, by whoever has no transport.
+
+    Raises:
+        Exception: as for :func:`fetch`.
+    """
+    source: Any = _whereabouts(reference).src_actor
+    call = source.__ray_call__.options(concurrency_group="_ray_system")
+    found: NDArray[np.uint8] = ray.get(call.remote(_on_host, reference.hex()), timeout=timeout_s)
+    return found
+
+
+def _on_host(_: object, reference_id: str) -> NDArray[np.uint8]:
+    """Run in the actor in which something lies."""
+    (found,) = _manager().rdt_store.wait_and_get_object(reference_id)
+    return plain_bytes(found)
+
+
+def _is_within_reach(described: Any) -> bool:
+    """Whether this process has the kind of device on which something lies.
+
+    Args:
+        described: Ray's account of it. Where a transport does not leave a GPU, this names it.
+    """
+    if described.tensor_device == _HOST:
+        return True
+    here, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+    is_on_node = getattr(described, "ray_node_id", None) in (None, here)
+    is_on_gpu = getattr(described, "ray_gpu_idx", None) in (None, *gpus)
+    return bool(gpus) and is_on_node and is_on_gpu
+
+
+def _whereabouts(reference: Any) -> Any:
+    found = _manager().get_rdt_metadata(reference.hex())
+    if found is None:
+        raise RuntimeError("nobody knows any more where it lies")
+    return found
+
+
+def _manager() -> Any:
+    return ray._private.worker.global_worker.rdt_manager
 
 
 def forget_borrowed(reference_id: str) -> None:
@@ -75,8 +134,7 @@ def forget_borrowed(reference_id: str) -> None:
 
     It keeps that for ever otherwise, one to two KiB for each (its issue 57962).
     """
-    manager = ray._private.worker.global_worker.rdt_manager
-    manager._managed_rdt_metadata.pop(reference_id, None)
+    _manager()._managed_rdt_metadata.pop(reference_id, None)
 
 
 class Offers:
@@ -103,12 +161,52 @@ class Offers:
         while not _is_known(self._transport) and time.monotonic() < until:
             time.sleep(_ASKED_EACH_S)
         try:
-            ray.put(torch.zeros(1, dtype=torch.uint8), _tensor_transport=self._transport)
+            for device in self._devices_here():
+                probe = torch.zeros(1, dtype=torch.uint8, device=device)
+                ray.put(probe, _tensor_transport=self._transport)
         except Exception as error:  # whatever a transport raises that is not installed, or broken
             raise ValueError(
                 f"{_FIELD}: {self._transport!r} cannot be used in the actor's process: "
                 f"{described(error)}; install it on every node, or give object_store"
             ) from error
+
+    def _devices_here(self) -> list[str]:
+        has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
+        here = (_HOST, _GPU) if has_gpu else (_HOST,)
+        return [device for device in here if self._carries(device)]
+
+    def _carries(self, device: str) -> bool:
+        from ray.experimental.rdt import util
+
+        known = util.normalize_and_validate_tensor_transport(self._transport)
+        return bool(util.device_match_transport(device, known))
+
+    def made_of(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Tensor | None:
+        """A copy to be offered, ``(n,)`` uint8: it must stay as it is until it is fetched.
+
+        It lies where the content does, if the transport can carry that, or else on the host.
+
+        Returns:
+            None for what goes another way: what the transport does not carry, and what is little
+            and on the host. What is on a GPU stays there however little it is, so that what a stage
+            puts out there is all of one place.
+
+        Raises:
+            MemoryError: the GPU has no room for a copy.
+        """
+        found = content.tensor() if isinstance(content, RemoteBytes) else content
+        device = found.device if isinstance(found, Tensor) else torch.device(_HOST)
+        if not self._carries(device.type):
+            device = torch.device(_HOST)
+        least = INLINE_BYTES if device.type == _HOST else 0
+        if found.nbytes <= least or not self._carries(device.type):
+            return None
+        if not isinstance(found, Tensor):
+            return torch.from_numpy(found.copy())
+        try:
+            return found.clone() if device == found.device else found.to(device, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"no room on {device} for what is handed on: {error}") from error
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Offer some more, in order."""

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from stages.cluster.direct_transport import forget_borrowed, is_direct
+from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, is_direct
+from stages.cluster.parcels import plain_bytes
 from stages.remote.remote_bytes import RemoteBytes
 
 __all__ = ["Attachments", "Household", "ObjectBytes"]
@@ -41,7 +44,7 @@ class ObjectBytes(RemoteBytes):
     What goes directly from actor to actor stays in the one that made it, as long as that lives.
 
     Args:
-        reference: Ray's, to an array of uint8.
+        reference: Ray's, to an array or a tensor, ``(nbytes,)`` of uint8.
         nbytes: how many bytes it has.
         household: of a process that may leave the cluster while its users keep what they got: it
             copies what it reads, out of a store that must not fill up. A worker, which has none,
@@ -63,7 +66,7 @@ class ObjectBytes(RemoteBytes):
         self.nbytes = nbytes
         self._reference = reference
         self._copies = household is not None
-        self._content: NDArray[np.uint8] | None = None
+        self._content: NDArray[np.uint8] | Tensor | None = None
         self._why_lost = "the cluster was left"
         self.is_direct = is_direct(reference)
         if self.is_direct:
@@ -79,25 +82,35 @@ class ObjectBytes(RemoteBytes):
 
     def array(self) -> NDArray[np.uint8]:
         """See :class:`~stages.remote.remote_bytes.RemoteBytes`."""
+        return plain_bytes(self._found())
+
+    def tensor(self) -> Tensor:
+        """See :class:`~stages.remote.remote_bytes.RemoteBytes`."""
+        found = self._found()
+        return found if isinstance(found, Tensor) else torch.from_numpy(found)
+
+    def _found(self) -> NDArray[np.uint8] | Tensor:
+        """The bytes, wherever they are here."""
         with self._lock:
             if self._content is not None:
                 return self._content
             found = self._fetch()
+            if isinstance(found, np.ndarray):
+                found = found.copy() if self._copies else np.asarray(_Writable(found))
             if self._copies or self.is_direct:
-                self._content, self._reference = found.copy() if self._copies else found, None
-                return self._content
-            return np.asarray(_Writable(found))
+                self._content, self._reference = found, None
+            return found
 
     def bring_home(self) -> None:
         """Copy the bytes, while they can be had; if they cannot, whoever looks will hear why."""
         try:
-            self.array()
+            self._found()
         except RuntimeError as error:
             with self._lock:
                 self._why_lost = str(error.__cause__ or error).partition("\n")[0]
                 self._reference = None
 
-    def _fetch(self) -> NDArray[np.uint8]:
+    def _fetch(self) -> NDArray[np.uint8] | Tensor:
         if self._reference is None:
             raise RuntimeError(f"an object of the Ray cluster is lost: {self._why_lost}")
         try:
@@ -108,22 +121,19 @@ class ObjectBytes(RemoteBytes):
             told = str(error).partition("\n")[0]
             raise RuntimeError(f"an object of the Ray cluster is lost: {told}") from error
         if (
-            not isinstance(found, np.ndarray)
-            or found.dtype != np.uint8
+            not isinstance(found, np.ndarray | Tensor)
+            or found.dtype not in (np.uint8, torch.uint8)
             or found.shape != (self.nbytes,)
         ):
             raise RuntimeError(f"an object of {self.nbytes} bytes was announced; it is another")
         return found
 
     def _get(self) -> object:
-        get: Any = ray.get  # what is typed of it leaves some out
         if not self.is_direct:
-            return get(self._reference)
+            return ray.get(self._reference)
         if self._copies:  # it need not have the transport
-            found = get(self._reference, timeout=_FETCHED_WITHIN_S, _use_object_store=True)
-        else:
-            found = get(self._reference)
-        return found.numpy()
+            return fetch_home(self._reference, _FETCHED_WITHIN_S)
+        return fetch(self._reference)
 
 
 class Household:

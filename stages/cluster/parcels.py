@@ -42,13 +42,11 @@ class Parcel:
 
     Attributes:
         content: the message.
-        beside: what it speaks of by number, in order.
-        offered: the same, where it goes directly from actor to actor.
+        beside: what it speaks of by number, in order. Tensors go directly from actor to actor.
     """
 
     content: bytes
-    beside: tuple[NDArray[np.uint8], ...] = ()
-    offered: tuple[Tensor, ...] = ()
+    beside: tuple[NDArray[np.uint8] | Tensor, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -70,16 +68,15 @@ class Bundle(msgspec.Struct, frozen=True):
 
     Attributes:
         contents: of the messages.
-        num_beside: of each, how many objects are beside it.
-        num_offered: of each, how many are there to be fetched directly.
+        is_offered: of each, for all that is beside it, whether it is to be fetched directly; what
+            is not comes after the bundle.
         num_taken: messages to the actor that have come so far, without a gap.
         hello: in the first one.
         ended: what ended the worker; nothing comes after it.
     """
 
     contents: list[bytes] = []
-    num_beside: list[int] = []
-    num_offered: list[int] = []
+    is_offered: list[list[bool]] = []
     num_taken: int = 0
     hello: Hello | None = None
     ended: str | None = None

@@ -115,8 +115,9 @@ class Codec:
     def encode(self, message: object, share: Share | None = None) -> bytes:
         """Turn a message into bytes.
 
-        Tensors of any device and layout arrive dense, on the CPU, without gradients, with the same
-        bits. Images arrive as the upright RGB that stages make of them.
+        Tensors of any device and layout arrive dense, without gradients, with the same bits: on the
+        CPU, or where ``find`` of the other side has what ``share`` took. Images arrive as the
+        upright RGB that stages make of them.
 
         Args:
             message: of registered types, None, numbers, strings, bytes, paths, lists, tuples,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 __all__ = ["RemoteBytes"]
 
@@ -23,9 +25,13 @@ class RemoteBytes(ABC):
 
     @abstractmethod
     def array(self) -> NDArray[np.uint8]:
-        """The bytes, ``(nbytes,)``; nobody may change them.
+        """The bytes, ``(nbytes,)``, on the host; nobody may change them.
 
         Raises:
             MemoryError: there is no room for them.
             RuntimeError: they are lost.
         """
+
+    def tensor(self) -> Tensor:
+        """The same, ``(nbytes,)`` uint8, on the device where this process has them."""
+        return torch.from_numpy(self.array())

@@ -229,7 +229,7 @@ class SharedTensor:
 
     def tensor(self) -> Tensor:
         """The tensor, over the memory itself. Others may read it too: it must not be changed."""
-        return torch.from_numpy(self.source.array()).view(self.dtype).view(self.shape)
+        return self.source.tensor().view(self.dtype).view(self.shape)
 
 
 class SharedTensors(Mapping[str, Tensor]):

@@ -33,7 +33,7 @@ _WITH_PROGRAM = (
 _START = (
     "start",
     *("--head", "--block", "--port", "0", "--node-ip-address", "127.0.0.1"),
-    *("--num-cpus", "64", "--object-store-memory", str(256 * 2**20)),
+    *("--num-cpus", "64", "--num-gpus", "4", "--object-store-memory", str(256 * 2**20)),
     # What these processes do, no test asks for, and each of them takes half a second to begin.
     *("--no-monitor", "--include-log-monitor", "false", "--include-dashboard", "false"),
     *("--disable-usage-stats", "--temp-dir"),

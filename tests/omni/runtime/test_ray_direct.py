@@ -102,7 +102,7 @@ def test_an_actor_that_dies(direct: Omni, texts: list[OmniOutput], victim: str) 
     [
         ("carrier_pigeon", "Ray has no tensor transport 'carrier_pigeon'; give object_store, nixl"),
         ("gloo", "'gloo' works within a group that is made once"),
-        ("cuda_ipc", "'cuda_ipc' carries tensors of GPUs alone"),
+        ("cuda_ipc", "'cuda_ipc' carries tensors of GPUs alone, and no stage has one"),
     ],
 )
 def test_transports_by_which_stages_cannot_hand_on(transport: str, told: str) -> None:

@@ -1,0 +1,77 @@
+"""What stages hand on that lies on a GPU: where it comes to, by a direct transport or without one.
+
+The GPU is made up: tensors that say they lie on one, in a cluster that is told to have some. What
+the machines of CI cannot show is told in docs/placement.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omni import Omni
+from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.file_transport import num_fetched, num_offered, remove_files
+from tests.support.gpu_kind import where_it_lies
+from tests.support.made_up_gpu import WITHIN_GPU, register_within_gpu
+from tests.support.patience import wait_for
+from tests.support.ray_cluster import SessionCluster
+
+_HALF, _WHOLE, _NONE = 0.5, 1, 0
+
+
+@pytest.fixture
+def transport(ray_cluster: SessionCluster) -> Iterator[str]:
+    register_within_gpu()
+    yield WITHIN_GPU
+    remove_files()
+
+
+def _pipeline(transport: str, final_output: str = "text", **readers: float) -> PipelineConfig:
+    """A source with half a GPU, and what reads it, by how much of one it has."""
+    transform = f"{where_it_lies.__module__}:{where_it_lies.__name__}"
+    stages: dict[str, Any] = {"source": {"placement": {"num_gpus": _HALF}}}
+    stages["source"]["final_output"] = final_output
+    for name, num_gpus in readers.items():
+        inputs = {"from": "source", "transform": transform}
+        stages[name] = {"inputs": inputs, "placement": {"num_gpus": num_gpus}}
+        stages[name]["final_output"] = "text"
+    kind = {"kind": "made_up_gpu"}
+    given = {name: kind | stage for name, stage in stages.items()}
+    runtime = {"kind": "ray", "tensor_transport": transport}
+    return PipelineConfig.model_validate({"name": "on_gpus", "runtime": runtime, "stages": given})
+
+
+def _told(name: str, gpu: str) -> str:
+    """What a reader says of the source's tensors, given where those of the GPU have come to."""
+    return f"{name}(rows: {gpu} 800020000, one: {gpu} 1, on_host: cpu 799980000, little: cpu 0)"
+
+
+def test_what_lies_on_a_gpu_comes_to_the_gpu_of_who_shares_it(transport: str) -> None:
+    """And to the host of whoever has none, or another one; what lies on the host, to the host."""
+    before = num_fetched()
+    with Omni(_pipeline(transport, near=_HALF, far=_WHOLE, host=_NONE)) as omni:
+        for prompt in ("one", "two"):
+            (output,) = omni.generate(prompt)
+            assert output.stages["near"].text == _told("near", "cuda")
+            assert output.stages["far"].text == _told("far", "cpu")
+            assert output.stages["host"].text == _told("host", "cpu")
+        wait_for(lambda: num_offered() == 0)
+    assert num_fetched() == before + 4, "rows and one, by the one that shares the GPU, twice"
+
+
+@pytest.mark.parametrize(
+    ("tensor_transport", "final_output"), [("object_store", "text"), (WITHIN_GPU, "tensors")]
+)
+def test_what_goes_by_the_store_comes_to_the_host(
+    transport: str, tensor_transport: str, final_output: str
+) -> None:
+    """Where that is the transport, and of stages whose users get tensors, which outlive actors."""
+    with Omni(_pipeline(tensor_transport, final_output, near=_HALF)) as omni:
+        (output,) = omni.generate("one")
+    assert output.stages["near"].text == _told("near", "cpu")
+    for name, tensor in output.stages["source"].tensors.items():
+        assert tensor.device.type == "cpu", name
+    assert num_fetched() == 0
