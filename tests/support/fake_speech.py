@@ -7,8 +7,9 @@ compared with one without.
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +56,10 @@ class FakeSpeechStage(Stage):
         hide_rows: every how many-th call of ``partial_tensors`` finds nothing.
         final_output: what the user gets.
         speakers: as it says of itself.
+
+    Attributes:
+        is_held: asked before every step, by whoever drives the stage; while it is so, the stage
+            works on and comes no further.
     """
 
     makes: tuple[str, ...] = ()
@@ -95,8 +100,9 @@ class FakeSpeechStage(Stage):
         self.live: dict[str, _Run] = {}
         self.received: dict[str, list[Prompt]] = {}
         self.pauses = 0
-        self.num_steps = 0
+        self.num_steps = self._num_held_steps = 0
         self.is_working = False
+        self.is_held: Callable[[], bool] = lambda: False
         self._partial_calls = 0
         self._speakers = speakers
 
@@ -163,6 +169,10 @@ class FakeSpeechStage(Stage):
             self.is_working = False
 
     def _step(self) -> list[StageOutput]:
+        if self.live and self.is_held():
+            self._num_held_steps += 1
+            time.sleep(0.0005)  # others may have to come further first, in threads of their own
+            return []
         seated = list(self.live)[: self.seats]
         able = [id_ for id_ in seated if not (self.live[id_].paused or self.needs_input(id_))]
         if any(len(self.live[id_].tokens) >= self.explode.get(id_, 10**9) for id_ in able):
@@ -241,7 +251,7 @@ class FakeSpeechStage(Stage):
         assert not self.live, "a stage is reset only while it is idle"
 
     def stats(self) -> StageStats:
-        return StageStats(num_steps=self.num_steps)
+        return StageStats(num_steps=self.num_steps + self._num_held_steps)
 
     def describe(self) -> Mapping[str, Any]:
         return {}

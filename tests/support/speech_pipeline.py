@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
+from tests.support.patience import PATIENCE_S
 from tests.support.settled_stages import assert_settled
 
 __all__ = ["PROMPTS", "drain", "run", "speech_stages", "start", "told", "until", "whole"]
@@ -36,9 +38,11 @@ def drain(
 ) -> dict[str, list[OmniOutput]]:
     """Every output by request, until nothing is left."""
     outputs: dict[str, list[OmniOutput]] = {}
+    until_s = time.monotonic() + PATIENCE_S
     for _ in range(20_000):
         if not orchestrator.has_unfinished_requests:
             return outputs
+        assert time.monotonic() < until_s, "nothing comes any more"
         for output in orchestrator.step():
             outputs.setdefault(output.request_id, []).append(output)
         each_turn()

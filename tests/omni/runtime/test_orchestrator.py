@@ -20,6 +20,7 @@ from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
 from tests.support.placed import Anywhere, everywhere
 from tests.support.settled_stages import assert_settled, refusal
+from tests.support.speech_pipeline import until
 
 
 def drain(orchestrator: Orchestrator) -> dict[str, list[OmniOutput]]:
@@ -77,7 +78,28 @@ def test_every_root_gets_the_users_prompt() -> None:
     assert texts(run(stages, "x")["x"]) == {"b": "b(x)", "c": "c(a(x)b(x))"}
 
 
+@everywhere
+def test_a_request_passes_those_that_stay_behind() -> None:
+    """Nobody waits for the others of its batch, in the first stage or in the last one."""
+    a, b = FakeStage("a", endless=["in a"]), FakeStage("b", ("a",), endless=["in b"])
+    orchestrator = Orchestrator(Pipeline([a, b]))
+    for request_id in ("in a", "in b"):
+        orchestrator.add_request(OmniRequest("p", request_id))
+    until(orchestrator, lambda: "in a" in a.held and "in b" in b.held)
+    orchestrator.add_request(OmniRequest("p", "goes through"))
+    outputs: list[OmniOutput] = []
+    while not any(output.finished for output in outputs):
+        outputs += orchestrator.step()
+    assert outputs[-1].request_id == "goes through"
+    assert texts(outputs[-1]) == {"a": "a(p)", "b": "b(a(p))"}
+    for request_id in ("in a", "in b"):
+        ended = orchestrator.abort(request_id)
+        assert ended is not None and ended.error == "aborted"
+    assert_settled([a, b])
+
+
 def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
+    """Turn by turn, as one thread takes them; stages elsewhere have no turns in common."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=3)
     orchestrator = Orchestrator(Pipeline([a, b]))
     orchestrator.add_request(OmniRequest("x", "first"))
@@ -147,6 +169,7 @@ def test_priority_salt_and_sampling_reach_the_stages_they_are_for() -> None:
         assert (stage.seen["x"].priority, stage.seen["x"].cache_salt) == (4, "s")
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
@@ -229,11 +252,13 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
     assert outputs["fine"].error is None
 
 
+@everywhere
 def test_a_step_that_raises_fails_the_requests_in_that_stage() -> None:
-    a, b = FakeStage("a", explode=["bad"]), FakeStage("b")
+    a, b = FakeStage("a", explode=["bad"], endless=["beside"]), FakeStage("b")
     orchestrator = Orchestrator(Pipeline([a, b]))
-    for request_id in ("bad", "beside"):
-        orchestrator.add_request(OmniRequest("p", request_id))
+    orchestrator.add_request(OmniRequest("p", "beside"))
+    until(orchestrator, lambda: "beside" in a.held)
+    orchestrator.add_request(OmniRequest("p", "bad"))
     outputs = drain(orchestrator)
     for request_id in ("bad", "beside"):
         assert outputs[request_id][-1].error == "stage 'a': its step failed: ArithmeticError: boom"
@@ -286,20 +311,50 @@ def test_a_request_can_be_aborted_at_any_time(turns: int) -> None:
     assert texts(last) == {"a": "a(stays)", "b": "b(a(stays))"}
 
 
-def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
+class KeptTensors:
+    """The rows of a stage's output, which it does not hold itself.
+
+    Args:
+        stage: whose.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+
+    def see(self, output: StageOutput) -> None:
+        """To be called with every output."""
+        if output.stage == self._stage:
+            self._seen.append(weakref.ref(output.tensors["hidden_states"]))
+
+    @property
+    def count(self) -> int:
+        """How many anybody holds."""
+        assert self._seen
+        gc.collect()
+        return sum(rows() is not None for rows in self._seen)
+
+
+def test_tensors_are_dropped_as_soon_as_the_next_stage_has_its_prompt() -> None:
+    """Of a stage elsewhere they are kept until it is done: should it die, it begins again."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=9)
-    tensors: list[weakref.ref[torch.Tensor]] = []
-
-    def keep_track(output: StageOutput) -> None:
-        tensors.append(weakref.ref(output.tensors["hidden_states"]))
-
-    orchestrator = Orchestrator(Pipeline([a, b]), on_stage_output=keep_track)
+    kept = KeptTensors("a")
+    orchestrator = Orchestrator(Pipeline([a, b]), on_stage_output=kept.see)
     orchestrator.add_request(OmniRequest("p", "x"))
     orchestrator.step()
-    gc.collect()
-    assert len(tensors) == 1
-    assert tensors[0]() is None
+    assert kept.count == 0
     drain(orchestrator)
+
+
+@everywhere
+def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
+    a, b, c = FakeStage("a"), FakeStage("b", ("a",)), FakeStage("c", ("b",), endless=["x"])
+    kept = KeptTensors("a")
+    orchestrator = Orchestrator(Pipeline([a, b, c]), on_stage_output=kept.see)
+    orchestrator.add_request(OmniRequest("p", "x"))
+    until(orchestrator, lambda: "x" in c.held and kept.count == 0)
+    orchestrator.abort("x")
+    assert_settled([a, b, c])
 
 
 @everywhere

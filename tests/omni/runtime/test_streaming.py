@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from engine import CodecPrompt, Prompt, SpeechPrompt
+from omni.requests.request import OmniRequest
+from omni.runtime import orchestrator as orchestrator_module
 from omni.runtime import stage_links
 from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
+from stages.remote import worker_main
 from stages.worker.messages import Event, Moved
 from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
@@ -25,6 +28,7 @@ from tests.support.speech_pipeline import (
     until,
     whole,
 )
+from tests.support.waiting_chunks import WaitingChunks
 
 
 @everywhere
@@ -142,6 +146,7 @@ class Told(StageWorker):
         return news
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("chunk", "final_output", "is_heard", "expected"),
     [
@@ -159,7 +164,8 @@ def test_whole_tensors_are_told_only_where_somebody_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = told(whole()["x"])
-    monkeypatch.setattr(stage_links, "StageWorker", Told)
+    for drives_stages in (stage_links, worker_main):
+        monkeypatch.setattr(drives_stages, "StageWorker", Told)
     stages = speech_stages((chunk, 3), thinker={"final_output": final_output})
     heard: list[StageOutput] = []
     last = drain(start(stages, {"x": PROMPTS["x"]}, heard.append if is_heard else None))["x"][-1]
@@ -175,34 +181,36 @@ def test_sound_is_only_for_those_who_want_it() -> None:
     assert (last.audio, last.audio_delta) == (None, None)
 
 
-def test_a_slow_stage_holds_up_the_one_before_within_the_bound() -> None:
-    cut: dict[str, int] = {}
+@everywhere
+def test_a_slow_stage_holds_up_the_one_before_at_the_bound() -> None:
+    """It is held until its source rests: no chunk is on its way in any step that it takes."""
+    waiting = WaitingChunks(talker_to_code2wav)
+    vocoding = {"max_pending": 3, "transform": waiting.transform}
+    _, talker, vocoder = stages = speech_stages((1, 2), code2wav=vocoding)
+    waiting.stage = vocoder
+    at_steps: list[int] = []
 
-    @chunkable
-    def count(context: TransformContext) -> Prompt:
-        cut[context.request_id] = cut.get(context.request_id, 0) + 1
-        return talker_to_code2wav(context)
+    def is_held() -> bool:
+        for request_id in vocoder.live:
+            source = talker.live.get(request_id)
+            if source is None:
+                continue  # it is done
+            if not source.paused or waiting.now(request_id) < 3:
+                return True
+            at_steps.append(waiting.now(request_id))
+        return False
 
-    stages = speech_stages(
-        (1, 2), code2wav={"steps_per_token": 7, "max_pending": 3, "transform": count}
-    )
-    longest = 0
-
-    def look() -> None:
-        nonlocal longest
-        for request_id in cut:
-            taken = len(stages[2].received.get(request_id, ()))
-            longest = max(longest, cut[request_id] - taken)
-
-    last = drain(start(stages), look)
-    assert longest == 3
-    assert stages[1].pauses > 0
+    vocoder.is_held = is_held
+    last = drain(start(stages))
+    assert set(at_steps) == {3}, "each one that is taken is followed by another one"
+    assert waiting.most == dict.fromkeys(PROMPTS, 3)
     assert {id_: told(outputs[-1]) for id_, outputs in last.items()} == {
         id_: told(output) for id_, output in whole().items()
     }
 
 
 def test_a_drained_queue_resumes_the_source_at_once() -> None:
+    """Which turn it is in, one thread alone can tell: elsewhere stages have no turns in common."""
     stages = speech_stages((1, 1), code2wav={"steps_per_token": 5, "max_pending": 2})
     orchestrator = start(stages, {"x": PROMPTS["x"]})
     talker, vocoder = stages[1:]
@@ -212,35 +220,47 @@ def test_a_drained_queue_resumes_the_source_at_once() -> None:
     assert len(talker.live["x"].tokens) == made + 1, "in the very turn"
 
 
+@everywhere
 def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
     """x sits in the talker and waits for the thinker, where y, which is paused, sits."""
-    prompts = {"x": PROMPTS["z"], "y": PROMPTS["x"]}
-    stages = speech_stages((2, 3), thinker={"seats": 2}, talker={"seats": 1, "max_pending": 1})
+    prompts = {"x": PROMPTS["x"], "y": PROMPTS["z"]}
+    waiting = WaitingChunks(thinker_to_talker)
+    talking = {"seats": 1, "max_pending": 1, "transform": waiting.transform}
+    # After six of its twelve tokens x makes room for y, as if it had been preempted.
+    stages = speech_stages((2, 3), thinker={"seats": 1, "rotate": 6}, talker=talking)
     thinker, talker = stages[:2]
-    orchestrator = start(stages, prompts)
-    until(orchestrator, lambda: thinker.live["y"].paused)
-    # As if x had been preempted in the thinker, and there were no room to take it back.
-    thinker.live = {request_id: thinker.live[request_id] for request_id in "yx"}
-    thinker.seats = 1
-    until(orchestrator, lambda: talker.needs_input("x"))
-    assert thinker.live["y"].paused and "y" in talker.live
+    waiting.stage = talker
+    thinker.is_held = lambda: "y" not in thinker.live
+    orchestrator = start(stages, {"x": prompts["x"]})
+    until(orchestrator, lambda: "x" in thinker.live)
+    orchestrator.add_request(OmniRequest(prompts["y"], "y"))
     last = {id_: outputs[-1] for id_, outputs in drain(orchestrator).items()}
+    assert waiting.most == {"x": 1, "y": 2}, "y went on for one chunk, which nobody had room for"
     assert {id_: told(output) for id_, output in last.items()} == {
         id_: told(output) for id_, output in whole(prompts).items()
     }
 
 
-def test_a_pause_is_kept_while_any_stage_has_work() -> None:
-    """Turns without an output are no standstill: here the vocoder takes nine to a token."""
-    stages = speech_stages((1, 1), code2wav={"steps_per_token": 9, "max_pending": 1})
-    orchestrator = start(stages, {"x": PROMPTS["x"]})
+@everywhere
+def test_a_pause_is_kept_while_any_stage_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns without an output are no standstill: here the vocoder takes many to a token."""
+    monkeypatch.setattr(orchestrator_module, "_PATIENCE_S", 0.01)
+    waiting = WaitingChunks(talker_to_code2wav)
+    vocoding = {"max_pending": 1, "transform": waiting.transform}
+    stages = speech_stages((1, 1), code2wav=vocoding)
     talker, vocoder = stages[1:]
-    until(orchestrator, lambda: "x" in talker.live and talker.live["x"].paused)
-    taken = len(vocoder.received["x"])
-    while len(vocoder.received["x"]) == taken:
-        assert talker.live["x"].paused
+    waiting.stage = vocoder
+    is_slow = True
+    vocoder.is_held = lambda: is_slow
+    orchestrator = start(stages, {"x": PROMPTS["x"]})
+    until(orchestrator, lambda: waiting.now("x") == 1 and talker.live["x"].paused)
+    made = len(talker.live["x"].tokens)
+    for _ in range(20):
         orchestrator.step()
-    assert vocoder.live["x"].work % 9 == 0
+        assert talker.live["x"].paused and len(talker.live["x"].tokens) == made
+    is_slow = False
+    assert told(drain(orchestrator)["x"][-1]) == told(whole()["x"])
+    assert waiting.most["x"] == 1
 
 
 @everywhere
