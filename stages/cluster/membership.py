@@ -131,6 +131,7 @@ class _Connection:
     def __init__(self, address: str | None) -> None:
         self.num_members = 0
         self.household = Household()
+        self._has_ended = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         if ray.is_initialized():  # by whoever uses this library, and it stays so
@@ -159,12 +160,15 @@ class _Connection:
             self._end()
 
     def _end(self) -> None:
-        if self._over.is_set() or os.getpid() != _PID:
+        if self._has_ended or os.getpid() != _PID:
             return
-        self._over.set()
+        self._has_ended = True
         atexit.unregister(self._end)
-        if ray.is_initialized():
-            self.household.bring_home()
+        try:
+            if ray.is_initialized():
+                self.household.bring_home()
+        finally:  # not before: to ask for an object after that would begin another cluster
+            self._over.set()
         if self._thread is not None:
             self._thread.join(_LEFT_WITHIN_S)
 

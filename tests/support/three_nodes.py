@@ -7,6 +7,8 @@ A process is in one cluster at a time, and the one that tests are run in may be 
     writer ──rows, from one object store to another──► reader
     first node                                         second or third node, until that is lost,
                                                        and a fourth one, once that has come
+
+Before that, on the same nodes, :mod:`~tests.support.speaking_nodes`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from stages.cluster.parcels import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
 from tests.support.patience import wait_for
 from tests.support.same_outputs import assert_same
+from tests.support.speaking_nodes import node_of, pid_of, speak_across
 
 __all__ = ["main"]
 
@@ -41,7 +44,8 @@ _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 def main(trace: str) -> None:
     """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
-    with _cluster() as (address, nodes, add_node):
+    with _cluster() as (address, head, nodes, add_node):
+        speak_across(address, (head, *nodes))
         places: dict[str, Any] = {
             f"stages.{name}.placement.resources": {name: 1} for name in set(_NODES)
         }
@@ -77,8 +81,8 @@ def main(trace: str) -> None:
 
 
 @contextmanager
-def _cluster() -> Iterator[tuple[str, dict[str, Any], Callable[[], object]]]:
-    """The address, the nodes but the first by their ids, and what adds one more for a reader."""
+def _cluster() -> Iterator[tuple[str, str, dict[str, Any], Callable[[], object]]]:
+    """The address, the first node's id, what removes each other one, and adds one for a reader."""
     head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
         for name in _NODES
@@ -87,7 +91,12 @@ def _cluster() -> Iterator[tuple[str, dict[str, Any], Callable[[], object]]]:
     try:
         added = [cluster.add_node(**node) for node in others]
         removals = {node.node_id: partial(cluster.remove_node, node) for node in added}
-        yield cluster.address, removals, partial(cluster.add_node, **others[-1])
+        yield (
+            cluster.address,
+            cluster.head_node.node_id,
+            removals,
+            partial(cluster.add_node, **others[-1]),
+        )
     finally:
         cluster.shutdown()
 
@@ -137,14 +146,8 @@ def _reader(omni: Omni) -> RemoteStage:
 
 def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
     """As when its machine loses power: with all of its processes at once."""
-    (worker,) = _reader(omni).workers
-    pid = worker.pid
-    assert pid is not None
-    (there,) = (
-        actor["Address"]["NodeID"]
-        for actor in ray._private.state.actors().values()
-        if actor["State"] == "ALIVE" and actor["Pid"] == pid
-    )
+    pid = pid_of(omni, "reader")
+    there = node_of(pid)
     os.kill(pid, signal.SIGSTOP)  # what it says meanwhile is not heard
     nodes.pop(there)()
     with suppress(ProcessLookupError):  # its raylet may have taken it along
