@@ -92,9 +92,10 @@ def _check_page(
         raise IntegrityError(
             f"large page {page.page_id} serves group {page.group_id}, and free = {is_free}"
         )
+    held = 0
     for block in page.blocks:
         _check_block(arena, page, block, holders[block])
-    held = sum(block.ref_cnt > 0 for block in page.blocks)
+        held += block.ref_cnt > 0
     if page.num_held != held:
         raise IntegrityError(
             f"large page {page.page_id}: num_held ({page.num_held}) != held blocks ({held})"
@@ -108,28 +109,33 @@ def _check_page(
 
 
 def _check_block(arena: PageArena, page: LargePage, block: KVCacheBlock, num_holders: int) -> None:
-    name = f"block {block.block_id} of group {block.group_id}"
     group = arena.groups[block.group_id]
     if block.group_id != page.group_id or block.large_page is not page:
-        raise IntegrityError(f"{name} lies in large page {page.page_id} of group {page.group_id}")
+        raise IntegrityError(
+            f"{_name(block)} lies in large page {page.page_id} of group {page.group_id}"
+        )
     if block.ref_cnt != num_holders:
         raise IntegrityError(
-            f"{name}: ref_cnt ({block.ref_cnt}) != places in block tables ({num_holders})"
+            f"{_name(block)}: ref_cnt ({block.ref_cnt}) != places in block tables ({num_holders})"
         )
     has_hash = block.block_hash is not None
     actual = (block in page.free, block in group.cached)
     expected = (block.ref_cnt == 0 and not has_hash, block.ref_cnt == 0 and has_hash)
     if actual != expected:
         raise IntegrityError(
-            f"{name} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
+            f"{_name(block)} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
             f"(free, cached) = {actual}, expected {expected}"
         )
     generation = int(group.generations[block.block_id])
     if block.generation != generation:
         raise IntegrityError(
-            f"{name}: generation ({block.generation}) != generations[{block.block_id}] "
-            f"({generation})"
+            f"{_name(block)}: generation ({block.generation}) != "
+            f"generations[{block.block_id}] ({generation})"
         )
+
+
+def _name(block: KVCacheBlock) -> str:
+    return f"block {block.block_id} of group {block.group_id}"
 
 
 def _check_group(arena: PageArena, group: GroupPages) -> None:

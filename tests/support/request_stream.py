@@ -32,6 +32,7 @@ __all__ = [
     "Alone",
     "Ask",
     "Script",
+    "alone_with",
     "asks_of",
     "assert_busy",
     "assert_same",
@@ -160,6 +161,10 @@ class Alone:
             output_names=output_names,
         )
         self.answer = cache(lambda ask: engine.generate(ask.prompt, ask.params)[0])
+
+
+alone_with = cache(Alone)
+"""One for all tests of a process that ask for the same: each answer is computed once."""
 
 
 def assert_same(cached: RequestOutput, uncached: RequestOutput, atol: float = 1e-5) -> None:

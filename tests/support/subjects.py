@@ -24,7 +24,7 @@ from engine import (
     TokensPrompt,
 )
 from tests.support.disturbed_run import Subject
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, alone_with, assert_same
 from tests.support.thinker_asks import KINDS, PLACEHOLDERS, ThinkerAsk
 from tests.support.vocoder_reference import random_codes
 
@@ -73,7 +73,7 @@ def _decoder(name: str, checkpoint: str) -> Subject:
         preemption="swap" if "swapping" in name else "recompute",
     )
     asks = [_PairAsk(**vars(ask)) for ask in _ASKS] if name == "bart" else _ASKS
-    return _llm(name, config, asks, Alone(checkpoint))
+    return _llm(name, config, asks, alone_with(checkpoint))
 
 
 def _thinker(name: str, checkpoint: str) -> Subject:
@@ -86,7 +86,7 @@ def _thinker(name: str, checkpoint: str) -> Subject:
         max_num_batched_tokens=16,
         max_model_len=28,
     )
-    alone = Alone(checkpoint, part="thinker", atol=2e-5)
+    alone = alone_with(checkpoint, part="thinker", atol=2e-5)
     vocabulary = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
     placeholders = tuple(vocabulary[PLACEHOLDERS[kind]] for kind in KINDS)
     asks = tuple(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine import EngineConfig, LLMEngine
 from tests.support.examples import examples
 from tests.support.faults import POINTS, Faults
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
+from tests.support.request_stream import BLOCK_SIZE, Ask, Script, alone_with, run_stream, scripts
 
 MAX_PROMPT = 24
 KINDS = {
@@ -35,7 +35,7 @@ class Faulty:
             output_names=output_names,
         )
         self.faults = Faults(self.engine)
-        self.alone = Alone(checkpoint, output_names)
+        self.alone = alone_with(checkpoint, output_names)
 
 
 # Without outputs nothing but the blocks' hashes keeps a later request from keys and values that

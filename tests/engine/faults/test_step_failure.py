@@ -24,7 +24,7 @@ from engine.interface.new_request import NewRequest
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 from tests.support.faults import Faults
 from tests.support.pictures import picture
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same
 
 POISON = 700
 IMAGE = 8
@@ -72,7 +72,7 @@ def test_the_culprit_fails_alone_and_the_others_say_what_they_say_alone(
         if number == 2:
             engine.add_request("bad", TokensPrompt(tuple(ids)), greedy)
         engine.add_request(request_id, ask.prompt, ask.params)
-    alone = Alone(qwen2_checkpoint)
+    alone = alone_with(qwen2_checkpoint)
     done = {}
     for _ in range(500):
         for output in engine.step():

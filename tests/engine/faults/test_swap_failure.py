@@ -6,7 +6,7 @@ import pytest
 
 from engine import EngineConfig, FinishReason, LLMEngine, RequestOutput
 from prefix_cache import PagedMemory
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same
 
 
 def test_requests_swapped_out_by_a_failed_step_are_recomputed(
@@ -34,7 +34,7 @@ def test_requests_swapped_out_by_a_failed_step_are_recomputed(
         copy_pages(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PagedMemory, "copy_pages", fail_once)
-    alone = Alone(qwen2_checkpoint)
+    alone = alone_with(qwen2_checkpoint)
     reasons = []
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -76,7 +76,7 @@ def test_where_copying_always_fails_requests_are_recomputed(
         raise OSError("the host's memory is gone")
 
     monkeypatch.setattr(PagedMemory, "copy_pages", fail)
-    alone = Alone(qwen2_checkpoint)
+    alone = alone_with(qwen2_checkpoint)
     asks = {f"r{number}": Ask(number, 8, 0, 25, False, False, 0, None) for number in range(5)}
     for request_id, ask in asks.items():
         engine.add_request(request_id, ask.prompt, ask.params)

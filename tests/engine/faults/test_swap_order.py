@@ -9,7 +9,7 @@ import pytest
 from engine import EngineConfig, LLMEngine, RequestOutput
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.scheduling.scheduler_output import PageMove, SchedulerOutput
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_one_may_leave_for_where_another_came_back_from(
     engine.resume("rests")
     while engine.has_unfinished_requests:
         step()
-    alone = Alone(seeded(name))
+    alone = alone_with(seeded(name))
     assert done.keys() == asks.keys() - {"ends"}
     for request_id, output in done.items():
         assert_same(output, alone.answer(asks[request_id]))

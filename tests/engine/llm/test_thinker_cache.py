@@ -21,7 +21,14 @@ from engine.requests.multimodal_input import Modality
 from prefix_cache import EncoderCacheStats
 from tests.support.examples import examples
 from tests.support.pictures import picture
-from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
+from tests.support.request_stream import (
+    BLOCK_SIZE,
+    Alone,
+    Script,
+    alone_with,
+    assert_busy,
+    run_stream,
+)
 from tests.support.thinker_asks import (
     KINDS,
     PLACEHOLDERS,
@@ -339,7 +346,7 @@ def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
     )
     assert engine.tokenizer is not None
     ids = engine.tokenizer.convert_tokens_to_ids([PLACEHOLDERS[kind] for kind in KINDS])
-    return Stream(engine, Alone(short_chunks, part="thinker"), tuple(ids))
+    return Stream(engine, alone_with(short_chunks, part="thinker"), tuple(ids))
 
 
 @settings(max_examples=examples(16))

@@ -32,7 +32,15 @@ from prefix_cache import PageCopy
 from tests.support.encoder_decoder_requests import noise_image, tone
 from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
+from tests.support.request_stream import (
+    BLOCK_SIZE,
+    Alone,
+    Ask,
+    Script,
+    alone_with,
+    run_stream,
+    scripts,
+)
 
 Preemption = Literal["recompute", "swap"]
 
@@ -141,7 +149,7 @@ def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Fami
     image_token_id = 0
     if name == "mllama" and engine.tokenizer is not None:
         image_token_id = engine.tokenizer.get_vocab()["<|image|>"]
-    alone = Alone(checkpoint, outputs, ATOL.get(name, 1e-5))
+    alone = alone_with(checkpoint, outputs, ATOL.get(name, 1e-5))
     return Family(name, engine, alone, preemption, image_token_id)
 
 

@@ -18,7 +18,15 @@ from engine import EngineConfig, LLMEngine, TokensPrompt
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import HostOnlySpec
 from tests.support.examples import examples
-from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, Script, run_stream, scripts
+from tests.support.request_stream import (
+    BLOCK_SIZE,
+    Alone,
+    Ask,
+    Script,
+    alone_with,
+    run_stream,
+    scripts,
+)
 
 MAX_PROMPT = 76
 # Large pages with which a few requests fill the pool, and one of the longest still fits.
@@ -71,7 +79,7 @@ def family(
     else:
         checkpoint = seeded(name)
     # Uncached runs of these seeded weights differ by as much among themselves.
-    alone = Alone(checkpoint, atol=2e-5 if name == "gemma3" else 1e-5)
+    alone = alone_with(checkpoint, atol=2e-5 if name == "gemma3" else 1e-5)
     return Family(name, checkpoint, small_engine(checkpoint, FAMILIES[name]), alone)
 
 

@@ -17,7 +17,14 @@ from engine import EngineConfig, LLMEngine
 from prefix_cache import EncoderCacheStats
 from tests.support.examples import examples
 from tests.support.pictures import PLACEHOLDER, ImageAsk, image_scripts
-from tests.support.request_stream import BLOCK_SIZE, Alone, Script, assert_busy, run_stream
+from tests.support.request_stream import (
+    BLOCK_SIZE,
+    Alone,
+    Script,
+    alone_with,
+    assert_busy,
+    run_stream,
+)
 
 MAX_TEXT = 16
 ROW_BYTES = 64 * 4
@@ -56,7 +63,7 @@ def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Fami
     )
     assert engine.tokenizer is not None
     placeholder = int(engine.tokenizer.convert_tokens_to_ids(PLACEHOLDER[name]))
-    return Family(name, placeholder, engine, Alone(seeded(name)))
+    return Family(name, placeholder, engine, alone_with(seeded(name)))
 
 
 def ask(family: Family, number: int, picture: int, max_tokens: int, num_pictures: int) -> ImageAsk:

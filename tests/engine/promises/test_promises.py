@@ -25,6 +25,7 @@ from tests.support.request_stream import (
     Alone,
     Ask,
     Script,
+    alone_with,
     assert_busy,
     assert_same,
     run_stream,
@@ -37,7 +38,7 @@ POOL_TOKENS = 60
 
 @pytest.fixture(scope="module")
 def alone(qwen2_checkpoint: str) -> Alone:
-    return Alone(qwen2_checkpoint)
+    return alone_with(qwen2_checkpoint)
 
 
 def small_engine(checkpoint: str, *, num_blocks: int = POOL_TOKENS // BLOCK_SIZE) -> LLMEngine:

@@ -303,7 +303,7 @@ def test_a_run_that_is_killed_leaves_what_viewers_can_read(tmp_path: Path) -> No
     assert not file.exists()
 
 
-@pytest.mark.parametrize("length", range(1, 600, 37))
+@pytest.mark.parametrize("length", (1, 100, 300, 600))
 def test_a_page_ends_where_an_event_ends(tmp_path: Path, length: int) -> None:
     """Whoever is killed while it writes leaves whole pages."""
     file = tmp_path / "out.json"
