@@ -30,7 +30,15 @@ _ENDS_WITHIN_S = 10.0
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from stages.remote.zygote import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from stages.remote.zygote import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
+)
+_IMPORTED_FIRST = (
+    "engine.llm.llm_engine",
+    "engine.encoder.encoder_engine",
+    "engine.generator.generator_engine",
+    "stages",
+    "stages.remote.channel",
+    "stages.worker.stage_worker",
 )
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -144,7 +152,8 @@ class Keeper:
         fd = self._theirs.fileno()
         entries: list[object] = [*sys.path]  # Python passes over what is no str
         path = json.dumps([entry for entry in entries if isinstance(entry, str)])
-        program = [sys.executable, "-P", "-c", _PROGRAM, path, str(fd), str(os.getpid())]
+        arguments = [path, str(fd), str(os.getpid()), *_IMPORTED_FIRST]
+        program = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
         # Asked in the usual way whether there is CUDA, the driver begins what no fork survives.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -38,14 +39,6 @@ from stages.remote.start_order import Ended, Started, StartOrder
 
 __all__ = ["main"]
 
-_IMPORTED_FIRST = (
-    "engine.llm.llm_engine",
-    "engine.encoder.encoder_engine",
-    "engine.generator.generator_engine",
-    "stages",
-    "stages.remote.channel",
-    "stages.worker.stage_worker",
-)
 _MOST_BYTES = 2**30
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
@@ -53,17 +46,18 @@ _SOCKET = 3
 """The descriptor that a worker has beside its standard ones."""
 
 
-def main(control_fd: int, parent: int) -> NoReturn:
+def main(control_fd: int, parent: int, imported_first: Sequence[str]) -> NoReturn:
     """Fork workers as one is told, until the parent is gone.
 
     Args:
         control_fd: a socket to the parent.
         parent: its process id.
+        imported_first: modules that no worker need import for itself.
     """
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent decides what becomes of us
     control = socket.socket(fileno=control_fd)
-    for name in _IMPORTED_FIRST:
+    for name in imported_first:
         with suppress(Exception):  # what fails here fails again in the worker, which can tell
             importlib.import_module(name)
     gc.collect()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from stages.remote import process_connection
+from stages.remote import keeper, process_connection
 from stages.remote import worker_process as module
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
@@ -35,9 +35,13 @@ TARGETS = "tests.support.worker_targets"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_zygote_afterwards() -> Iterator[None]:
-    yield
+def zygotes_of_this_file() -> Iterator[None]:
+    """Of these workers none has an engine: what imports none is there in half the time."""
     shut_down()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "_IMPORTED_FIRST", ("torch",))
+        yield
+        shut_down()
     assert not zygotes()
 
 
@@ -307,7 +311,9 @@ def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import os, signal, sys, time
+from stages.remote import keeper
 from stages.remote.worker_process import start_worker
+keeper._IMPORTED_FIRST = ("torch",)
 print("main", flush=True)
 workers = [
     start_worker("tests.support.worker_targets:hold_on", b"", threads=1, name="w") for _ in range(3)
@@ -360,11 +366,11 @@ def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path:
 
 def test_a_fork_of_the_parent_has_workers_of_its_own(start: Callable[..., WorkerProcess]):
     start("echo", b"x").sock.recv(1)
-    keeper: Any = module._NURSERY._keeper
+    kept: Any = module._NURSERY._keeper
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        told = keeper.is_gone and module._NURSERY._keeper is None
+        told = kept.is_gone and module._NURSERY._keeper is None
         shut_down()
         os.write(write, b"y" if told else b"n")
         os._exit(0)
