@@ -10,6 +10,7 @@ import pytest
 
 import engine
 import stages
+from engine.models.registry import FAMILIES
 from tests.support.import_graph import ROOT
 
 HEAVY = ("torch", "transformers", "tokenizers", "xformers", "huggingface_hub")
@@ -75,25 +76,28 @@ def test_a_server_answers_before_it_imports_a_heavy_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_a_text_pipeline_imports_only_what_runs_text(seeded: Callable[[str], str]) -> None:
+def test_what_runs_text_imports_nothing_else(seeded: Callable[[str], str]) -> None:
+    """Engines import no family before it is used; a talker nothing of its thinker's towers and its
+    vocoder, which have processes of their own; and no command anything of other work."""
     for name in ("qwen2", "llama"):
         seeded(name)  # what builds them imports more
-    code = (
-        "import sys\nfrom omni.commands.cli import app\n"
-        "app(['run', 'two_step', '--prompt', 'Once'], standalone_mode=False)\n"
-        f"found = set({OF_OTHER_WORK + OF_THE_SERVER}) & set(sys.modules)\nassert not found, found"
-    )
+    talker = seeded("qwen2_5_omni")
+    families = [f"engine.models.{row.module}" for row in FAMILIES.rows.values()]
+    steps = {
+        "import engine.llm.llm_engine, engine.generator.generator_engine\n"
+        "assert not [name for name in sys.modules if name.startswith('transformers.models.q')]": (
+            families
+        ),
+        "from engine import EngineConfig, LLMEngine\n"
+        f"LLMEngine(EngineConfig(model={talker!r}, part='talker'))": OF_OTHER_WORK,
+        "from omni.commands.cli import app\n"
+        "app(['run', 'two_step', '--prompt', 'Once'], standalone_mode=False)": OF_OTHER_WORK
+        + OF_THE_SERVER,
+    }
+    code = "import sys\n"
+    for step, others in steps.items():
+        code += f"{step}\nfound = set({others}) & set(sys.modules)\nassert not found, found\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def test_a_talker_imports_only_what_runs_text(seeded: Callable[[str], str]) -> None:
-    """Its thinker's towers and its vocoder, of the same checkpoint, have processes of their own."""
-    code = (
-        "import sys\nfrom engine import EngineConfig, LLMEngine\n"
-        f"LLMEngine(EngineConfig(model={seeded('qwen2_5_omni')!r}, part='talker'))\n"
-        f"found = set({OF_OTHER_WORK}) & set(sys.modules)\nassert not found, found"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("package", [engine, stages])
