@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
+from tests.support.on_ray import WITHOUT_RAY, needs_ray
 from tests.support.order import first_things_first
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ settings.load_profile("omni")
 # What is imported while tests are collected stays to the end: the garbage collector need not walk
 # it, then or later.
 gc.disable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if needs_ray(item):
+        item.add_marker(pytest.mark.ray)
 
 
 @pytest.hookimpl(trylast=True)
@@ -92,8 +98,12 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(checkpoint_cache: Path) -> Iterator[SessionCluster]:
+def ray_cluster(request: pytest.FixtureRequest, checkpoint_cache: Path) -> Iterator[SessionCluster]:
     """The Ray cluster of this run, begun when the first of its workers asks for it."""
+    if request.config.option.markexpr == WITHOUT_RAY:
+        pytest.fail(
+            "this test needs a cluster and has not the mark 'ray'; see tests/support/on_ray.py"
+        )
     from tests.support.ray_cluster import SessionCluster
 
     cluster = SessionCluster(checkpoint_cache)

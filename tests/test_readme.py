@@ -109,13 +109,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint_cache: Path) -> 
     return folder
 
 
+def on_ray(command: str) -> bool:
+    return "--runtime ray" in command
+
+
 @pytest.mark.parametrize(
-    "command", [each for each in commands() if not each.startswith(tuple(NOT_RUN_HERE))]
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.ray] if on_ray(each) else [])
+        for each in commands()
+        if not each.startswith(tuple(NOT_RUN_HERE))
+    ],
 )
 def test_the_command_works_as_printed(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if "--runtime ray" in command:  # one for all tests; tests of commands start their own
+    if on_ray(command):  # one for all tests; tests of commands start their own
         request.getfixturevalue("ray_cluster")
     assert command.startswith("omni "), f"say how {command!r} is tested, or why it is not"
     monkeypatch.chdir(folder)
