@@ -20,6 +20,7 @@ FIRST = (
     "test_readme.py",
     "stages/remote/test_worker_process.py",
     "omni/commands/test_demo.py",
+    "omni/runtime/test_chaos.py",
     "omni/server/test_worker_deaths.py",
     "omni/spoken_sums/test_spoken_sums.py",
     "omni/runtime/test_streaming_failures.py",

@@ -1,0 +1,31 @@
+"""A short part of ``benchmarks/chaos.py``: real workers, killed, stopped and interrupted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.import_graph import ROOT
+from tests.support.patience import PATIENCE_S
+
+RUN = ("--requests", "30", "--faults", "12", "--kinds", "sigkill", "sigstop", "exception")
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_whatever_happens_to_workers_nobody_can_tell_and_nothing_is_left() -> None:
+    """In a process of its own: nobody else has a part in its descriptors and children."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chaos", *RUN, "--reference", "workers"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    told = f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert "faults: {'SIGKILL': 4, 'SIGSTOP': 4, 'exception': 4}\n" in done.stdout, told
+    assert "outcomes: {'equal': 30}; " in done.stdout, told
+    assert "lost: []\n" in done.stdout, told
+    assert "left behind: nothing\n" in done.stdout, told
+    assert done.returncode == 0, told
