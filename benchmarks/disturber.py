@@ -66,7 +66,7 @@ class Disturber:
         self._num_requests = num_requests
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
-        self._num_sent = 0
+        self._num_sent, self._is_done = 0, False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disturber", daemon=True)
 
@@ -85,7 +85,7 @@ class Disturber:
     def keep_pace(self) -> None:
         """Wait until all faults have come that are due: nobody begins more requests before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_sent >= self._num_due())
+            self._changed.wait_for(lambda: self._is_done or self._num_sent >= self._num_due())
 
     def _num_due(self) -> int:
         """The first one comes at once, the last one while there are requests left."""
@@ -93,6 +93,14 @@ class Disturber:
         return min(count, 1 + self._seen.num_ended * (count + 1) // self._num_requests)
 
     def _run(self) -> None:
+        try:
+            self._send_all()
+        finally:  # whatever it fails of, nobody waits for more
+            with self._changed:
+                self._is_done = True
+                self._changed.notify_all()
+
+    def _send_all(self) -> None:
         for number, fault in enumerate(self._faults):
             while self._num_due() <= number:
                 if self._is_over.wait(0.01):
