@@ -7,8 +7,9 @@ Run it on a quiet machine::
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 5
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 5 --turns 4
 
-Server and client share the process and its cores, so that the figure holds the client's cost too:
-it is an upper bound of the server's. Text is streamed token by token, by the model of 0.1 B of
+What asks over HTTP is a process of its own, as any client is, and shares the cores; with
+``--together`` it shares the server's process as well, whose one lock makes the client's cost a part
+of the figure. Text is streamed token by token, by the model of 0.1 B of
 ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The goals
 are at most 5 % for the former and 2 % for the voice pipeline.
 
@@ -32,13 +33,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1, help="of each of the requests' clients")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="clients in the server's process")
     given = parser.parse_args()
     speaks = given.pipeline not in ("text", "small")
     with TemporaryDirectory(prefix="omni-words-") as folder:
@@ -91,10 +97,11 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
             raise server.failure
     omni = server.find(config.name).omni
     ask = _Asker(port, asked)
-    _Comparison(omni, ask, given, thread).run()
-    for concurrency in _CONCURRENCIES if asked.speaks else ():
-        first = asyncio.run(ask.all(_numbers(concurrency, 99)))
-        print(f"first sound at {concurrency:2}: median {statistics.median(first):.3f} s")
+    with _apart(ask) if not given.together else nullcontext(partial(_run_clients, ask)) as clients:
+        _Comparison(omni, ask, clients, given, thread).run()
+        for concurrency in _CONCURRENCIES if asked.speaks else ():
+            first = clients(_numbers(concurrency, 99), 1)
+            print(f"first sound at {concurrency:2}: median {statistics.median(first):.3f} s")
     http.stop()
     thread.join()
 
@@ -104,20 +111,70 @@ def _note_loaded(loaded: threading.Event) -> None:
     loaded.set()
 
 
+_Clients = Callable[[Sequence[int], int], list[float]]
+"""Ask these numbers at once, so many turns of each; seconds until the first sound, or token."""
+
+
+def _run_clients(ask: _Asker, numbers: Sequence[int], turns: int) -> list[float]:
+    return asyncio.run(_all(ask.one, numbers, turns))
+
+
+async def _all(
+    ask: Callable[[int], Awaitable[Any]], numbers: Sequence[int], turns: int
+) -> list[Any]:
+    """Clients that ask as soon as they are answered."""
+
+    async def client(first: int) -> list[Any]:
+        return [await ask(first + turn * len(numbers)) for turn in range(turns)]
+
+    return list(chain.from_iterable(await asyncio.gather(*map(client, numbers))))
+
+
+@contextmanager
+def _apart(ask: _Asker) -> Iterator[_Clients]:
+    """Clients in a process of their own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_orders, args=(ask, theirs), daemon=True)
+    process.start()
+    ours.recv()  # it has imported what it needs
+
+    def clients(numbers: Sequence[int], turns: int) -> list[float]:
+        ours.send((numbers, turns))
+        answer: list[float] = ours.recv()
+        return answer
+
+    yield clients
+    process.terminate()
+    process.join()
+
+
+def _serve_orders(ask: _Asker, orders: Connection) -> None:
+    orders.send(None)
+    while True:
+        orders.send(_run_clients(ask, *orders.recv()))
+
+
 class _Comparison:
     """Both ways in turns, each of them first every other time."""
 
     def __init__(
-        self, omni: Omni, ask: _Asker, given: argparse.Namespace, server: threading.Thread
+        self,
+        omni: Omni,
+        ask: _Asker,
+        clients: _Clients,
+        given: argparse.Namespace,
+        server: threading.Thread,
     ) -> None:
         self._omni = omni
         self._ask = ask
+        self._clients = clients
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
         self._times: list[float] = []
         self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
         self._ways: dict[str, Callable[[int], object]] = {
             "in one call": self._in_one_call,
-            "in process": lambda number: asyncio.run(self._clients(self._by_coroutine, number)),
+            "in process": self._by_coroutines,
             "over HTTP": self._noting_times,
             "at its times": lambda number: asyncio.run(self._at_times(number)),
         }
@@ -165,12 +222,11 @@ class _Comparison:
         numbers = _numbers(self._num * self._turns, number)
         return self._omni.generate(list(map(self._ask.request, numbers)))
 
-    async def _clients(self, ask: Callable[[int], Awaitable[object]], number: int) -> None:
-        async def client(first: int) -> None:
-            for turn in range(self._turns):
-                await ask(first + turn * self._num)
+    def _by_coroutines(self, number: int) -> object:
+        async def ask(number: int) -> object:
+            return await self._omni.agenerate(self._ask.request(number))
 
-        await asyncio.gather(*map(client, _numbers(self._num, number)))
+        return asyncio.run(_all(ask, _numbers(self._num, number), self._turns))
 
     def _noting_times(self, number: int) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
@@ -182,7 +238,7 @@ class _Comparison:
             return agenerate(*given, **options)
 
         with patch.object(self._omni, "agenerate", noting):
-            asyncio.run(self._clients(self._over_http, number))
+            self._clients(_numbers(self._num, number), self._turns)
         self._times = [each - times[0] for each in times]
         return times
 
@@ -193,12 +249,6 @@ class _Comparison:
 
         numbers = _numbers(self._num * self._turns, number)
         await asyncio.gather(*map(ask, numbers, self._times))
-
-    async def _by_coroutine(self, number: int) -> object:
-        return await self._omni.agenerate(self._ask.request(number))
-
-    async def _over_http(self, number: int) -> object:
-        return await self._ask.one(number)
 
 
 def _numbers(count: int, round_number: int) -> list[int]:
@@ -230,10 +280,6 @@ class _Asker:
         if self._by_ids:
             return OmniRequest(TokensPrompt(tuple(self._ids(number))))
         return OmniRequest(TextPrompt(self._text(number)))
-
-    async def all(self, numbers: Sequence[int]) -> list[float]:
-        """Ask all at once; seconds until the first sound, or the first token, of each."""
-        return list(await asyncio.gather(*map(self.one, numbers)))
 
     async def one(self, number: int) -> float:
         """Ask once; seconds until the first sound, or the first token."""
