@@ -71,6 +71,22 @@ def speeches() -> list[OmniOutput]:
         return omni.generate(SPOKEN)
 
 
+@pytest.fixture(scope="module")
+def shared_speaker() -> Iterator[Omni]:
+    """One start of its workers serves many tests, whatever these do to them."""
+    with in_processes("omni_speech") as omni:
+        yield omni
+
+
+@pytest.fixture
+def speaker(shared_speaker: Omni) -> Omni:
+    """A pipeline that speaks, whose workers are up and remember nothing."""
+    with shared_speaker.paused() as pipeline:
+        for stage in pipeline.stages.values():
+            stage.reset_prefix_cache()
+    return shared_speaker
+
+
 def test_text_is_that_of_one_process_and_prefixes_hit(
     texts: list[OmniOutput], drawn: list[OmniOutput]
 ) -> None:
@@ -86,9 +102,8 @@ def test_text_is_that_of_one_process_and_prefixes_hit(
                 stage.check_integrity()
 
 
-def test_streamed_speech_is_that_of_one_process(speeches: list[OmniOutput]) -> None:
-    with in_processes("omni_speech") as omni:
-        assert_same(streamed(omni, SPOKEN), speeches)
+def test_streamed_speech_is_that_of_one_process(speaker: Omni, speeches: list[OmniOutput]) -> None:
+    assert_same(streamed(speaker, SPOKEN), speeches)
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:
@@ -126,20 +141,21 @@ def test_who_drove_the_stages_for_a_while_is_not_told_of_their_news_any_more() -
 @pytest.mark.parametrize("victim", ["thinker", "talker", "code2wav"])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_worker_that_is_killed_while_it_works_is_missed_by_nobody(
-    victim: str, after: int, speeches: list[OmniOutput]
+    victim: str, after: int, speaker: Omni, speeches: list[OmniOutput]
 ) -> None:
-    with in_processes("omni_speech") as omni:
-        last: dict[str, OmniOutput] = {}
-        for number, output in enumerate(omni.stream([OmniRequest(t, t) for t in SPOKEN])):
-            if number == after:
-                for pid in pids_of(omni, victim):
-                    os.kill(pid, signal.SIGKILL)
-            if output.finished:
-                last[output.request_id] = output
-        assert_same([last[text] for text in SPOKEN], speeches)
-        assert_same(omni.generate(SPOKEN), speeches)
-        told = sum(len(each.stages["thinker"].token_ids) for each in speeches)
-        assert omni.stats()["thinker"].generated_tokens >= 2 * told, "what died had counted, too"
+    before = speaker.stats()["thinker"].generated_tokens
+    last: dict[str, OmniOutput] = {}
+    for number, output in enumerate(speaker.stream([OmniRequest(t, t) for t in SPOKEN])):
+        if number == after:
+            for pid in pids_of(speaker, victim):
+                os.kill(pid, signal.SIGKILL)
+        if output.finished:
+            last[output.request_id] = output
+    assert_same([last[text] for text in SPOKEN], speeches)
+    assert_same(speaker.generate(SPOKEN), speeches)
+    told = sum(len(each.stages["thinker"].token_ids) for each in speeches)
+    counted = speaker.stats()["thinker"].generated_tokens - before
+    assert counted >= 2 * told, "what died had counted, too"
 
 
 def test_a_worker_that_stands_still_is_replaced(texts: list[OmniOutput]) -> None:
