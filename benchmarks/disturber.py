@@ -117,8 +117,10 @@ class Disturber:
         while not self._is_over.is_set():
             stage = self._omni.pipeline.stages[self._rng.choice(self._omni.pipeline.order)]
             assert isinstance(stage, RemoteStage)
-            pid = self._rng.choice(stage.workers).pid
-            if pid is not None:
+            worker = self._rng.choice(stage.workers)
+            pid = worker.pid
+            # One that stands still before its first word is waited for half a minute.
+            if pid is not None and (worker.is_up or fault != "SIGSTOP"):
                 with suppress(ProcessLookupError):  # it has just ended, or has not begun yet
                     if fault == EXCEPTION:
                         throw(pid)
