@@ -27,7 +27,7 @@ def script(path: Path, body: str) -> None:
 
 def make(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the repository's Makefile, with ``path`` for the only folder of programs."""
-    outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON"}
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "PYTHON", "WORKERS"}
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     if path is not None:
         path.mkdir(exist_ok=True)
