@@ -25,8 +25,10 @@ _MOST_REQUESTS = 10_000
 _MOST_UNWRITTEN = 2**16
 """Bytes, and how long they may be kept."""
 _WRITTEN_AFTER_S = 1.0
-_WORKER = 0
-"""The track of what is about a whole worker."""
+_BELOW_REQUESTS = 1_000_000
+"""Requests' tracks are numbered from here on, and processes below. What is about a whole worker is
+on the track with its process's own number: the main thread. Perfetto takes a track 0 for that, too,
+and draws it into one of a request if this has the process's number."""
 
 
 class TraceError(OSError):
@@ -100,7 +102,7 @@ class Trace:
         self._order = {name: place for place, name in enumerate(stages)}
         self._processes: dict[tuple[str, int], int] = {}
         self._requests: OrderedDict[str, _Request] = OrderedDict()
-        self._tracks = count(1)
+        self._tracks = count(_BELOW_REQUESTS + 1)
         self._transfers = count(1)
         self._until_us: dict[int, float] = {}
         # By clock, how far ahead this machine's is; the nearest that any message has shown.
@@ -135,7 +137,7 @@ class Trace:
         offset = self._offset(traced)
         process = self._process(stage, traced.replica)
         for event in traced.events:
-            track, until_us = _WORKER, self._until_us
+            track, until_us = process, self._until_us
             if event.request_id is not None:
                 track = self._track(event.request_id, process)
                 until_us = self._request(event.request_id).until_us
@@ -212,7 +214,7 @@ class Trace:
             "cat": "transfer",
             "id": f"transfer-{next(self._transfers)}",
             "pid": process,
-            "tid": _WORKER,
+            "tid": process,
         }
         args = {"request": event.request_id, "from": sent.sources, "bytes": sent.num_bytes}
         yield common | {"ph": "b", "ts": self._micros(sent.start_s), "args": args}
@@ -246,10 +248,10 @@ class Trace:
             process = self._processes[key] = len(self._processes) + 1
             name = stage if replica == 0 else f"{stage} (replica {replica})"
             place = self._order.get(stage, len(self._order))
-            self._write(_named("process_name", process, _WORKER, {"name": name}))
+            self._write(_named("process_name", process, process, {"name": name}))
             order = {"sort_index": place * 1_000 + replica}
-            self._write(_named("process_sort_index", process, _WORKER, order))
-            self._write(_named("thread_name", process, _WORKER, {"name": "steps"}))
+            self._write(_named("process_sort_index", process, process, order))
+            self._write(_named("thread_name", process, process, {"name": "steps"}))
         return self._processes[key]
 
     def _request(self, request_id: str) -> _Request:
@@ -268,7 +270,7 @@ class Trace:
         if process not in request.named:
             request.named.add(process)
             self._write(_named("thread_name", process, request.track, {"name": request_id}))
-            order = {"sort_index": request.track}
+            order = {"sort_index": request.track - _BELOW_REQUESTS}
             self._write(_named("thread_sort_index", process, request.track, order))
         return request.track
 

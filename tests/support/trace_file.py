@@ -70,8 +70,10 @@ def check_trace(events: list[dict[str, Any]]) -> None:
         track = each["pid"], each["tid"]
         if each["ph"] == "M":
             continue
-        assert ("process_name", each["pid"], 0) in named, each
+        assert ("process_name", each["pid"], each["pid"]) in named, each
         assert ("thread_name", *track) in named, each
+        # Perfetto takes track 0 for the one with the process's number, and draws both on one.
+        assert each["tid"] > 0, "it shares a track with another one"
         match each["ph"]:
             case "b":
                 assert begun.setdefault((each["cat"], each["id"]), each) is each, "an id twice"
