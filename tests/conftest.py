@@ -23,8 +23,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
-from tests.support.on_ray import WITHOUT_RAY, needs_ray
 from tests.support.order import first_things_first
+from tests.support.programs import needs_cluster
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
@@ -49,8 +49,8 @@ gc.disable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if needs_ray(item):
-        item.add_marker(pytest.mark.ray)
+    if needs_cluster(item):
+        item.add_marker(pytest.mark.programs)
 
 
 @pytest.hookimpl(trylast=True)
@@ -100,10 +100,8 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 @pytest.fixture(scope="session")
 def ray_cluster(request: pytest.FixtureRequest, checkpoint_cache: Path) -> Iterator[SessionCluster]:
     """The Ray cluster of this run, begun when the first of its workers asks for it."""
-    if request.config.option.markexpr == WITHOUT_RAY:
-        pytest.fail(
-            "this test needs a cluster and has not the mark 'ray'; see tests/support/on_ray.py"
-        )
+    if request.config.option.markexpr == WITHOUT_PROGRAMS:
+        pytest.fail("a test that needs a cluster has to be marked: @pytest.mark.programs")
     from tests.support.ray_cluster import SessionCluster
 
     cluster = SessionCluster(checkpoint_cache)

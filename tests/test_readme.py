@@ -116,7 +116,7 @@ def on_ray(command: str) -> bool:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=[pytest.mark.ray] if on_ray(each) else [])
+        pytest.param(each, marks=[pytest.mark.programs] if on_ray(each) else [])
         for each in commands()
         if not each.startswith(tuple(NOT_RUN_HERE))
     ],

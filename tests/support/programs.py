@@ -1,17 +1,17 @@
-"""Which tests need a Ray cluster: ``make test-ray`` runs them, and ``make test`` all others."""
+"""Which tests start programs, and wait for them: ``make test-programs`` runs those."""
 
 from __future__ import annotations
 
 import pytest
 
-__all__ = ["WITHOUT_RAY", "needs_ray"]
+__all__ = ["WITHOUT_PROGRAMS", "needs_cluster"]
 
-WITHOUT_RAY = "not ray"
+WITHOUT_PROGRAMS = "not programs"
 """The expression of marks that ``make test`` runs."""
 
 
-def needs_ray(item: pytest.Item) -> bool:
-    """Whether a test asks for the run's cluster, or has ``ray`` for where its stages run."""
+def needs_cluster(item: pytest.Item) -> bool:
+    """Whether a test asks for the run's Ray cluster, or has ``ray`` for where its stages run."""
     if not isinstance(item, pytest.Function):
         return False
     callspec = getattr(item, "callspec", None)
