@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
 from tests.support.order import first_things_first
-from tests.support.programs import needs_cluster
+from tests.support.programs import WITHOUT_PROGRAMS, needs_cluster
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
