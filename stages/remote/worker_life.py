@@ -55,8 +55,8 @@ class WorkerLife:
                                       └── MOST_STARTS in a row that finished nothing: final,
                                           or, where there is no place for one: tried on and on
 
-    What a worker says comes out of :meth:`news` in order, with the number of the life that it is
-    of; a call that is under way when its worker ends fails.
+    What workers say comes out of :meth:`news` in order. A command is for the worker that was heard
+    of last there, and for no later one; a call that is under way when its worker ends fails.
 
     Args:
         spec: what the workers build.
@@ -69,10 +69,10 @@ class WorkerLife:
         self.spec = spec
         self._connect = connect
         self._stall_timeout_s = stall_timeout_s
-        self._news: deque[Any] = deque()
+        self._news: deque[tuple[int, Any]] = deque()  # with the number of the life
         self._lock = threading.Lock()  # over all below
         self._connection: Connection | None = None
-        self._life = 0
+        self._life = self._heard_life = 0
         self._is_connected = threading.Event()
         self._is_settled = threading.Event()  # it is up, or never will be again
         self._is_up = False
@@ -143,14 +143,19 @@ class WorkerLife:
             connection.kill("it is not needed any more")
 
     def send(self, message: Any) -> None:
-        """Hand a command to the worker that is up.
+        """Hand a command to the worker that :meth:`news` has told of.
 
         Raises:
-            WorkerGone: there is none.
+            WorkerGone: it has ended, even if the next one is up: that gets what is sent after its
+                ``Built`` was heard.
             ValueError: the message holds what cannot be sent.
             MemoryError: there is no room for its tensors.
         """
-        connection = self._connection
+        with self._lock:
+            connection = self._connection if self._heard_life == self._life else None
+        self._send_over(connection, message)
+
+    def _send_over(self, connection: Connection | None, message: Any) -> None:
         if connection is None or not self._is_up:
             raise WorkerGone("no worker is up")
         connection.send(message)
@@ -181,7 +186,7 @@ class WorkerLife:
         if is_setting:
             self._settings[method] = message
         try:
-            self.send(message)
+            self._send_over(self._connection, message)
         except WorkerGone:
             self._calls.fail("its worker is being started again", number)
         if timeout_s is not None:
@@ -231,7 +236,8 @@ class WorkerLife:
         """What the workers said since this was last called, and :class:`Ended` where one did."""
         taken = []
         while self._news:
-            taken.append(self._news.popleft())
+            self._heard_life, message = self._news.popleft()
+            taken.append(message)
         return taken
 
     def time_to_stall(self) -> float:
@@ -297,7 +303,7 @@ class WorkerLife:
                     self._state = replace(self._state, state="starting")
                 self._is_up = True
                 self._is_settled.set()
-        self._news.append(message)
+        self._news.append((life, message))
         self._on_news()
 
     def _is_over(self, life: int) -> bool:
@@ -331,7 +337,7 @@ class WorkerLife:
                 self._is_settled.clear()
         self._calls.fail(f"its worker {reason}")
         # Told before another one is started, which might speak at once.
-        self._news.append(Ended(reason, is_final, is_waiting))
+        self._news.append((life, Ended(reason, is_final, is_waiting)))
         self._on_news()
         if not is_final:
             told = "it is started when there is a place" if is_waiting else "it is started again"

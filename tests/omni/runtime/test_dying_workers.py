@@ -232,6 +232,31 @@ def test_an_abort_while_the_worker_is_down_ends_the_request() -> None:
         assert list(outputs) == ["y"] and outputs["y"][-1].error is None
 
 
+def test_what_was_for_a_worker_that_has_died_does_not_reach_the_next_one_twice() -> None:
+    """It is up before anybody has heard that the first one is not."""
+    runs: list[str] = []
+
+    def make() -> list[Any]:
+        a, b = chain()()
+        add = a.add_request
+
+        def adding(request: StageRequest) -> None:
+            runs.append(request.request_id)
+            add(request)
+
+        a.add_request = adding
+        return [a, b]
+
+    with rig(make, max_retries=3) as pipeline:
+        pipeline.add({"x": "x", "y": "y"})
+        pipeline.workers.kill("a")
+        (life,) = pipeline.stages[0].workers
+        wait_for(lambda: life.is_up)
+        outputs = drain(pipeline.orchestrator)
+        assert [outputs[each][-1].error for each in ("x", "y")] == [None, None]
+        assert sorted(runs) == ["x", "y"]
+
+
 def test_an_id_may_be_used_again_right_after_an_abort() -> None:
     with rig(chain(), max_retries=3) as pipeline:
         for prompt in ("one", "two", "three"):
