@@ -97,11 +97,12 @@ class FakeStage(Stage):
 
     def _advance(self, request_id: str) -> StageOutput | None:
         request, done = self.held[request_id]
+        if request_id in self.endless:
+            return None
         done += 1
         self.held[request_id] = (request, done)
         if request_id in self.lose:
             del self.held[request_id]
-        if request_id in self.lose or request_id in self.endless:
             return None
         full = self.expected(request)
         shown, before = (full[: len(full) * at // self.steps] for at in (done, done - 1))
