@@ -236,7 +236,8 @@ class WorkerLife:
         """What the workers said since this was last called, and :class:`Ended` where one did."""
         taken = []
         while self._news:
-            self._heard_life, message = self._news.popleft()
+            life, message = self._news.popleft()
+            self._heard_life = max(self._heard_life, life)  # the last word of one may come late
             taken.append(message)
         return taken
 

@@ -6,11 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.import_graph import ROOT
-
-pytestmark = pytest.mark.programs
 
 
 def test_a_run_that_is_killed_at_any_point_is_resumed_as_if_it_never_was(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ import pytest
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.programs
-
 # What the child of a fork begins with.
 GUARD = f"import faulthandler; faulthandler.dump_traceback_later({PATIENCE_S / 4}, exit=True)"
 # The engine has run, so that the pools of threads that a fork loses are there; and when it forks,
