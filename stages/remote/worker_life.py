@@ -146,8 +146,7 @@ class WorkerLife:
         """Hand a command to the worker that :meth:`news` has told of.
 
         Raises:
-            WorkerGone: it has ended, even if the next one is up: that gets what is sent after its
-                ``Built`` was heard.
+            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was heard.
             ValueError: the message holds what cannot be sent.
             MemoryError: there is no room for its tensors.
         """
