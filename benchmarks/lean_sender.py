@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from omni.commands.bench.answer_events import AnswerEvents
 from omni.commands.bench.event_lines import EventLines
 from omni.commands.bench.load_source import Send
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["LeanSender"]

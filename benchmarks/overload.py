@@ -42,7 +42,7 @@ from omni.commands.bench.level_run import LevelRun, LoadAmount
 from omni.commands.bench.load_level import LoadLevel
 from omni.commands.bench.load_source import LineSource, Send
 from omni.commands.bench.made_up_words import made_up_text
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["main"]

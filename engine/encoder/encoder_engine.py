@@ -17,7 +17,7 @@ from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
 from engine.encoder.encoder_queue import EncoderQueue
 from engine.encoder.encoder_request import EncoderRequest
 from engine.encoder.pooling import Pooling, pool, resolve_pooling
-from engine.inputs.admission import InputLimits, check_whole_input
+from engine.inputs.fit_check import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.arguments import check_argument, check_names

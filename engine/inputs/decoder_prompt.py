@@ -7,8 +7,8 @@ from typing import SupportsIndex
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from engine.inputs.admission import InputLimits
 from engine.inputs.encoder_inputs import describe_prompt
+from engine.inputs.fit_check import InputLimits
 from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt, TokensPrompt

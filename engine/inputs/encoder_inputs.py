@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.inputs.admission import check_encoder_prompt
+from engine.inputs.fit_check import check_encoder_prompt
 from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize

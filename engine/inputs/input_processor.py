@@ -8,7 +8,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.inputs.admission import Admission
+from engine.inputs.fit_check import FitCheck
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.interface.new_request import NewRequest
 from engine.interface.prompts import Prompt
@@ -48,7 +48,7 @@ class InputProcessor:
     Args:
         tokenizer: of the checkpoint, or None.
         prompts: resolves the prompts of the kind of model.
-        admission: says what can run.
+        fit_check: says what can run.
         eos_token_ids: the ids that end a sequence.
         seed: of the generator that seeds requests without one.
     """
@@ -57,14 +57,14 @@ class InputProcessor:
         self,
         tokenizer: PreTrainedTokenizerBase | None,
         prompts: PromptProcessor,
-        admission: Admission,
+        fit_check: FitCheck,
         *,
         eos_token_ids: Collection[int],
         seed: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._admission = admission
+        self._fit_check = fit_check
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = RequestSeeds(seed)
         self._num_arrived = 0
@@ -77,7 +77,7 @@ class InputProcessor:
         Raises:
             ValueError: the parameters ask for more than is allowed.
         """
-        self._admission.limits.requests.check_sampling(params)
+        self._fit_check.limits.requests.check_sampling(params)
         first, self._num_arrived = self._num_arrived, self._num_arrived + params.n
         seed = params.seed
         if seed is None:
@@ -127,7 +127,7 @@ class InputProcessor:
         if content.continuation is not None:
             _check_continued(params)
         num_prompt_tokens = len(content.token_ids)
-        max_num_tokens = self._admission.max_num_tokens(
+        max_num_tokens = self._fit_check.max_num_tokens(
             num_prompt_tokens + (0 if choice is None else choice.num_tokens),
             params,
             content.positions,
@@ -185,7 +185,7 @@ class InputProcessor:
         )
 
     def _encoder_blocks(self, entry: EncoderInput) -> EncoderBlocks:
-        block_size = self._admission.limits.block_size
+        block_size = self._fit_check.limits.block_size
         return EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
 
     def check_sampling(self, params: SamplingParams) -> None:
@@ -194,10 +194,10 @@ class InputProcessor:
         Raises:
             ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
         """
-        self._admission.limits.requests.check_sampling(params)
+        self._fit_check.limits.requests.check_sampling(params)
         self._sampling_state(self._with_suppressed(params))
         CompletionText(self._tokenizer, params, self._eos_token_ids)
-        self._admission.check_head(params)
+        self._fit_check.check_head(params)
 
     def _sampling_state(
         self,
@@ -247,7 +247,7 @@ class InputProcessor:
     @property
     def _num_choices(self) -> int:
         """Ids that parameters may name; a checkpoint without a head only checks them."""
-        return self._admission.limits.num_logits or self._admission.limits.vocab_size
+        return self._fit_check.limits.num_logits or self._fit_check.limits.vocab_size
 
 
 def _check_continued(params: SamplingParams) -> None:

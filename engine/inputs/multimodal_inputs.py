@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.inputs.admission import check_item
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
 from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
+from engine.inputs.fit_check import check_item
 from engine.inputs.multimodal_data import items_of
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptContent, PromptSources
 from engine.interface.prompts import Prompt, VideoFeatures

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.admission import InputLimits
+from engine.inputs.fit_check import InputLimits
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.media_limits import MediaLimits

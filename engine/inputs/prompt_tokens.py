@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engine.inputs.admission import InputLimits
+from engine.inputs.fit_check import InputLimits
 from engine.interface.arguments import check_dense
 from engine.interface.prompts import (
     AudioPrompt,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["PlacedError"]
+from typing import TypeAlias
+
+__all__ = ["KeyPath", "PlacedError"]
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Where a value stands in a document: the keys and list indices that lead to it."""
 
 
 class PlacedError(ValueError):
@@ -13,6 +18,6 @@ class PlacedError(ValueError):
         message: what is wrong there.
     """
 
-    def __init__(self, place: tuple[str | int, ...], message: str) -> None:
+    def __init__(self, place: KeyPath, message: str) -> None:
         super().__init__(message)
         self.place = place

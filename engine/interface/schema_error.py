@@ -12,12 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from engine.interface.placed_error import PlacedError
+from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.suggestion import suggest
 
 __all__ = ["dotted", "explain_validation_error", "explain_value_error"]
-
-Place = tuple[str | int, ...]
 
 _WORDS = {
     "a valid array": "a list",
@@ -51,8 +49,8 @@ def explain_validation_error(
     data: Any,
     *,
     source: str | None = None,
-    lines: Mapping[Place, int | str] | None = None,
-    within: Place = (),
+    lines: Mapping[KeyPath, int | str] | None = None,
+    within: KeyPath = (),
 ) -> str:
     """Describe every mistake that a validation found, one a line.
 
@@ -96,7 +94,7 @@ def explain_value_error(error: ValidationError) -> str:
     return explain_validation_error(error, BaseModel, None)
 
 
-def dotted(place: Place) -> str:
+def dotted(place: KeyPath) -> str:
     """Write a place as ``stages.writer.outputs[0]``."""
     text = ""
     for part in place:
@@ -104,7 +102,7 @@ def dotted(place: Place) -> str:
     return text
 
 
-def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[Place, str]:
+def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[KeyPath, str]:
     loc, context = finding["loc"], finding.get("ctx", {})
     place = _keys_of(loc, data)
     if finding["type"] == "missing":
@@ -151,7 +149,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
-def _keys_of(loc: Place, data: Any) -> Place:
+def _keys_of(loc: KeyPath, data: Any) -> KeyPath:
     """Keep the parts of a pydantic location that are keys of the data.
 
     Others name the member of a union, or say ``[key]`` where the key itself is wrong.
@@ -175,7 +173,7 @@ def _key_hint(key: str, model: type) -> str:
     return f"; {hints[key]}" if key in hints else suggest(key, _annotations(model))
 
 
-def _model_at(model: type, loc: Place, data: Any) -> type:
+def _model_at(model: type, loc: KeyPath, data: Any) -> type:
     """Find the model of the mapping at ``loc``.
 
     A model may have ``model_for``: from a mapping to the subclass that it is checked against.
@@ -238,7 +236,7 @@ def _number_hint(finding: ErrorDetails) -> str:
     return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
 
 
-def _beneath(place: Place, lines: Mapping[Place, int | str]) -> str:
+def _beneath(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
     """Name what gave parts of a value: the mistake may be there as well."""
     given = [
         line
@@ -248,7 +246,7 @@ def _beneath(place: Place, lines: Mapping[Place, int | str]) -> str:
     return f" (with {', '.join(given)})" if given else ""
 
 
-def _nearest_line(place: Place, lines: Mapping[Place, int | str]) -> int | str | None:
+def _nearest_line(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> int | str | None:
     while place:
         if place in lines:
             return lines[place]

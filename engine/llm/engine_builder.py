@@ -13,7 +13,7 @@ from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_runner import ModelRunner
-from engine.inputs.admission import Admission, InputLimits
+from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.config import EngineConfig
@@ -225,7 +225,7 @@ def _input_processor(
     return InputProcessor(
         tokenizer,
         prompts,
-        Admission(sources.limits, manager),
+        FitCheck(sources.limits, manager),
         eos_token_ids=stop_token_ids,
         seed=config.seed,
     )

@@ -111,8 +111,8 @@ class LLMEngine(Engine[RequestOutput]):
         or for what such requests hold.
 
         Raises:
-            RuntimeError: requests wait and none can run, which admission rules out; it is said
-                here rather than waited for.
+            RuntimeError: requests wait and none can run. ``FitCheck`` rules that out; if it happens
+                all the same, it is said here rather than waited for.
         """
         if not self._groups:
             return []

@@ -13,11 +13,11 @@ from engine.interface.outputs import CompletionOutput, FinishReason, RequestOutp
 from engine.requests.ended_sequences import EndedSequences
 from engine.requests.request import Request, RequestTimes
 
-__all__ = ["Completion", "RequestGroup"]
+__all__ = ["CompletionState", "RequestGroup"]
 
 
 @dataclass(slots=True)
-class Completion:
+class CompletionState:
     """One of a request's ``n`` completions.
 
     Attributes:
@@ -33,7 +33,7 @@ class Completion:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request) -> Completion:
+    def of(cls, request: Request) -> CompletionState:
         """By its first sequence."""
         return cls(request, EndedSequences.before(request))
 
@@ -82,7 +82,7 @@ class RequestGroup:
     """
 
     request_id: str
-    completions: tuple[Completion, ...]
+    completions: tuple[CompletionState, ...]
     has_prompt_ids: bool
     error: str | None = None
     _prompt_ids: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class RequestGroup:
         """Group the sequences that :class:`InputProcessor` made of one request."""
         return cls(
             request_id,
-            tuple(map(Completion.of, requests)),
+            tuple(map(CompletionState.of, requests)),
             has_prompt_ids=requests[0].prompt_embeds is None,
         )
 
@@ -110,7 +110,7 @@ class RequestGroup:
         text.finish()
         request.times.finished = time.monotonic()
 
-    def completion_of(self, request: Request) -> Completion:
+    def completion_of(self, request: Request) -> CompletionState:
         """The completion that a sequence computes now."""
         return next(each for each in self.completions if each.request is request)
 

@@ -30,7 +30,7 @@ class Scheduler:
     own blocks, if they are still cached). With swap space its pages move to the host instead, as
     long as there is room, and it goes on where it was; once copying them has failed, requests are
     recomputed instead. The first request in the order can therefore always finish, because
-    admission refuses what could never fit alone.
+    what could never fit alone is refused before, see :mod:`engine.inputs.fit_check`.
 
     Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which the
     encoding budget, or the encoder cache, has no room in this step. Empty ones are left out.

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.text.worker_processes import WorkerProcess, WorkerProcesses
+from engine.text.job_processes import JobProcess, JobProcesses
 
 __all__ = ["TemplateLimitError", "TemplateLimits", "TemplateProcesses", "TemplateRefusalError"]
 
@@ -50,16 +50,16 @@ class TemplateRefusalError(Exception):
         self.is_deliberate = is_deliberate
 
 
-class TemplateProcesses(WorkerProcesses):
+class TemplateProcesses(JobProcesses):
     """Renders chat templates."""
 
-    def start(self) -> WorkerProcess:
-        """See :meth:`WorkerProcesses.start`."""
+    def start(self) -> JobProcess:
+        """See :meth:`JobProcesses.start`."""
         jinja = find_spec("jinja2")
         if jinja is None or jinja.origin is None:
             raise ValueError("chat templates need the package jinja2, which is not installed")
         package = str(Path(jinja.origin).parents[1])
-        return WorkerProcess([sys.executable, "-I", str(_WORKER), package])
+        return JobProcess([sys.executable, "-I", str(_WORKER), package])
 
     def render(
         self, template: str, values: Mapping[str, Any], limits: TemplateLimits

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.text.job_processes import JobProcess, JobProcesses
 from engine.text.tokenizer import encodes_as_the_library, tokenizers_turn
-from engine.text.worker_processes import WorkerProcess, WorkerProcesses
 from engine.text.written_patterns import doubtful_patterns
 
 __all__ = ["token_ids"]
@@ -45,7 +45,7 @@ def token_ids(
     return ids
 
 
-class _TokenizerProcesses(WorkerProcesses):
+class _TokenizerProcesses(JobProcesses):
     """Tokenizes by one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, patterns: tuple[str, ...]) -> None:
@@ -57,12 +57,12 @@ class _TokenizerProcesses(WorkerProcesses):
         }
         self._first = json.dumps(first).encode() + b"\n"
 
-    def start(self) -> WorkerProcess:
-        """See :meth:`WorkerProcesses.start`."""
+    def start(self) -> JobProcess:
+        """See :meth:`JobProcesses.start`."""
         library = find_spec("tokenizers")
         assert library is not None and library.origin is not None, "it has loaded the tokenizer"
         package = str(Path(library.origin).parents[1])
-        process = WorkerProcess([sys.executable, "-I", str(_WORKER), package])
+        process = JobProcess([sys.executable, "-I", str(_WORKER), package])
         process.send(self._first)
         return process
 

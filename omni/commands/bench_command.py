@@ -17,7 +17,7 @@ from omni.commands.bench.goodput_limits import GoodputLimits
 from omni.commands.bench.http_settings import HttpSettings
 from omni.commands.bench.level_run import LoadAmount
 from omni.commands.bench.load_level import parse_levels
-from omni.commands.bench.made_up_source import MadeUpShape, PromptForm
+from omni.commands.bench.made_up_source import MadeUpForm, MadeUpShape
 from omni.commands.bench.measurement import Measurement, MeasurementPlan
 from omni.commands.bench.report_plot import save_plot
 from omni.commands.bench.report_tables import failure_lines, report_tables
@@ -247,7 +247,7 @@ def _shape(options: BenchOptions) -> MadeUpShape:
         sampling["ignore_eos"] = True
     if options.temperature is not None:
         sampling["temperature"] = options.temperature
-    form: PromptForm = "text"
+    form: MadeUpForm = "text"
     if options.endpoint in _TEXT_ENDPOINTS:
         form = "completions" if options.endpoint == "completions" else "chat"
     return MadeUpShape(

@@ -62,7 +62,7 @@ Overrides: TypeAlias = Annotated[
         help="Replace a value: stages.writer.engine.num_blocks=64. May be given several times.",
     ),
 ]
-Speaker: TypeAlias = Annotated[
+SpeakerName: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Whose voice speaks, where a request does not say."),
 ]
@@ -149,7 +149,7 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
             "chrome://tracing show.",
         ),
     ] = None
-    speaker: Speaker = None
+    speaker: SpeakerName = None
     overrides: Overrides = None
 
 
@@ -211,7 +211,7 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
             "instead of measuring what rounding does.",
         ),
     ] = None
-    speaker: Speaker = None
+    speaker: SpeakerName = None
     overrides: Overrides = None
 
 

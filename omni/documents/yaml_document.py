@@ -8,14 +8,12 @@ from typing import Any
 
 import yaml
 
+from engine.interface.placed_error import KeyPath
 from omni.documents.bounded_loader import BoundedLoader
 from omni.documents.document_error import ConfigError
 from omni.documents.document_limits import DocumentLimits
 
-__all__ = ["Place", "YamlDocument"]
-
-Place = tuple[str | int, ...]
-"""Where a value stands: the keys and list indices that lead to it."""
+__all__ = ["YamlDocument"]
 
 _LIMITS = DocumentLimits()
 
@@ -30,7 +28,7 @@ class YamlDocument:
     """
 
     data: Any
-    lines: Mapping[Place, int]
+    lines: Mapping[KeyPath, int]
 
     @classmethod
     def parse(cls, text: str, source: str, limits: DocumentLimits = _LIMITS) -> YamlDocument:
@@ -75,7 +73,7 @@ class YamlDocument:
         return cls(data, lines)
 
 
-def _walk(node: yaml.Node, place: Place, source: str) -> Iterator[tuple[Place, int]]:
+def _walk(node: yaml.Node, place: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:
     """Yield the line of every key and list item at and below ``node``."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):

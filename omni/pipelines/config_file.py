@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from engine.interface.arguments import check_argument
+from engine.interface.placed_error import KeyPath
 from engine.interface.schema_error import explain_validation_error
 from engine.interface.suggestion import suggest
 from omni.documents.document_error import ConfigError
 from omni.documents.document_limits import DocumentLimits
-from omni.documents.yaml_document import Place, YamlDocument
+from omni.documents.yaml_document import YamlDocument
 
 __all__ = ["load_config", "parse_overrides", "shipped_configs"]
 
@@ -66,7 +67,7 @@ def load_config(
     # Through JSON, so that an override does not reach a mapping's other YAML aliases.
     data = json.loads(json.dumps(document.data, default=str))
     prepare(data, overrides)
-    lines: dict[Place, int | str] = dict(document.lines)
+    lines: dict[KeyPath, int | str] = dict(document.lines)
     for place, value in overrides.items():
         named = (labels or {}).get(place, f"{flag} {place}")
         _override(data, place, value, named)

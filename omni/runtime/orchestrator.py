@@ -34,7 +34,7 @@ __all__ = ["Orchestrator", "refusal"]
 # How long a turn waits at most for stages that are driven elsewhere, if its caller does not.
 _PATIENCE_S = 0.1
 
-Listener: TypeAlias = Callable[[StageOutput], None] | None
+StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
 
 
 class Orchestrator:
@@ -66,7 +66,11 @@ class Orchestrator:
     """
 
     def __init__(
-        self, pipeline: Pipeline, *, on_stage_output: Listener = None, trace: Trace | None = None
+        self,
+        pipeline: Pipeline,
+        *,
+        on_stage_output: StageOutputListener = None,
+        trace: Trace | None = None,
     ) -> None:
         pipeline.ownership.check()
         self._pipeline = pipeline

@@ -63,8 +63,8 @@ def _figures(pipeline: ServedPipeline) -> dict[str, Any]:
     return {
         "name": pipeline.name,
         "status": pipeline.state.value,
-        "running": pipeline.admission.num_running,
-        "waiting": pipeline.admission.num_waiting,
+        "running": pipeline.turn_queue.num_running,
+        "waiting": pipeline.turn_queue.num_waiting,
         "stages": [
             {
                 "name": name,

@@ -37,7 +37,7 @@ class FrameKind(IntEnum):
     DROPS = 5
     START = 6
     STARTED = 7
-    ENDED = 8
+    EXITED = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import msgspec
 from engine.interface.log_fields import package_logger
 from stages.remote.doorbell import Doorbell
 from stages.remote.frames import Frame, FrameKind, FrameReader, FrameWriter
-from stages.remote.start_order import Ended, Started, StartOrder, exit_reason
+from stages.remote.start_order import Exited, Started, StartOrder, exit_reason
 
 __all__ = ["Keeper", "ZygoteGone"]
 
@@ -182,8 +182,8 @@ class Keeper:
             if started.error is not None:
                 del self._workers[started.number]
             worker.is_answered.set()
-        elif frame.kind is FrameKind.ENDED:
-            ended = msgspec.msgpack.decode(frame.content, type=Ended)
+        elif frame.kind is FrameKind.EXITED:
+            ended = msgspec.msgpack.decode(frame.content, type=Exited)
             with self._lock:
                 worker = self._workers.pop(ended.number)
             _tell(worker, exit_reason(ended.status))

@@ -7,7 +7,7 @@ import signal
 
 import msgspec
 
-__all__ = ["Ended", "StartOrder", "Started", "exit_reason"]
+__all__ = ["Exited", "StartOrder", "Started", "exit_reason"]
 
 
 class StartOrder(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Started(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Exited(msgspec.Struct, frozen=True):
     """A worker is gone.
 
     Attributes:

@@ -40,7 +40,7 @@ _BEAT_S = 0.5
 # How long a worker sleeps whose requests all wait for something: longer and longer.
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
 
-Send = Callable[[WorkerMessage], None]
+_Send = Callable[[WorkerMessage], None]
 Build = Callable[[WorkerSpec], tuple[Stage, Transform | None]]
 """Makes the stage of a worker, and the transform that makes its prompts."""
 
@@ -72,7 +72,7 @@ class WorkerLoop:
     def __init__(
         self,
         spec: WorkerSpec,
-        send: Send,
+        send: _Send,
         build: Build | None = None,
     ) -> None:
         self._spec = spec

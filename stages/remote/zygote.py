@@ -5,7 +5,7 @@
     parent ── keeper thread ──► zygote ──► worker
                  │   START        │  fork    │  target(socket, argument)
                  │ ◄── STARTED ───┘          │
-                 │ ◄── ENDED ◄── waitpid ────┘
+                 │ ◄── EXITED ◄── waitpid ───┘
 
 To fork takes milliseconds where to import takes seconds, and workers share the memory of what was
 imported. That is safe as long as there is one thread, and nothing yet that does not survive a
@@ -35,7 +35,7 @@ from typing import NoReturn
 import msgspec
 
 from stages.remote.frames import Frame, FrameKind, FrameReader, FrameWriter
-from stages.remote.start_order import Ended, Started, StartOrder
+from stages.remote.start_order import Exited, Started, StartOrder
 
 __all__ = ["main"]
 
@@ -111,7 +111,7 @@ class _Zygote:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            self._put(FrameKind.ENDED, Ended(self._numbers.pop(pid), status))
+            self._put(FrameKind.EXITED, Exited(self._numbers.pop(pid), status))
 
     def _put(self, kind: FrameKind, told: msgspec.Struct) -> None:
         self._writer.put(kind, msgspec.msgpack.encode(told))

@@ -8,7 +8,7 @@ from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any
 
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["AnswerEvents", "error_text"]

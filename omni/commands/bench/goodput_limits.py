@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from engine.interface.suggestion import suggest
-from omni.commands.bench.request_record import PER_REQUEST_METRICS, RequestRecord
+from omni.commands.bench.measured_request import PER_REQUEST_METRICS, MeasuredRequest
 
 __all__ = ["GoodputLimits"]
 
@@ -54,7 +54,7 @@ class GoodputLimits:
             limits[name] = limit
         return cls(limits)
 
-    def are_kept(self, record: RequestRecord) -> bool:
+    def are_kept(self, record: MeasuredRequest) -> bool:
         """Whether a request was answered, and within all limits.
 
         One that gave nothing to measure, such as an answer without sound where there is a limit on

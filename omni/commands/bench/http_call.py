@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from omni.commands.bench.answer_events import AnswerEvents
 from omni.commands.bench.event_lines import EventLines
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 from omni.commands.bench.wav_pieces import WavPieces
 

@@ -16,9 +16,9 @@ from omni.commands.bench.answer_events import error_text
 from omni.commands.bench.http_call import HttpCall, read_events
 from omni.commands.bench.http_settings import HttpSettings
 from omni.commands.bench.load_source import Send
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.openai_body import CHAT_PATH, openai_body
 from omni.commands.bench.openai_call import openai_call, said_text
-from omni.commands.bench.request_record import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["HttpTarget"]

@@ -11,9 +11,9 @@ from omni.commands.bench.distribution import Distribution
 from omni.commands.bench.goodput_limits import GoodputLimits
 from omni.commands.bench.level_run import LevelRun
 from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.request_record import RequestRecord
+from omni.commands.bench.measured_request import MeasuredRequest
 
-__all__ = ["METRICS", "GeneratorReport", "LevelReport", "RequestCounts", "TokenCounts"]
+__all__ = ["METRICS", "GeneratorReport", "LevelReport", "RequestCounts", "TokenTotals"]
 
 METRICS = (
     *("first_token", "between_tokens", "per_token"),
@@ -44,7 +44,7 @@ class RequestCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
+class TokenTotals:
     """Tokens of the requests that were answered.
 
     Attributes:
@@ -103,7 +103,7 @@ class LevelReport:
     level: LoadLevel
     duration_s: float
     requests: RequestCounts
-    tokens: TokenCounts
+    tokens: TokenTotals
     audio_s: float
     latencies: Mapping[str, Distribution]
     rejection: Distribution | None
@@ -166,7 +166,7 @@ class LevelReport:
         }
 
 
-def _counts(records: Sequence[RequestRecord], num_in_flight: int) -> RequestCounts:
+def _counts(records: Sequence[MeasuredRequest], num_in_flight: int) -> RequestCounts:
     failures = [record.failure for record in records if record.failure is not None]
     bad = [failure for failure in failures if not failure.is_rejection]
     examples: dict[str, str] = {}
@@ -182,8 +182,8 @@ def _counts(records: Sequence[RequestRecord], num_in_flight: int) -> RequestCoun
     )
 
 
-def _tokens(answered: Sequence[RequestRecord]) -> TokenCounts:
-    return TokenCounts(
+def _tokens(answered: Sequence[MeasuredRequest]) -> TokenTotals:
+    return TokenTotals(
         prompt=_sum(record.prompt_tokens for record in answered),
         cached=_sum(record.cached_tokens for record in answered),
         output=sum(record.num_tokens for record in answered),
@@ -196,7 +196,7 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return sum(told) if told else None
 
 
-def _latencies(answered: Sequence[RequestRecord]) -> dict[str, Distribution]:
+def _latencies(answered: Sequence[MeasuredRequest]) -> dict[str, Distribution]:
     values: dict[str, list[float | None]] = {
         name: [getattr(record, name) for record in answered]
         for name in METRICS

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from omni.commands.bench.clock import Clock
 from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import Conversation, LoadSource, Send
+from omni.commands.bench.load_source import LoadConversation, LoadSource, Send
 from omni.commands.bench.loop_lag import LoopLag
-from omni.commands.bench.request_record import RequestFailure, RequestRecord
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["LevelRun", "LoadAmount"]
@@ -60,10 +60,10 @@ class LevelRun:
         *,
         index: int = 0,
         clock: Clock | None = None,
-        on_end: Callable[[RequestRecord], object] = lambda _: None,
+        on_end: Callable[[MeasuredRequest], object] = lambda _: None,
     ) -> None:
         self.level = level
-        self.records: list[RequestRecord] = []
+        self.records: list[MeasuredRequest] = []
         self.num_in_flight = 0
         self._amount = amount
         self._index = index
@@ -109,7 +109,7 @@ class LevelRun:
             for _ in range(min(concurrency, self._amount.num_conversations)):
                 group.create_task(self._client(conversations))
 
-    async def _client(self, conversations: Iterator[Conversation]) -> None:
+    async def _client(self, conversations: Iterator[LoadConversation]) -> None:
         scheduled = self._clock.now()
         while self._goes_on(scheduled):
             conversation = next(conversations, None)
@@ -129,7 +129,7 @@ class LevelRun:
                 group.create_task(self._hold(conversation, scheduled))
                 scheduled += chance.expovariate(rate)
 
-    def _conversations(self, source: LoadSource) -> Iterator[Conversation]:
+    def _conversations(self, source: LoadSource) -> Iterator[LoadConversation]:
         for number in range(self._amount.num_conversations):
             yield source.conversation(self._index, number)
 
@@ -138,7 +138,7 @@ class LevelRun:
         limit = self._amount.duration_s
         return limit is None or moment - self._began < limit
 
-    async def _hold(self, conversation: Conversation, scheduled: float) -> None:
+    async def _hold(self, conversation: LoadConversation, scheduled: float) -> None:
         """Send the requests of a conversation one after the other, while they are answered."""
         answer: str | None = None
         while (send := conversation.next(answer)) is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from omni.commands.bench.request_timer import RequestTimer
 
-__all__ = ["Conversation", "LineSource", "LoadSource", "LoadTarget", "Send"]
+__all__ = ["LineSource", "LoadConversation", "LoadSource", "LoadTarget", "Send"]
 
 Send: TypeAlias = Callable[[RequestTimer], Awaitable[str]]
 """Sends one request, tells the timer what comes, and returns the text of the answer.
@@ -38,7 +38,7 @@ class LoadTarget(Protocol):
         """Forget what was computed, where that can be asked for."""
 
 
-class Conversation(Protocol):
+class LoadConversation(Protocol):
     """Requests of which each has to wait for the answer to the one before."""
 
     def next(self, answer: str | None) -> Send | None:
@@ -55,7 +55,7 @@ class Conversation(Protocol):
 class LoadSource(Protocol):
     """Where conversations come from."""
 
-    def conversation(self, level: int, number: int) -> Conversation:
+    def conversation(self, level: int, number: int) -> LoadConversation:
         """One of the conversations of a level.
 
         Args:
@@ -74,7 +74,7 @@ class LineSource:
     def __init__(self, sends: Sequence[Send]) -> None:
         self._sends = sends
 
-    def conversation(self, level: int, number: int) -> Conversation:
+    def conversation(self, level: int, number: int) -> LoadConversation:
         """The same requests for every level."""
         return _OneTurn(self._sends[number % len(self._sends)])
 

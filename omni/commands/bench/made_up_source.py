@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from omni.commands.bench.load_source import Conversation, LoadTarget, Send
+from omni.commands.bench.load_source import LoadConversation, LoadTarget, Send
 from omni.commands.bench.made_up_words import TokenLengths, made_up_text
 
-__all__ = ["MadeUpShape", "MadeUpSource", "PromptForm"]
+__all__ = ["MadeUpForm", "MadeUpShape", "MadeUpSource"]
 
-PromptForm: TypeAlias = Literal["chat", "completions", "text"]
+MadeUpForm: TypeAlias = Literal["chat", "completions", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class MadeUpShape:
         seed: of the words.
     """
 
-    form: PromptForm = "chat"
+    form: MadeUpForm = "chat"
     prompt_tokens: int = 128
     shared_prefix_tokens: int = 0
     num_prefixes: int = 1
@@ -65,7 +65,7 @@ class MadeUpSource:
         whole = lengths.num_words(shape.prompt_tokens, around=True)
         self._own_words = max(1, whole - self._prefix_words)
 
-    def conversation(self, level: int, number: int) -> Conversation:
+    def conversation(self, level: int, number: int) -> LoadConversation:
         """Conversation ``number``, which has the beginning ``number`` modulo how many there are."""
         seed = self._shape.seed
         prefix = made_up_text(
@@ -91,7 +91,7 @@ class MadeUpSource:
 
 
 class _MadeUp:
-    """A conversation; see :class:`~omni.commands.bench.load_source.Conversation`."""
+    """A conversation; see :class:`~omni.commands.bench.load_source.LoadConversation`."""
 
     def __init__(self, target: LoadTarget, shape: MadeUpShape, turns: list[str]) -> None:
         self._target = target

@@ -13,7 +13,7 @@ from omni.commands.bench.load_level import LoadLevel
 from omni.commands.bench.load_source import LineSource, LoadSource, LoadTarget, Send
 from omni.commands.bench.made_up_source import MadeUpShape, MadeUpSource
 from omni.commands.bench.made_up_words import TokenLengths
-from omni.commands.bench.request_record import RequestFailure, RequestRecord
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["Measurement", "MeasurementPlan"]
@@ -59,7 +59,7 @@ class Measurement:
         plan: MeasurementPlan,
         *,
         on_begin: Callable[[], object] = lambda: None,
-        on_end: Callable[[RequestRecord], object] = lambda _: None,
+        on_end: Callable[[MeasuredRequest], object] = lambda _: None,
         clock: Clock | None = None,
     ) -> None:
         self.runs: list[LevelRun] = []

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from engine.interface.schema_error import explain_validation_error
 from omni.commands.bench.load_source import Send
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest

@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from omni.commands.bench.answer_events import error_text
 from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 __all__ = ["RealtimeCall"]

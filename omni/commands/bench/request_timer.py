@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from omni.commands.bench.request_record import RequestFailure, RequestRecord
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 
 __all__ = ["RequestTimer"]
 
@@ -49,11 +49,11 @@ class RequestTimer:
         """The other side has counted its tokens; None for what it does not tell."""
         self._usage = (prompt_tokens, cached_tokens, completion_tokens)
 
-    def end(self, failure: RequestFailure | None = None) -> RequestRecord:
+    def end(self, failure: RequestFailure | None = None) -> MeasuredRequest:
         """The answer is whole, or will not be."""
         ended = self._now()
         prompt_tokens, cached_tokens, completion_tokens = self._usage
-        return RequestRecord(
+        return MeasuredRequest(
             scheduled=self._scheduled,
             sent=ended if self._sent is None else self._sent,
             ended=ended,

@@ -17,7 +17,7 @@ from engine.media.media_source import MediaSource
 from engine.media.sound_file import stated_duration
 from omni.server.openai.answers import as_json
 from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.speech_segments import TIMESTAMP, Segment, segments_of
+from omni.server.openai.transcription_segments import TIMESTAMP, TranscriptionSegment, segments_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import outputs_of_stage
@@ -67,7 +67,7 @@ class _Answer(Struct, kw_only=True):
     task: str | UnsetType = UNSET
     language: str | UnsetType = UNSET
     duration: float | UnsetType | None = UNSET
-    segments: list[Segment] | UnsetType = UNSET
+    segments: list[TranscriptionSegment] | UnsetType = UNSET
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:

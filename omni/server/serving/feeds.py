@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from engine import Waveform
     from omni.requests.request import OmniOutput
     from omni.runtime.omni import Omni
-    from omni.server.serving.admission import Place
     from omni.server.serving.asked import AskedRequest
     from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.turn_queue import QueuePlace
     from stages import StageOutput
 
 __all__ = ["Feeds", "Update", "outputs_of_stage"]
@@ -51,7 +51,7 @@ class Update:
 class _Feed:
     """One request: what of it nobody has read yet."""
 
-    place: Place
+    place: QueuePlace
     meter: RequestMeter
     output: OmniOutput | None = None
     sounds: dict[str, list[Waveform]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Feeds:
         assert meters is not None
         timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
         try:
-            places = self._pipeline.admission.take([each.priority for each in self._requests])
+            places = self._pipeline.turn_queue.take([each.priority for each in self._requests])
         except ApiError:
             for meter in timed:
                 meter.end("rejected")
@@ -130,7 +130,7 @@ class Feeds:
         for task in self._tasks:
             task.cancel()
         for feed in self._feeds:
-            self._pipeline.admission.leave(feed.place)
+            self._pipeline.turn_queue.leave(feed.place)
             # Those that have ended have said how; also who has read enough leaves.
             feed.meter.end("ok" if kind is None else "aborted")
         # Whatever a task ended with has been told, or nobody asks any more.
@@ -167,7 +167,7 @@ class Feeds:
             feed.error, feed.is_over = error, True
             feed.meter.end("failed")
         finally:
-            self._pipeline.admission.leave(feed.place)
+            self._pipeline.turn_queue.leave(feed.place)
             self._changed.set()
 
     def _put(self, feed: _Feed, output: OmniOutput) -> None:

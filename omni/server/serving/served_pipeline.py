@@ -11,9 +11,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from engine.interface.log_fields import package_logger
-from omni.server.serving.admission import Admission
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import RequestMeter
+from omni.server.serving.turn_queue import TurnQueue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class ServedPipeline:
         config: as given.
         name: the model's.
         created: when it was announced, in seconds since 1970.
-        admission: whose turn it is.
+        turn_queue: whose turn it is.
         state: may be read by any thread.
         error: why it failed.
         meters: of the server, which sets them.
@@ -64,7 +64,7 @@ class ServedPipeline:
         self.name: str = config.name
         self.created = int(time.time())
         running = limits.running_requests(config.stages.values())
-        self.admission = Admission(running, limits.max_waiting_requests)
+        self.turn_queue = TurnQueue(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
         self.meters: Meters | None = None
@@ -146,7 +146,7 @@ class ServedPipeline:
             ApiError: with status 429: too many wait.
         """
         try:
-            self.admission.check_room()
+            self.turn_queue.check_room()
         except ApiError:
             if self.meters is not None:
                 RequestMeter(self.meters, self.name, client).end("rejected")

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from omni.server.serving.admission import Admission
+    from omni.server.serving.turn_queue import TurnQueue
     from stages import StageStats
     from stages.worker.worker_state import WorkerState
 
@@ -46,7 +46,7 @@ class Metered(Protocol):
         """The model's."""
 
     @property
-    def admission(self) -> Admission:
+    def turn_queue(self) -> TurnQueue:
         """Whose turn it is."""
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
@@ -81,7 +81,7 @@ class StageMeters(Collector):
                 f"omni_requests_{name}", f"Requests that {what}.", None, ["model"]
             )
             for pipeline in self._pipelines:
-                gauge.add_metric([pipeline.name], getattr(pipeline.admission, f"num_{name}"))
+                gauge.add_metric([pipeline.name], getattr(pipeline.turn_queue, f"num_{name}"))
             yield gauge
         readings = [
             _Reading((pipeline.name, stage, str(replica)), stats)

@@ -27,8 +27,8 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.inputs.admission import InputLimits
 from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.fit_check import InputLimits
 from engine.models.seq2seq.t5 import T5PromptRule
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.text.tokenizer import load_tokenizer

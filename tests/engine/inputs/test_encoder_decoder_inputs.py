@@ -23,7 +23,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.admission import Admission, InputLimits
+from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
 from engine.interface.new_request import NewRequest
@@ -59,7 +59,7 @@ class Family:
         assert family is not None
         self.inputs = family.prompts(PromptSources(self.checkpoint, encoder, tokenizer, limits, 0))
         self.requests = InputProcessor(
-            tokenizer, self.inputs, Admission(limits), eos_token_ids=[2], seed=0
+            tokenizer, self.inputs, FitCheck(limits), eos_token_ids=[2], seed=0
         )
 
     def completions(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -282,7 +282,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Fami
     decoder_only = InputProcessor(
         bart.tokenizer,
         PlainPromptProcessor(PromptSources(bart.checkpoint, None, bart.tokenizer, limits, 0)),
-        Admission(limits),
+        FitCheck(limits),
         eos_token_ids=[2],
         seed=0,
     )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.inputs.admission import InputLimits
+from engine.inputs.fit_check import InputLimits
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptSources
 from engine.models.model_loader import load_model, open_checkpoint

@@ -163,8 +163,8 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
     client = gated.client()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
-        admission = gated.pipelines.pipelines["gated"].admission
-        wait_until(lambda: (admission.num_running, admission.num_waiting) == (2, 1))
+        queue = gated.pipelines.pipelines["gated"].turn_queue
+        wait_until(lambda: (queue.num_running, queue.num_waiting) == (2, 1))
         with pytest.raises(openai.RateLimitError, match="2 requests run and 1 wait") as error:
             ask(client, "d")
         assert int(error.value.response.headers["retry-after"]) >= 1
@@ -180,12 +180,12 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
 def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool):
     body = json.dumps({"model": "gated", "prompt": ["x", "y", "z"], "stream": stream}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-    admission = gated.pipelines.pipelines["gated"].admission
+    queue = gated.pipelines.pipelines["gated"].turn_queue
     with connection(gated) as client:
         client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        wait_until(lambda: len(held_by(gated)) == 2 and admission.num_waiting == 1)
+        wait_until(lambda: len(held_by(gated)) == 2 and queue.num_waiting == 1)
     wait_until(lambda: not held_by(gated))
-    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
 def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
@@ -258,8 +258,8 @@ def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
         wait_until(lambda: len(held_by(gated)) == 2)
-        admission = gated.pipelines.pipelines["gated"].admission
-        wait_until(lambda: admission.num_waiting == 1)
+        queue = gated.pipelines.pipelines["gated"].turn_queue
+        wait_until(lambda: queue.num_waiting == 1)
         gated.stop()
         GATES["gated"].open()
         assert [each.result() for each in answers] == ["gated(a)", "gated(b)", "gated(c)"]

@@ -117,8 +117,8 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str):
 
 def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
     config = PipelineConfig.load("two_step")
-    admission = ServedPipeline(config, ServerLimits()).admission
-    assert admission.max_running == 16 + 16
+    queue = ServedPipeline(config, ServerLimits()).turn_queue
+    assert queue.max_running == 16 + 16
 
 
 @pytest.mark.parametrize(

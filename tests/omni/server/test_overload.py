@@ -26,7 +26,7 @@ from omni.commands.bench.http_target import HttpTarget
 from omni.commands.bench.level_run import LevelRun, LoadAmount
 from omni.commands.bench.load_level import LoadLevel
 from omni.commands.bench.load_source import LineSource, Send
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, gated_pipeline
@@ -92,10 +92,10 @@ def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
         wrong: Any = [{"role": "user", "content": [image]}]
         with pytest.raises(openai.BadRequestError, match="base64"):
             client.chat.completions.create(model="full", messages=wrong)
-        admission = server.pipelines.pipelines["full"].admission
+        queue = server.pipelines.pipelines["full"].turn_queue
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.completions.create, model="full", prompt="x")
-            wait_until(lambda: admission.num_running == 1)
+            wait_until(lambda: queue.num_running == 1)
             with pytest.raises(openai.RateLimitError):
                 client.chat.completions.create(model="full", messages=wrong)
             with pytest.raises(openai.RateLimitError):
@@ -115,12 +115,12 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
         server
     ):
         client = server.client()
-        admission = server.pipelines.pipelines["full"].admission
+        queue = server.pipelines.pipelines["full"].turn_queue
         GATES["full"].open(2)
         assert client.completions.create(model="full", prompt="x").choices[0].text == "full(x)"
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.completions.create, model="full", prompt="y")
-            wait_until(lambda: admission.num_running == 1)
+            wait_until(lambda: queue.num_running == 1)
             for _ in range(300):
                 with connected(server) as sender:
                     # The body never comes.
@@ -179,7 +179,7 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
     whole = client.post("/completions", cast_to=dict[str, Any], body={"model": "chat", **many})
     expected = whole["choices"][0]["text"]
     tasks = small.num_tasks()
-    admission = small.pipelines.pipelines["chat"].admission
+    queue = small.pipelines.pipelines["chat"].turn_queue
     slow = [connected(small) for _ in range(2)]
     try:
         for each in slow:
@@ -191,7 +191,7 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
                 model="chat", prompt=f"day {number}", max_tokens=5, stream=True
             )
             assert "".join(chunk.choices[0].text for chunk in stream)
-        wait_until(lambda: not admission.num_running)
+        wait_until(lambda: not queue.num_running)
         assert small.num_tasks() > tasks + 1, "both answers are made, and still to be sent"
         for each in slow:
             assert said_to(each) == expected

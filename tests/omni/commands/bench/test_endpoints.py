@@ -16,9 +16,9 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from omni.commands.bench.http_call import Reader, read_document, read_sound
 from omni.commands.bench.http_settings import HttpSettings
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from omni.commands.bench.openai_call import openai_call
 from omni.commands.bench.realtime_call import RealtimeCall
-from omni.commands.bench.request_record import RequestFailure, RequestRecord
 from omni.commands.bench.request_timer import RequestTimer
 from omni.commands.bench.wav_pieces import WavPieces
 
@@ -52,7 +52,7 @@ def test_what_is_no_wav_file_is_found_by_its_beginning(content: bytes):
         WavPieces().feed(content)
 
 
-def read(reader: Reader, *chunks: bytes) -> tuple[str, RequestRecord]:
+def read(reader: Reader, *chunks: bytes) -> tuple[str, MeasuredRequest]:
     async def come() -> AsyncIterator[bytes]:
         for chunk in chunks:
             yield chunk
@@ -121,7 +121,7 @@ def test_lines_that_cannot_be_said_so_are_told(endpoint: Any, line: Any, told: s
         openai_call(endpoint, line, HERE, "m", None)
 
 
-def realtime(*events: Any, speech: bool = False) -> tuple[str, RequestRecord, list[Any]]:
+def realtime(*events: Any, speech: bool = False) -> tuple[str, MeasuredRequest, list[Any]]:
     """Ask one that answers every ``response.create`` by these events."""
     said: list[Any] = []
 
@@ -133,7 +133,7 @@ def realtime(*events: Any, speech: bool = False) -> tuple[str, RequestRecord, li
                     await connection.send(json.dumps(event))
                 return
 
-    async def ask() -> tuple[str, RequestRecord]:
+    async def ask() -> tuple[str, MeasuredRequest]:
         async with serve(talk, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             timer = RequestTimer(0.0, asyncio.get_running_loop().time)

@@ -12,7 +12,7 @@ import pytest
 
 from omni.commands.bench.http_settings import HttpSettings
 from omni.commands.bench.http_target import HttpTarget
-from omni.commands.bench.request_record import RequestFailure, RequestRecord
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 from tests.support.fake_openai import (
     Break,
@@ -66,7 +66,7 @@ class StepTimer(RequestTimer):
 
 async def ask(
     server: FakeOpenAI, line: dict[str, Any] = CHAT, **settings: Any
-) -> tuple[str, RequestRecord]:
+) -> tuple[str, MeasuredRequest]:
     async with HttpTarget(HttpSettings(server.url, **settings)) as target:
         timer = RequestTimer(0.0, asyncio.get_running_loop().time)
         text = await target.prepare(line, Path())(timer)
@@ -74,7 +74,7 @@ async def ask(
 
 
 def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_none():
-    async def main() -> RequestRecord:
+    async def main() -> MeasuredRequest:
         timer = StepTimer()
         script: list[tuple[float, Any]] = [
             (1.0, chat_piece("", role="assistant")),
@@ -179,7 +179,7 @@ SECOND["choices"][0]["index"] = 1
 def test_a_server_may_leave_out_the_last_event_of_answers_that_are_whole():
     """As transformers' own does."""
 
-    async def main() -> tuple[str, RequestRecord]:
+    async def main() -> tuple[str, MeasuredRequest]:
         async with FakeOpenAI(saying(completion_piece("Once"), SECOND, ended(1), ENDED)) as server:
             return await ask(server, TEXT)
 

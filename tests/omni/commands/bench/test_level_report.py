@@ -13,15 +13,15 @@ from omni.commands.bench.level_report import METRICS, LevelReport
 from omni.commands.bench.level_run import LevelRun, LoadAmount
 from omni.commands.bench.load_level import LoadLevel
 from omni.commands.bench.load_source import LineSource, Send
-from omni.commands.bench.request_record import (
+from omni.commands.bench.measured_request import (
     PER_REQUEST_METRICS,
+    MeasuredRequest,
     RequestFailure,
-    RequestRecord,
 )
 from omni.commands.bench.request_timer import RequestTimer
 from tests.support.virtual_clock import VirtualClock
 
-SPOKEN = RequestRecord(
+SPOKEN = MeasuredRequest(
     scheduled=9.5,
     sent=10.0,
     ended=14.0,
@@ -45,14 +45,14 @@ def test_every_time_of_a_request_counts_from_when_it_was_sent():
 
 
 def test_what_a_request_did_not_have_is_missing_and_not_zero():
-    silent = RequestRecord(scheduled=1.0, sent=1.0, ended=2.0)
+    silent = MeasuredRequest(scheduled=1.0, sent=1.0, ended=2.0)
     assert silent.end_to_end == 1.0
     assert silent.first_token is silent.first_audio is silent.real_time_factor is None
     assert silent.per_token is None and silent.gaps == []
 
 
 def test_pieces_stand_for_tokens_where_nobody_counts_them():
-    record = RequestRecord(scheduled=0.0, sent=0.0, ended=3.0, text_times=(1.0, 2.0, 3.0))
+    record = MeasuredRequest(scheduled=0.0, sent=0.0, ended=3.0, text_times=(1.0, 2.0, 3.0))
     assert record.num_tokens == 3 and record.per_token == 1.0
 
 
@@ -159,10 +159,12 @@ def test_a_request_is_good_if_it_keeps_every_limit(limits: dict[str, float], is_
 
 
 def test_one_token_keeps_limits_on_what_follows_it_and_a_failure_keeps_none():
-    one = RequestRecord(scheduled=0.0, sent=0.0, ended=1.0, text_times=(1.0,), completion_tokens=1)
+    one = MeasuredRequest(
+        scheduled=0.0, sent=0.0, ended=1.0, text_times=(1.0,), completion_tokens=1
+    )
     assert GoodputLimits({"between_tokens": 0.0, "per_token": 0.0}).are_kept(one)
     assert not GoodputLimits({"first_audio": 9.0}).are_kept(one), "it has no sound"
-    failed = RequestRecord(scheduled=0.0, sent=0.0, ended=1.0, failure=RequestFailure("x", "y"))
+    failed = MeasuredRequest(scheduled=0.0, sent=0.0, ended=1.0, failure=RequestFailure("x", "y"))
     assert not GoodputLimits({"end_to_end": 9.0}).are_kept(failed)
 
 

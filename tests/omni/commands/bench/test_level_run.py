@@ -9,8 +9,8 @@ import pytest
 
 from omni.commands.bench.level_run import LevelRun, LoadAmount
 from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import Conversation, LineSource, Send
-from omni.commands.bench.request_record import RequestFailure
+from omni.commands.bench.load_source import LineSource, LoadConversation, Send
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 from tests.support.virtual_clock import VirtualClock
 
@@ -96,7 +96,7 @@ class Turns:
         self.heard: list[str | None] = []
         self._send = send
 
-    def conversation(self, level: int, number: int) -> Conversation:
+    def conversation(self, level: int, number: int) -> LoadConversation:
         return _Three(self)
 
 

@@ -14,8 +14,8 @@ from omni.commands.bench.load_level import LoadLevel
 from omni.commands.bench.load_source import Send
 from omni.commands.bench.made_up_source import MadeUpShape, MadeUpSource
 from omni.commands.bench.made_up_words import TokenLengths, made_up_text
+from omni.commands.bench.measured_request import RequestFailure
 from omni.commands.bench.measurement import Measurement, MeasurementPlan
-from omni.commands.bench.request_record import RequestFailure
 from omni.commands.bench.request_timer import RequestTimer
 
 

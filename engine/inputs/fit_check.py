@@ -13,7 +13,7 @@ from engine.resources.byte_sizes import format_bytes
 from prefix_cache import KVCacheManager
 
 __all__ = [
-    "Admission",
+    "FitCheck",
     "InputLimits",
     "check_encoder_prompt",
     "check_item",
@@ -72,7 +72,7 @@ class InputLimits:
             )
 
 
-class Admission:
+class FitCheck:
     """Works out how long a request may get, and refuses it if it can never run.
 
     Args:

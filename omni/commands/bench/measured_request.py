@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["PER_REQUEST_METRICS", "RequestFailure", "RequestRecord"]
+__all__ = ["PER_REQUEST_METRICS", "MeasuredRequest", "RequestFailure"]
 
 
 class RequestFailure(Exception):
@@ -26,7 +26,7 @@ class RequestFailure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class MeasuredRequest:
     """What was seen of one request; points in time are seconds of one monotonic clock.
 
     Attributes:
@@ -106,7 +106,7 @@ class RequestRecord:
         return self.end_to_end / self.audio_s if self.audio_s else None
 
 
-PER_REQUEST_METRICS: dict[str, Callable[[RequestRecord], float | None]] = {
+PER_REQUEST_METRICS: dict[str, Callable[[MeasuredRequest], float | None]] = {
     "first_token": lambda record: record.first_token,
     "between_tokens": lambda record: record.between_tokens if record.text_times else None,
     "per_token": lambda record: record.per_token if record.num_tokens != 1 else 0.0,

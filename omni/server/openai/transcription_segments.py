@@ -11,13 +11,13 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from engine import WindowStart
 
-__all__ = ["TIMESTAMP", "Segment", "segments_of"]
+__all__ = ["TIMESTAMP", "TranscriptionSegment", "segments_of"]
 
 TIMESTAMP = re.compile(r"<\|(\d+\.\d\d)\|>")
 """How speech models write the time of what they write."""
 
 
-class Segment(Struct, kw_only=True):
+class TranscriptionSegment(Struct, kw_only=True):
     """What is said from one time to another, in seconds of the recording.
 
     ``seek`` is where the window begins that it was heard in, in hundredths of a second.
@@ -36,7 +36,7 @@ def segments_of(
     windows: Sequence[WindowStart],
     duration_s: float | None,
     tokenizer: Any,
-) -> list[Segment]:
+) -> list[TranscriptionSegment]:
     """Cut a transcription at its timestamps; text that no timestamp ends goes to its window's end.
 
     Args:
@@ -46,13 +46,13 @@ def segments_of(
         tokenizer: the model's.
     """
     starts = [(each.first_token, each.begin_s) for each in windows] or [(0, 0.0)]
-    found: list[Segment] = []
+    found: list[TranscriptionSegment] = []
     ends = [*starts[1:], (len(token_ids), duration_s)]
     for (first, begin), (last, end) in zip(starts, ends, strict=True):
         for start, stop, ids in _between(token_ids[first:last], begin, end, tokenizer):
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
             found.append(
-                Segment(
+                TranscriptionSegment(
                     id=len(found), seek=round(begin * 100), start=start, end=stop, text=text,
                     tokens=ids,
                 )

@@ -12,7 +12,7 @@ from itertools import count
 
 from omni.server.serving.api_error import ApiError
 
-__all__ = ["Admission", "Place"]
+__all__ = ["QueuePlace", "TurnQueue"]
 
 _LONGEST_RETRY_S = 60
 _SMOOTHING = 0.2
@@ -27,7 +27,7 @@ class _Group:
 
 
 @dataclass(order=True, slots=True)
-class Place:
+class QueuePlace:
     """One request's place: first in the queue, then among those that run.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
         await self.granted
 
 
-class Admission:
+class TurnQueue:
     """Lets so many requests run at once, and so many more wait, by priority and then by arrival.
 
     For one event loop.
@@ -66,7 +66,7 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.max_running = max_running
         self._max_waiting = max_waiting
-        self._waiting: list[Place] = []
+        self._waiting: list[QueuePlace] = []
         self._num_waiting = 0
         self._num_running = 0
         self._numbers = count()
@@ -82,7 +82,7 @@ class Admission:
         """Requests that wait."""
         return self._num_waiting
 
-    def take(self, priorities: list[int]) -> list[Place]:
+    def take(self, priorities: list[int]) -> list[QueuePlace]:
         """Take a place for each of some requests that belong together: for all, or for none.
 
         Raises:
@@ -91,7 +91,8 @@ class Admission:
         self.check_room(len(priorities))
         loop, group = asyncio.get_running_loop(), _Group(len(priorities))
         places = [
-            Place(each, next(self._numbers), loop.create_future(), group) for each in priorities
+            QueuePlace(each, next(self._numbers), loop.create_future(), group)
+            for each in priorities
         ]
         for place in places:
             heapq.heappush(self._waiting, place)
@@ -109,7 +110,7 @@ class Admission:
         if num_requests > free and self._num_waiting >= self._max_waiting:
             raise self._full()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: QueuePlace) -> None:
         """Give a place up, wherever the request is. May be called again."""
         if place.is_over:
             return
@@ -135,7 +136,7 @@ class Admission:
             place.began = time.monotonic()
             place.granted.set_result(None)
 
-    def _no_longer_waits(self, place: Place) -> None:
+    def _no_longer_waits(self, place: QueuePlace) -> None:
         place.group.num_waiting -= 1
         self._num_waiting -= not place.group.num_waiting
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.interface.forks import renew_in_forks
 
-__all__ = ["WorkerProcess", "WorkerProcesses"]
+__all__ = ["JobProcess", "JobProcesses"]
 
 # Kept for the next job; more are started while more are asked for at once.
 _MOST_IDLE = 2
@@ -23,7 +23,7 @@ _MOST_IDLE = 2
 _WALL_FACTOR, _WALL_SECONDS = 20, 60.0
 
 
-class WorkerProcess:
+class JobProcess:
     """One process; one job at a time.
 
     Args:
@@ -92,11 +92,11 @@ class WorkerProcess:
         self._process.returncode = 0
 
 
-class WorkerProcesses(ABC):
+class JobProcesses(ABC):
     """Starts processes as they are needed and keeps some. May be used from several threads."""
 
     def __init__(self) -> None:
-        self._idle: list[WorkerProcess] = []
+        self._idle: list[JobProcess] = []
         self._pid = os.getpid()
         self.renew_locks()
         renew_in_forks(self)
@@ -108,7 +108,7 @@ class WorkerProcesses(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def start(self) -> WorkerProcess:
+    def start(self) -> JobProcess:
         """A new process, ready for a job."""
 
     def ask(self, job: bytes, seconds: float) -> dict[str, Any] | int:
@@ -135,7 +135,7 @@ class WorkerProcesses(ABC):
             process.close()
 
     @contextmanager
-    def _borrowed(self) -> Iterator[WorkerProcess]:
+    def _borrowed(self) -> Iterator[JobProcess]:
         with self._lock:
             self._forget_of_others()
             self._idle[:] = [each for each in self._idle if each.is_running]
@@ -163,7 +163,7 @@ class WorkerProcesses(ABC):
             self._idle.clear()
 
 
-def _end(idle: list[WorkerProcess], pid: int) -> None:
+def _end(idle: list[JobProcess], pid: int) -> None:
     if pid == os.getpid():
         for process in idle:
             process.close()
