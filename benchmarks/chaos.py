@@ -5,13 +5,14 @@
     python -m benchmarks.chaos --exact
 
 Several callers stream requests through a pipeline in processes, or in the actors of a Ray cluster,
-while its workers get SIGKILL, SIGSTOP and exceptions in the middle of their steps, spread evenly
-over the requests. Every output is compared with that of the same prompt undisturbed and inline.
-Token ids, texts, finish reasons and lengths have to be equal, and what was told piece by piece has
-to add up. Tensors and sound may differ by 1e-5, a third of a step of 16-bit samples: a run again
-meets others in its batches and its cache, and floating point sums come out differently in another
-order, by some 2e-7. With ``--exact`` each stage runs one request at a time, by one thread and
-without a cache: then nothing is summed in another order, and sound has to be equal to the last bit.
+while its workers get SIGKILL, SIGSTOP, exceptions in the middle of their steps, and exceptions that
+leave a stage of no use, spread evenly over the requests. Every output is compared with that of the
+same prompt undisturbed and inline. Token ids, texts, finish reasons and lengths have to be equal,
+and what was told piece by piece has to add up. Tensors and sound may differ by 1e-5, a third of a
+step of 16-bit samples: a run again meets others in its batches and its cache, and floating point
+sums come out differently in another order, by some 2e-7. With ``--exact`` each stage runs one
+request at a time, by one thread and without a cache: then nothing is summed in another order, and
+sound has to be equal to the last bit.
 
 Now and then, and in the end, every worker checks that it has lost nothing. Counted before and
 after: processes, threads, descriptors, and names in /dev/shm.
@@ -34,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.disturber import EXCEPTION, Disturber, Outcome, check
+from benchmarks.disturber import EXCEPTION, RUIN, Disturber, Outcome, check
 from benchmarks.faulty_stages import faulty
 from benchmarks.leftovers import Leftovers
 from benchmarks.undisturbed import Undisturbed
@@ -58,7 +59,7 @@ _ALONE: dict[str, dict[str, Any]] = {
 _CALLERS, _AT_ONCE = 4, 4
 _DIFFERENT = 160
 _ALLOWED = 1e-5
-_FAULTS = ("SIGKILL", "SIGKILL", EXCEPTION, EXCEPTION, "SIGSTOP")
+_FAULTS = ("SIGKILL", "SIGKILL", EXCEPTION, RUIN, "SIGSTOP")
 _KINDS = {kind.lower(): kind for kind in _FAULTS}
 
 

@@ -16,10 +16,10 @@ from benchmarks.faulty_stages import throw
 from omni import Omni
 from stages.remote.remote_stage import RemoteStage
 
-__all__ = ["EXCEPTION", "Disturber", "Outcome", "check"]
+__all__ = ["EXCEPTION", "RUIN", "Disturber", "Outcome", "check"]
 
-EXCEPTION = "exception"
-"""The fault that is no signal: a step raises."""
+EXCEPTION, RUIN = "exception", "ruin"
+"""No signals: a step raises; a step raises, and the stage is of no use from then on."""
 
 _CHECK_EVERY = 5
 
@@ -53,7 +53,7 @@ class Disturber:
 
     Args:
         omni: runs them.
-        faults: names of signals, or :data:`EXCEPTION`, in the order in which they come.
+        faults: names of signals, :data:`EXCEPTION` or :data:`RUIN`, in that order.
         num_requests: how many there are.
         seen: says how many have ended, and is told what is done.
         seed: of what happens to whom, and when.
@@ -122,8 +122,8 @@ class Disturber:
             # One that stands still before its first word is waited for half a minute.
             if pid is not None and (worker.is_up or fault != "SIGSTOP"):
                 with suppress(ProcessLookupError):  # it has just ended, or has not begun yet
-                    if fault == EXCEPTION:
-                        throw(pid)
+                    if fault in (EXCEPTION, RUIN):
+                        throw(pid, ruins=fault == RUIN)
                     else:
                         os.kill(pid, signal.Signals[fault])
                     self._seen.faults[fault] += 1

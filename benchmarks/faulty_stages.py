@@ -6,7 +6,7 @@ import ctypes
 import os
 import socket
 import threading
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import Stage, StageOutput
@@ -19,22 +19,27 @@ __all__ = ["faulty", "throw"]
 _raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
+_RAISE, _RUIN = b"raise", b"ruin"
+
+
 class InjectedError(Exception):
     """What no stage expects."""
 
 
-def throw(pid: int) -> None:
+def throw(pid: int, *, ruins: bool = False) -> None:
     """Make a step raise: the present one at whatever line it has come to, or the next one.
 
     Args:
         pid: of a process on this machine that has built a faulty stage.
+        ruins: whether it is the next one, after which the stage can neither let go of a request nor
+            be built anew.
 
     Raises:
         ProcessLookupError: there is no such process, or it has not come so far.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:
-            sock.sendto(b"raise", _address(pid))
+            sock.sendto(_RUIN if ruins else _RAISE, _address(pid))
         except ConnectionRefusedError as error:
             raise ProcessLookupError(f"no faulty stage listens in process {pid}") from error
 
@@ -53,22 +58,24 @@ class _Breaker:
     """
 
     def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._step = stage.step
         self._lock = threading.Lock()
         self._inside: int | None = None
-        self._is_due = False
+        self._is_due = self._is_ruined = False
         stage.step = self.step  # type: ignore[method-assign]
         threading.Thread(target=self._listen, name="faults", daemon=True).start()
 
     def _listen(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.bind(_address(os.getpid()))
-            while sock.recv(16):
-                self._told()
+            while what := sock.recv(16):
+                self._told(what)
 
-    def _told(self) -> None:
+    def _told(self, what: bytes) -> None:
         with self._lock:
-            if self._inside is None:
+            self._is_ruined |= what == _RUIN
+            if self._inside is None or self._is_ruined:
                 self._is_due = True
             else:
                 _raise_in(ctypes.c_ulong(self._inside), ctypes.py_object(InjectedError))
@@ -78,6 +85,8 @@ class _Breaker:
             is_due, self._is_due = self._is_due, False
             self._inside = None if is_due else threading.get_ident()
         if is_due:
+            if self._is_ruined:
+                self._ruin()
             raise InjectedError("before a step")
         try:
             return self._step()
@@ -85,6 +94,13 @@ class _Breaker:
             with self._lock:  # what comes too late comes to nothing
                 _raise_in(ctypes.c_ulong(threading.get_ident()), None)
                 self._inside = None
+
+    def _ruin(self) -> None:
+        def fail(*_: object) -> NoReturn:
+            raise InjectedError("it is ruined")
+
+        for method in ("step", "abort", "rebuild"):
+            setattr(self._stage, method, fail)
 
 
 @register_stage_kind

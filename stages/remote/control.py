@@ -17,6 +17,7 @@ __all__ = [
     "Beat",
     "Built",
     "Call",
+    "GaveUp",
     "Grown",
     "Idle",
     "News",
@@ -109,6 +110,17 @@ class NotBuilt:
 
 
 @dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The stage can be used no more; the worker ends, and tells nothing of what it had.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """Ask the stage something.
 
@@ -188,5 +200,5 @@ class Beat:
     stats: StageStats
 
 
-WorkerMessage: TypeAlias = Built | NotBuilt | Returned | News | Idle | Beat | Logged
+WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | News | Idle | Beat | Logged
 """All that a worker says."""

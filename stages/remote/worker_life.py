@@ -14,8 +14,9 @@ from typing import Any
 
 from engine.interface.described_error import described
 from stages.remote.connection import Connect, Connection, NoPlaceError, WorkerGone
-from stages.remote.control import Beat, Built, Call, Returned, StageFacts, WorkerSpec
+from stages.remote.control import Beat, Built, Call, GaveUp, Returned, StageFacts, WorkerSpec
 from stages.remote.pending_calls import PendingCalls, WorkerEndedError
+from stages.remote.worker_counts import WorkerCounts
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 from stages.worker.worker_state import WorkerState
@@ -84,8 +85,7 @@ class WorkerLife:
         self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: StageFacts | None = None
-        self._beat: Beat | None = None
-        self._counted = StageStats()
+        self._counts = WorkerCounts()
         self._state = WorkerState("starting")
 
     def tell_news(self, on_news: Callable[[], object]) -> None:
@@ -218,14 +218,9 @@ class WorkerLife:
         with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
             answer = self.call("stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
-            if life != self._life:  # what it had counted is in the sum by now
-                return self._counted
-            beat = self._beat
-            # A reading never goes back behind one that was told before.
-            if answer is not None and (beat is None or beat.stats.num_steps <= answer.num_steps):
-                self._beat = beat = Beat(answer)
-            counted = StageStats() if beat is None else beat.stats
-            return counted.following(self._counted)
+            if answer is not None and life == self._life:  # else it is in the sums by now
+                self._counts.hear_answer(answer)
+            return self._counts.total
 
     def note_success(self) -> None:
         """A request came to its end: the worker is a good one."""
@@ -283,7 +278,12 @@ class WorkerLife:
                 self._calls.resolve(message)
                 return
             case Beat():
-                self._beat = message
+                self._counts.hear(message.stats)
+                return
+            case GaveUp():
+                self._is_connected.wait()
+                if (connection := self._connection) is not None:
+                    connection.kill(f"was ended ({message.reason})")
                 return
             case Logged():
                 relay(message)
@@ -317,8 +317,6 @@ class WorkerLife:
             self._life += 1
             has_no_place |= self._connection is not None and self._connection.has_no_place
             self._is_up, self._connection = False, None
-            if self._beat is not None:
-                self._counted, self._beat = self._beat.stats.following(self._counted), None
             is_late = self._num_starts >= MOST_STARTS
             is_final = self.facts is None or (is_late and not has_no_place)
             is_waiting = is_late and not is_final
@@ -330,7 +328,7 @@ class WorkerLife:
                 reason,
                 time.time(),
             )
-            self._counted = self._counted.plus(num_restarts=num_restarts)
+            self._counts.end(num_restarts=num_restarts)
             if is_final or is_waiting:  # nobody waits for what may never be
                 self._is_settled.set()
             else:

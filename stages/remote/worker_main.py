@@ -15,6 +15,7 @@ from stages.remote.control import (
     Beat,
     Built,
     Call,
+    GaveUp,
     Grown,
     Idle,
     News,
@@ -167,6 +168,9 @@ class WorkerLoop:
         """Take what came; one unit of work; tell what is new, or sleep if nothing is."""
         had_commands = self._take_in(worker)
         worker.work()
+        if (reason := worker.mend()) is not None:
+            self._give_up(worker, reason)
+            return
         traces = worker.traces()
         events = worker.news()
         if events or traces:
@@ -184,6 +188,12 @@ class WorkerLoop:
             self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
         if time.monotonic() - self._counted_at > _BEAT_S:
             self._tell_counts(worker)
+
+    def _give_up(self, worker: StageWorker, reason: str) -> None:
+        """Let another worker do what this one cannot, the requests of this turn included."""
+        self._tell_counts(worker)
+        self._send(GaveUp(reason))
+        self.end()
 
     def _take_in(self, worker: StageWorker) -> bool:
         """Do what was commanded and asked so far; whether there was a command."""

@@ -32,17 +32,31 @@ class BrokenStage:
         self._stage = stage
         self._cause: str | None = None
         self._num_rebuilds = 0
-        self._hopeless: str | None = None
+        self._failure: str | None = None
+        self._is_hopeless = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why the stage could not be built anew when that was last tried; None if it could."""
+        return self._failure
 
     @property
     def is_broken(self) -> bool:
         """Whether the stage cannot be used as it is."""
         return self._cause is not None
 
-    def note(self, error: Exception) -> None:
-        """Take note that the stage cannot go on; its first error is the one that is told."""
+    def note(self, error: Exception, *, after: str | None = None) -> None:
+        """Take note that the stage cannot go on; its first error is the one that is told.
+
+        Args:
+            error: what it raised.
+            after: what it had raised before, from which this one came, if from any.
+        """
         _logger.error("stage %r cannot go on", self._stage.name, exc_info=error)
-        self._cause = self._cause or f"{type(error).__name__}: {error}"
+        if self._cause is None:
+            self._cause = f"{type(error).__name__}: {error}"
+            if after is not None:
+                self._cause += f" (after {after})"
         # The frames of a traceback that somebody keeps would keep the model's memory.
         cause: BaseException | None = error
         while cause is not None:
@@ -62,13 +76,13 @@ class BrokenStage:
         Raises:
             ValueError: it cannot be built, now or ever; says why.
         """
+        if self._is_hopeless:
+            raise self._refusal()
         name, cause = self._stage.name, self._cause
-        if self._hopeless is not None:
-            raise ValueError(self._hopeless)
         self._num_rebuilds += 1
         count = self._num_rebuilds
         if count > MOST_REBUILDS:
-            self._give_up(f"it broke {count} times in a row, the last time by {cause}")
+            raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
         _logger.warning(
             "stage %r is built anew, since it broke (%s): %d of at most %d times in a row",
             *(name, cause, count, MOST_REBUILDS),
@@ -76,16 +90,20 @@ class BrokenStage:
         try:
             self._stage.rebuild()
         except NotImplementedError as error:
-            self._give_up(f"it broke ({cause}) and cannot be built anew: {error}")
+            raise self._give_up(f"it broke by {cause} and cannot be built anew: {error}") from error
         except Exception as error:  # whatever building a model raises; memory may come free later
             _logger.error("stage %r could not be built anew", name, exc_info=error)
-            raise ValueError(
-                f"it broke ({cause}) and could not be built anew: {type(error).__name__}: {error}"
-            ) from error
-        self._cause = None
+            told = f"{type(error).__name__}: {error}"
+            self._failure = f"it broke by {cause} and could not be built anew: {told}"
+            raise ValueError(self._failure) from error
+        self._cause = self._failure = None
         return f"it broke while it had this request, and was built anew: ask again ({cause})"
 
-    def _give_up(self, why: str) -> None:
-        self._hopeless = f"it cannot be used any more: {why}; build the pipeline anew"
-        _logger.error("stage %r: %s", self._stage.name, self._hopeless)
-        raise ValueError(self._hopeless)
+    def _give_up(self, why: str) -> ValueError:
+        self._failure, self._is_hopeless = why, True
+        refusal = self._refusal()
+        _logger.error("stage %r: %s", self._stage.name, refusal)
+        return refusal
+
+    def _refusal(self) -> ValueError:
+        return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline anew")

@@ -36,6 +36,8 @@ class GuardedStage:
         self._broken = BrokenStage(stage)
         # What is to be told to requests that it lost when it was built anew.
         self._lost: dict[str, str] = {}
+        # What its last step raised, if it did and the stage was not broken by that alone.
+        self._raised: str | None = None
 
     def begin(self, stay: Stay) -> Prepare:
         """Begin to hand the stage a request, whose prompt is made.
@@ -87,7 +89,7 @@ class GuardedStage:
             return self._step()
 
     def _step(self) -> tuple[list[StageOutput], Mapping[str, str]]:
-        lost = self._lost
+        lost, self._raised = self._lost, None
         if self._broken.is_broken:
             self._rebuild()
         elif not lost:
@@ -99,7 +101,8 @@ class GuardedStage:
                     self._rebuild()
                 else:
                     _logger.exception("stage %r failed in a step", self.stage.name)
-                    message = f"its step failed: {type(error).__name__}: {error}"
+                    self._raised = f"{type(error).__name__}: {error}"
+                    message = f"its step failed: {self._raised}"
                     lost.update(dict.fromkeys(self.inside, message))
         self._lost = {}
         return [], lost
@@ -113,7 +116,18 @@ class GuardedStage:
                 self.stage.reset_prefix_cache()
                 self.stage.check_integrity()
             except Exception as error:  # whatever it is, the stage is built anew when next used
-                self._broken.note(error)
+                self._broken.note(error, after=self._raised)
+
+    def mend(self) -> str | None:
+        """Build the stage anew if it is broken, nobody is in it, and that has not been tried.
+
+        Returns:
+            Why it could not be; None if it can be used.
+        """
+        broken = self._broken
+        if broken.is_broken and broken.failure is None and not self.inside:
+            self._rebuild()
+        return broken.failure
 
     def leave(self, stay: Stay, *, has_failed: bool) -> None:
         """The stage is done with a request."""
@@ -143,7 +157,7 @@ class GuardedStage:
             self.stage.abort(stay.request_id)
         except Exception as error:  # the request is over either way; the stage may be as well
             if not self._broken.is_broken:
-                self._broken.note(error)
+                self._broken.note(error, after=self._raised)
 
     def _rebuild(self) -> str | None:
         """Build the broken stage anew, and see to the requests that it had.

@@ -150,6 +150,10 @@ class StageWorker(StageLink):
             self._deliver(stay)
         self._has_moved |= bool(self._news)
 
+    def mend(self) -> str | None:
+        """See :meth:`~stages.worker.guarded_stage.GuardedStage.mend`."""
+        return self._guarded.mend()
+
     def _enter(self, enter: Enter) -> None:
         cutters = {
             edge.consumer: ChunkCutter.at(

@@ -12,7 +12,7 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.programs
 
-RUN = ("--requests", "30", "--faults", "12", "--kinds", "sigkill", "sigstop", "exception")
+RUN = ("--requests", "30", "--faults", "12", "--kinds", "sigkill", "sigstop", "exception", "ruin")
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
@@ -26,7 +26,7 @@ def test_whatever_happens_to_workers_nobody_can_tell_and_nothing_is_left() -> No
         timeout=PATIENCE_S,
     )
     told = f"{done.stdout}\n{done.stderr[-4000:]}"
-    assert "faults: {'SIGKILL': 4, 'SIGSTOP': 4, 'exception': 4}\n" in done.stdout, told
+    assert "faults: {'SIGKILL': 3, 'SIGSTOP': 3, 'exception': 3, 'ruin': 3}\n" in done.stdout, told
     assert "outcomes: {'equal': 30}; " in done.stdout, told
     assert "lost: []\n" in done.stdout, told
     assert "left behind: nothing\n" in done.stdout, told

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni.pipelines.pipeline import Pipeline
-from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
-from omni.runtime.stage_links import streamed_edges
 from stages import Stage, StageRequest
 from stages.remote import worker_life, worker_main
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import Beat, WorkerSpec
-from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.remote.worker_life import WorkerLife
 from tests.support.examples import examples
-from tests.support.fake_stage import FakeStage
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
-from tests.support.thread_workers import ThreadWorkers
-
-Make = Callable[[], list[Any]]
+from tests.support.worker_rig import assert_told_once, chain, holds, rig, until
 
 
 @pytest.fixture(autouse=True)
@@ -37,77 +28,11 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_life, "MOST_STARTS", 100)
 
 
-class Rig:
-    """A pipeline whose workers build stages of their own, each time they are started."""
-
-    def __init__(self, make: Make, policy: WorkerPolicy) -> None:
-        shapes: list[Stage] = make()
-        plain = Pipeline(shapes)
-        edges = streamed_edges(plain)
-        self.transforms = plain.transforms
-        self.make = make
-        self.built: list[Any] = []
-        self.workers = ThreadWorkers(self._build)
-        starting = [
-            StartingStage(
-                shape,
-                [WorkerSpec(shape.name, "", "", None, edges[shape.name])],
-                self.workers.connect,
-                policy,
-            )
-            for shape in shapes
-        ]
-        self.stages: list[RemoteStage] = [each.wait() for each in starting]
-        self.orchestrator = Orchestrator(Pipeline(self.stages))
-
-    def _build(self, spec: WorkerSpec) -> tuple[Stage, Any]:
-        (stage,) = (each for each in self.make() if each.name == spec.name)
-        self.built.append(stage)
-        return stage, self.transforms.get(spec.name)
-
-    def let_raise(self, name: str) -> None:
-        """Have the next step of a stage's present worker raise what nobody expects."""
-        stage = [each for each in self.built if each.name == name][-1]
-
-        def step() -> Any:
-            del stage.step
-            raise ArithmeticError("boom")
-
-        stage.step = step
-
-    def add(self, prompts: Mapping[str, str]) -> None:
-        for request_id, prompt in prompts.items():
-            self.orchestrator.add_request(OmniRequest(prompt, request_id))
-
-
-@contextmanager
-def rig(make: Make, **policy: Any) -> Iterator[Rig]:
-    made = Rig(make, WorkerPolicy(**policy))
-    try:
-        yield made
-    finally:
-        for stage in made.stages:
-            stage.close()
-        made.workers.join()
-
-
-def assert_told_once(outputs: list[OmniOutput]) -> None:
-    """What the user was told piece by piece is what the request came to."""
-    last = outputs[-1]
-    for name, stage in last.stages.items():
-        pieces = [each.stages[name] for each in outputs if name in each.stages]
-        if stage.text is not None:
-            assert "".join(piece.delta for piece in pieces) == stage.text
-        if stage.audio is not None:
-            heard = [each.audio_delta.samples for each in pieces if each.audio_delta is not None]
-            assert torch.equal(torch.cat(heard), stage.audio.samples)
-
-
 faults = st.lists(
     st.tuples(
         st.integers(0, 60),
         st.sampled_from(["thinker", "talker", "code2wav"]),
-        st.sampled_from(["dies", "raises"]),
+        st.sampled_from(["dies", "raises", "spoils"]),
     ),
     max_size=6,
 )
@@ -135,6 +60,8 @@ def test_a_second_run_goes_on_where_the_first_one_ended(
             for when, victim, what in schedule:
                 if when == turn and what == "dies":
                     pipeline.workers.kill(victim)
+                elif when == turn and what == "spoils":
+                    pipeline.spoil(victim)
                 elif when == turn:
                     pipeline.let_raise(victim)
 
@@ -144,22 +71,6 @@ def test_a_second_run_goes_on_where_the_first_one_ended(
             assert of_request[-1].error is None
             assert told(of_request[-1]) == told(expected[request_id])
             assert_told_once(of_request)
-
-
-def chain(**options: Any) -> Make:
-    def make() -> list[Any]:
-        return [FakeStage("a", steps=3), FakeStage("b", ("a",), **{"steps": 4, **options})]
-
-    return make
-
-
-def until(pipeline: Rig, condition: Callable[[], bool]) -> list[OmniOutput]:
-    outputs: list[OmniOutput] = []
-    for _ in range(10_000):
-        if condition():
-            return outputs
-        outputs += pipeline.orchestrator.step()
-    raise AssertionError("it never came to be")
 
 
 def test_past_the_last_retry_the_requests_in_the_worker_fail_and_no_others() -> None:
@@ -175,12 +86,6 @@ def test_past_the_last_retry_the_requests_in_the_worker_fail_and_no_others() -> 
             "it was run 2 times"
         )
         assert last.stages["a"].text == "a(x)"
-
-
-def holds(pipeline: Rig, name: str, run: int) -> bool:
-    """Whether the n-th worker of a stage has a request."""
-    built = [stage for stage in pipeline.built if stage.name == name]
-    return len(built) == run and built[-1].has_unfinished_requests
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])

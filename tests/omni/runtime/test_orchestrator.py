@@ -284,15 +284,19 @@ def test_requests_in_other_stages_go_on_when_a_step_raises() -> None:
 
 
 @everywhere
-def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later() -> None:
+def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later_or_gets_another_worker(
+    anywhere: Anywhere,
+) -> None:
+    """Here each worker gets the same stage, which is as broken as before."""
     stages = [FakeStage("a", steps=1), FakeStage("b", ("a",), explode=["bad"], stuck=True)]
     orchestrator = Orchestrator(Pipeline(stages))
     orchestrator.add_request(OmniRequest("p", "bad"))
     assert "boom" in str(drain(orchestrator)["bad"][-1].error)
     orchestrator.add_request(OmniRequest("p", "next"))
-    error = drain(orchestrator)["next"][-1].error
-    assert "stage 'b': it cannot be used any more" in str(error)
-    assert "stuck" in str(error)
+    error = str(drain(orchestrator)["next"][-1].error)
+    told = "it cannot be used any more" if anywhere.kind == "inline" else "its worker was ended"
+    assert f"stage 'b': {told}" in error
+    assert "stuck" in error
 
 
 @everywhere

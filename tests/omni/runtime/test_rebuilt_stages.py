@@ -361,7 +361,7 @@ def test_an_engine_that_came_from_outside_is_its_makers_to_build_anew(
     with Omni(Pipeline([AutoregressiveStage("writer", engine, sampling=GREEDY)])) as omni:
         engine._broken_by = "MemoryError: a step"
         (output,) = omni.generate(REQUESTS[0])
-        assert "stage 'writer': it cannot be used any more: it broke (EngineBrokenError" in str(
+        assert "stage 'writer': it cannot be used any more: it broke by EngineBrokenError" in str(
             output.error
         )
         assert "it was given its engine, which its maker must build anew" in str(output.error)

@@ -1,0 +1,134 @@
+"""A stage that a failure leaves of no use: its worker is started anew, as if it had died."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from stages.remote import worker_life
+from stages.worker.broken_stage import MOST_REBUILDS
+from tests.support.patience import wait_for
+from tests.support.speech_pipeline import drain
+from tests.support.worker_rig import Make, assert_told_once, chain, holds, rig, until
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+
+
+def held_up_at_first() -> Make:
+    """A chain; the first workers, made after the shapes, never end a request."""
+    number = itertools.count()
+
+    def make() -> list[Any]:
+        a, b = chain()()
+        b.endless = ("x", "y") if next(number) <= 2 else ()
+        return [a, b]
+
+    return make
+
+
+def test_a_stage_that_can_be_used_no_more_gets_another_worker() -> None:
+    with rig(held_up_at_first(), max_retries=1) as pipeline:
+        pipeline.add({"x": "x", "y": "y"})
+        before = until(pipeline, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        for request_id, rest in drain(pipeline.orchestrator).items():
+            of_request = [each for each in before if each.request_id == request_id] + rest
+            assert of_request[-1].error is None
+            assert of_request[-1].stages["b"].text == f"b(a({request_id}))"
+            assert_told_once(of_request)
+        assert pipeline.workers.started == ["a", "b", "b"]
+        (state,) = pipeline.stages[1].worker_states()
+        assert (state.state, state.num_restarts) == ("up", 1)
+        assert state.last_end == (
+            "was ended (it broke by KeyError: 'gone' (after ArithmeticError: boom) and cannot be "
+            "built anew: a FakeStage has no method rebuild)"
+        )
+        assert pipeline.stages[1].stats().num_restarts == 1
+
+
+def test_without_retries_only_the_requests_in_it_fail_and_say_why() -> None:
+    with rig(held_up_at_first(), max_retries=0) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert str(last.error).startswith("stage 'b': its worker was ended (it broke by KeyError")
+        assert "after ArithmeticError: boom" in str(last.error)
+        pipeline.add({"y": "y"})
+        assert drain(pipeline.orchestrator)["y"][-1].error is None
+
+
+def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next_one() -> None:
+    with rig(held_up_at_first(), max_retries=0) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline, lambda: holds(pipeline, "b", 1))
+        (first,) = (each for each in pipeline.built if each.name == "b")
+
+        def reset() -> None:
+            raise KeyError("gone")
+
+        first.reset_prefix_cache = reset  # as is done after a step that failed
+        pipeline.let_raise("b")
+        drain(pipeline.orchestrator)
+        wait_for(lambda: pipeline.workers.started == ["a", "b", "b"])
+        pipeline.add({"y": "y"})
+        assert drain(pipeline.orchestrator)["y"][-1].error is None
+
+
+def test_a_stage_that_cannot_be_built_anew_at_present_gets_another_worker_at_once() -> None:
+    """Inline it would be tried again when the next request comes: there is nothing better."""
+    tries = 0
+    shapes = held_up_at_first()
+
+    def make() -> list[Any]:
+        a, b = shapes()
+
+        def rebuild() -> None:
+            nonlocal tries
+            tries += 1
+            raise MemoryError("no room")
+
+        b.rebuild = rebuild
+        return [a, b]
+
+    with rig(make, max_retries=1) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert last.error is None and last.stages["b"].text == "b(a(x))"
+        assert tries == 1
+        (state,) = pipeline.stages[1].worker_states()
+        assert "could not be built anew: MemoryError: no room" in str(state.last_end)
+
+
+def test_a_stage_that_breaks_whenever_it_was_built_anew_gets_another_worker() -> None:
+    builds = 0
+    shapes = held_up_at_first()
+
+    def make() -> list[Any]:
+        a, b = shapes()
+
+        def rebuild() -> None:
+            nonlocal builds
+            builds += 1
+            b.held.clear()
+            pipeline.spoil("b")
+
+        b.rebuild = rebuild
+        return [a, b]
+
+    with rig(make, max_retries=9) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert last.error is None and last.stages["b"].text == "b(a(x))"
+        assert builds == MOST_REBUILDS
+        (state,) = pipeline.stages[1].worker_states()
+        assert "it broke 4 times in a row" in str(state.last_end)

@@ -1,0 +1,121 @@
+"""Pipelines whose workers run in threads and build stages of their own, to be killed and spoilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from omni.pipelines.pipeline import Pipeline
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.stage_links import streamed_edges
+from stages import Stage
+from stages.remote.control import WorkerSpec
+from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from tests.support.fake_stage import FakeStage
+from tests.support.thread_workers import ThreadWorkers
+
+__all__ = ["Make", "Rig", "assert_told_once", "chain", "holds", "rig", "until"]
+
+Make = Callable[[], list[Any]]
+
+
+class Rig:
+    """A pipeline whose workers build stages of their own, each time they are started."""
+
+    def __init__(self, make: Make, policy: WorkerPolicy) -> None:
+        shapes: list[Stage] = make()
+        plain = Pipeline(shapes)
+        edges = streamed_edges(plain)
+        self.transforms = plain.transforms
+        self.make = make
+        self.built: list[Any] = []
+        self.workers = ThreadWorkers(self._build)
+        starting = [
+            StartingStage(
+                shape,
+                [WorkerSpec(shape.name, "", "", None, edges[shape.name])],
+                self.workers.connect,
+                policy,
+            )
+            for shape in shapes
+        ]
+        self.stages: list[RemoteStage] = [each.wait() for each in starting]
+        self.orchestrator = Orchestrator(Pipeline(self.stages))
+
+    def _build(self, spec: WorkerSpec) -> tuple[Stage, Any]:
+        (stage,) = (each for each in self.make() if each.name == spec.name)
+        self.built.append(stage)
+        return stage, self.transforms.get(spec.name)
+
+    def let_raise(self, name: str) -> None:
+        """Have the next step of a stage's present worker raise what nobody expects."""
+        stage = [each for each in self.built if each.name == name][-1]
+
+        def step() -> Any:
+            del stage.step
+            raise ArithmeticError("boom")
+
+        stage.step = step
+
+    def spoil(self, name: str) -> None:
+        """Have it raise so, and let go of no request from then on: it can be used no more."""
+        self.let_raise(name)
+        stage = [each for each in self.built if each.name == name][-1]
+
+        def abort(request_id: str) -> None:
+            raise KeyError("gone")
+
+        stage.abort = abort
+
+    def add(self, prompts: Mapping[str, str]) -> None:
+        for request_id, prompt in prompts.items():
+            self.orchestrator.add_request(OmniRequest(prompt, request_id))
+
+
+@contextmanager
+def rig(make: Make, **policy: Any) -> Iterator[Rig]:
+    made = Rig(make, WorkerPolicy(**policy))
+    try:
+        yield made
+    finally:
+        for stage in made.stages:
+            stage.close()
+        made.workers.join()
+
+
+def assert_told_once(outputs: list[OmniOutput]) -> None:
+    """What the user was told piece by piece is what the request came to."""
+    last = outputs[-1]
+    for name, stage in last.stages.items():
+        pieces = [each.stages[name] for each in outputs if name in each.stages]
+        if stage.text is not None:
+            assert "".join(piece.delta for piece in pieces) == stage.text
+        if stage.audio is not None:
+            heard = [each.audio_delta.samples for each in pieces if each.audio_delta is not None]
+            assert torch.equal(torch.cat(heard), stage.audio.samples)
+
+
+def chain(**options: Any) -> Make:
+    def make() -> list[Any]:
+        return [FakeStage("a", steps=3), FakeStage("b", ("a",), **{"steps": 4, **options})]
+
+    return make
+
+
+def until(pipeline: Rig, condition: Callable[[], bool]) -> list[OmniOutput]:
+    outputs: list[OmniOutput] = []
+    for _ in range(10_000):
+        if condition():
+            return outputs
+        outputs += pipeline.orchestrator.step()
+    raise AssertionError("it never came to be")
+
+
+def holds(pipeline: Rig, name: str, run: int) -> bool:
+    """Whether the n-th worker of a stage has a request."""
+    built = [stage for stage in pipeline.built if stage.name == name]
+    return len(built) == run and built[-1].has_unfinished_requests
