@@ -10,14 +10,18 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line."""
-    from omni.runtime.uncollected import uncollected
+    from omni.runtime.uncollected import leave_to_the_end, uncollected
 
     try:
         with uncollected():
             from omni.commands.cli import app
     except KeyboardInterrupt:  # before a command listens
         sys.exit(130)
-    app(prog_name="omni")
+    try:
+        app(prog_name="omni")
+    finally:
+        if "torch" not in sys.modules:  # with it there may be what wants to be taken apart in order
+            leave_to_the_end()
 
 
 def _leave_working_directory() -> None:
