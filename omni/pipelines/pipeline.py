@@ -67,6 +67,7 @@ class Pipeline:
         self.check_speaker(speaker)
         self.ownership = Ownership("this pipeline")
         self._after_stages: list[Callable[[], object]] = []
+        self._checked_sampling: dict[str, SamplingParams] = {}
         self._claim_stages()
 
     @classmethod
@@ -145,11 +146,15 @@ class Pipeline:
         merged = {name: self._merge(name, override) for name, override in overrides.items()}
         for name, stage in self.stages.items():
             params = merged.get(name, stage.sampling)
-            if params is not None:
-                try:
-                    stage.check_sampling(params)
-                except ValueError as error:
-                    raise ValueError(f"sampling for stage {name!r}: {error}") from error
+            # A stage's own are the same for every request that brings none.
+            if params is None or params is self._checked_sampling.get(name):
+                continue
+            try:
+                stage.check_sampling(params)
+            except ValueError as error:
+                raise ValueError(f"sampling for stage {name!r}: {error}") from error
+            if params is stage.sampling:
+                self._checked_sampling[name] = params
         return merged
 
     def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:

@@ -6,34 +6,31 @@ import asyncio
 import hashlib
 import re
 from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.served_pipeline import ServedPipeline
 
-__all__ = ["router"]
-
-router = APIRouter()
+__all__ = ["ROUTES"]
 
 
-@router.get("/")
-async def page() -> Response:
+async def _show(_: Request) -> Response:
     """The page: one file that fetches nothing from elsewhere."""
     content, policy = _page()
     headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
     return Response(content, media_type="text/html; charset=utf-8", headers=headers)
 
 
-@router.get("/v1/pipelines")
-async def figures(request: Request) -> Response:
+async def _tell_figures(request: Request) -> Response:
     """Every pipeline with its stages, and what they have done so far."""
     server: PipelineServer = request.app.state.server
     told = await asyncio.to_thread(
@@ -76,3 +73,7 @@ def _figures(pipeline: ServedPipeline) -> dict[str, Any]:
             for name, stage in pipeline.config.stages.items()
         ],
     }
+
+
+ROUTES: Sequence[BaseRoute] = (Route("/", _show), Route("/v1/pipelines", _tell_figures))
+"""Where they are."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.served_pipeline import ServedPipeline
 
-__all__ = ["PipelineRequest", "router"]
-
-router = APIRouter(prefix="/v1/pipelines")
+__all__ = ["ROUTES", "PipelineRequest"]
 
 
 class PipelineRequest(RequestLine):
@@ -42,20 +40,18 @@ class PipelineRequest(RequestLine):
     stream: bool = False
 
 
-@router.get("/{name}/requests")
-async def recent(request: Request, name: str) -> Response:
+async def _tell_recent(request: Request) -> Response:
     """Tell where the last requests of a pipeline spent their time: those of the same API key."""
     server: PipelineServer = request.app.state.server
     client: Client = request.state.client
-    records = server.meters.recent.of(server.find(name).name, client.tenant)
+    records = server.meters.recent.of(server.find(request.path_params["name"]).name, client.tenant)
     return JSONResponse({"object": "list", "data": [each.told() for each in records]})
 
 
-@router.post("/{name}")
-async def run(request: Request, name: str) -> Response:
+async def _run(request: Request) -> Response:
     """Run a request of any kind on a pipeline."""
     server: PipelineServer = request.app.state.server
-    pipeline = server.find(name)
+    pipeline = server.find(request.path_params["name"])
     line = await read_json(request, PipelineRequest)
     omni = pipeline.omni
     pipeline.check_room(request.state.client)
@@ -165,3 +161,10 @@ def _file(name: str, rows: Tensor) -> str:
 
 def _wav(sound: Waveform) -> str:
     return b64encode(sound.encoded("wav")).decode()
+
+
+ROUTES: Sequence[BaseRoute] = (
+    Route("/v1/pipelines/{name}/requests", _tell_recent),
+    Route("/v1/pipelines/{name}", _run, methods=["POST"]),
+)
+"""Where it is."""

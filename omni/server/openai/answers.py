@@ -72,12 +72,13 @@ class ChatLogprobs(Struct, kw_only=True):
 class ChatAudio(Struct, kw_only=True):
     """How an answer sounds, or what is new of it.
 
-    ``data`` is base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is ours: it is
-    the checkpoint's, and not always 24,000. Nothing is kept, so it has expired when it is told.
+    ``data`` is written as base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is
+    ours: it is the checkpoint's, and not always 24,000. Nothing is kept, so it has expired when it
+    is told.
     """
 
     id: str
-    data: str | UnsetType = UNSET
+    data: bytes | UnsetType = UNSET
     transcript: str | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
     sampling_rate: int | UnsetType = UNSET

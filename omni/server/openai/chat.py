@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -191,7 +190,7 @@ class Chat:
     def _piece(self, sounds: Sequence[Waveform]) -> ChatAudio:
         return ChatAudio(
             id=self._audio_id,
-            data=b64encode(pcm16(sounds)).decode(),
+            data=pcm16(sounds),
             sampling_rate=sounds[0].sampling_rate,
         )
 
@@ -200,7 +199,7 @@ class Chat:
         content = await encoded(sound, self._body.audio.format)
         return ChatAudio(
             id=self._audio_id,
-            data=b64encode(content).decode(),
+            data=content,
             transcript=transcript,
             expires_at=self._created,
             sampling_rate=sound.sampling_rate if sound is not None else 0,

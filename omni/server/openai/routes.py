@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from engine import AudioTask
@@ -24,28 +26,23 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import read_json
 from omni.server.serving.served_pipeline import ServedPipeline
 
-__all__ = ["router"]
-
-router = APIRouter(prefix="/v1")
+__all__ = ["ROUTES"]
 
 _POLICY_VIOLATION = 1008
 
 
-@router.get("/models")
-async def list_models(request: Request) -> Response:
+async def _list_models(request: Request) -> Response:
     """Tell all pipelines, those included that are still loading."""
     pipelines = _server(request).pipelines.values()
     return JSONResponse({"object": "list", "data": [_model(each) for each in pipelines]})
 
 
-@router.get("/models/{name}")
-async def retrieve_model(request: Request, name: str) -> Response:
+async def _retrieve_model(request: Request) -> Response:
     """Tell one pipeline."""
-    return JSONResponse(_model(_server(request).find(name)))
+    return JSONResponse(_model(_server(request).find(request.path_params["name"])))
 
 
-@router.post("/chat/completions")
-async def chat(request: Request) -> Response:
+async def _chat(request: Request) -> Response:
     """Answer a chat."""
     body = await read_json(request, ChatRequest)
     server = _server(request)
@@ -59,8 +56,7 @@ async def chat(request: Request) -> Response:
     return LiveResponse(answer.whole(), timeout_s)
 
 
-@router.post("/completions")
-async def completions(request: Request) -> Response:
+async def _completions(request: Request) -> Response:
     """Complete prompts."""
     body = await read_json(request, CompletionRequest)
     server = _server(request)
@@ -71,8 +67,7 @@ async def completions(request: Request) -> Response:
     return LiveResponse(answer.whole(), limits.request_timeout_s)
 
 
-@router.post("/embeddings")
-async def embeddings(request: Request) -> Response:
+async def _embeddings(request: Request) -> Response:
     """Make embeddings."""
     body = await read_json(request, EmbeddingsRequest)
     server = _server(request)
@@ -81,8 +76,7 @@ async def embeddings(request: Request) -> Response:
     return LiveResponse(answer.whole(), limits.request_timeout_s)
 
 
-@router.post("/audio/speech")
-async def speech(request: Request) -> Response:
+async def _speech(request: Request) -> Response:
     """Speak."""
     body = await read_json(request, SpeechRequest)
     server = _server(request)
@@ -93,25 +87,23 @@ async def speech(request: Request) -> Response:
     return LiveResponse(answer.whole(), timeout_s)
 
 
-@router.post("/audio/transcriptions")
-async def transcriptions(request: Request) -> Response:
+async def _transcriptions(request: Request) -> Response:
     """Write what is said."""
     return await _transcription(request, "transcribe")
 
 
-@router.post("/audio/translations")
-async def translations(request: Request) -> Response:
+async def _translations(request: Request) -> Response:
     """Write in English what is said."""
     return await _transcription(request, "translate")
 
 
-@router.websocket("/realtime")
-async def realtime(websocket: WebSocket, model: str = "") -> None:
+async def _realtime(websocket: WebSocket) -> None:
     """Talk."""
     offered = websocket.scope.get("subprotocols", ())
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
     try:
         server: PipelineServer = websocket.app.state.server
+        model = websocket.query_params.get("model", "")
         client: Client = websocket.state.client
         session = RealtimeSession(websocket, server, server.find(model), client)
     except ApiError as error:
@@ -145,3 +137,17 @@ def _model(pipeline: ServedPipeline) -> dict[str, object]:
         "created": pipeline.created,
         "owned_by": "omni",
     }
+
+
+ROUTES: Sequence[BaseRoute] = (
+    Route("/v1/chat/completions", _chat, methods=["POST"]),
+    Route("/v1/completions", _completions, methods=["POST"]),
+    Route("/v1/embeddings", _embeddings, methods=["POST"]),
+    Route("/v1/audio/speech", _speech, methods=["POST"]),
+    Route("/v1/audio/transcriptions", _transcriptions, methods=["POST"]),
+    Route("/v1/audio/translations", _translations, methods=["POST"]),
+    WebSocketRoute("/v1/realtime", _realtime),
+    Route("/v1/models", _list_models),
+    Route("/v1/models/{name}", _retrieve_model),
+)
+"""Where they are."""

@@ -43,8 +43,10 @@ class Update:
     def has_finished(self, *stages: str | None) -> bool:
         """Whether each of these stages is done with the request; None stands for no stage."""
         made = self.output.stages
-        wanted = [name for name in stages if name is not None]
-        return all(name in made and made[name].finished for name in wanted)
+        for name in stages:
+            if name is not None and (name not in made or not made[name].finished):
+                return False
+        return True
 
 
 @dataclass(slots=True)

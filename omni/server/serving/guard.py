@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.live_response import DIRECT_SEND
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -97,6 +98,7 @@ class Guard:
             await _refuse(error, scope, receive, answer.send)
         else:
             scope.setdefault("state", {})["client"] = client
+            scope[DIRECT_SEND] = send
             if scope["type"] == "http":
                 receive = _Bounded(receive, self._max_body_bytes).receive
             await self._app(scope, receive, answer.send)

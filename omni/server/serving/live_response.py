@@ -16,9 +16,13 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["EventStream", "LiveResponse", "LiveStream", "while_connected"]
+__all__ = ["DIRECT_SEND", "EventStream", "LiveResponse", "LiveStream", "while_connected"]
 
 _logger = package_logger(__name__)
+
+DIRECT_SEND = "omni.direct_send"
+"""Key of a scope, under which the door leaves the ``send`` that it got. Between it and an answer
+stand four more, that look at how an answer begins, and pass each of its pieces on."""
 
 
 class LiveResponse(Response):
@@ -62,7 +66,8 @@ class LiveStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send pieces as they come."""
         try:
-            await while_connected(self._send(send), receive, self._timeout_s)
+            direct: Send = scope.get(DIRECT_SEND, send)
+            await while_connected(self._send(send, direct), receive, self._timeout_s)
         except ApiError as error:
             if not self._has_begun:
                 raise
@@ -75,7 +80,7 @@ class LiveStream(Response):
                 send, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake")
             )
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, direct: Send) -> None:
         async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 if not self._has_begun:
@@ -87,7 +92,7 @@ class LiveStream(Response):
                             "headers": self.raw_headers,
                         }
                     )
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await direct({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, send: Send, error: ApiError) -> None:

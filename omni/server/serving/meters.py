@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from engine.interface.deferred import num_items
 from omni.server.serving.recent_requests import RecentRequests, RequestRecord
 from omni.server.serving.stage_meters import Metered, StageMeters
+from omni.server.serving.token_gaps import Gaps, TokenGaps
 
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
@@ -24,7 +25,6 @@ __all__ = ["Meters", "RequestMeter"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
-_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class Meters:
@@ -51,13 +51,8 @@ class Meters:
         self.queue = self._seconds("queue", "Waiting for a turn.")
         self.first_token = self._seconds("time_to_first_token", "Until the first text or token.")
         self.first_audio = self._seconds("time_to_first_audio", "Until the first sound.")
-        self.between_tokens = Histogram(
-            "omni_time_between_tokens_seconds",
-            "From one token to the next, of stages whose text or tensors the user gets.",
-            ["model", "stage"],
-            buckets=_BETWEEN,
-            registry=self._registry,
-        )
+        self.between_tokens = TokenGaps()
+        self._registry.register(self.between_tokens)
         self.total = self._seconds("request_duration", "From arrival to the end, of whole answers.")
         self.real_time = Histogram(
             "omni_real_time_factor",
@@ -139,8 +134,8 @@ class RequestMeter:
             return
         times = self._tokens.get(stage.stage)
         if times is None:
-            between = self._meters.between_tokens.labels(self._model, stage.stage)
-            times = self._tokens[stage.stage] = _TokenTimes(between)
+            gaps = self._meters.between_tokens.of(self._model, stage.stage)
+            times = self._tokens[stage.stage] = _TokenTimes(gaps)
         if count <= times.count:
             return
         now = time.monotonic()
@@ -156,19 +151,15 @@ class RequestMeter:
 
 @dataclass(slots=True)
 class _TokenTimes:
-    """When the tokens of one stage came.
+    """When the tokens of one stage came."""
 
-    ``between`` is looked up once: to find it by its labels takes longer than to tell it something.
-    """
-
-    between: Histogram
+    gaps: Gaps
     count: int = 0
     last: float = 0.0
 
     def note(self, count: int, now: float) -> None:
         """There are so many now."""
         if self.count:
-            each = (now - self.last) / (count - self.count)
-            for _ in range(count - self.count):
-                self.between.observe(each)
+            number = count - self.count
+            self.gaps.add((now - self.last) / number, number)
         self.count, self.last = count, now

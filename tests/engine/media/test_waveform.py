@@ -35,6 +35,16 @@ def test_what_is_too_loud_is_clipped_not_wrapped(tmp_path: Path) -> None:
     assert found == [32_767] * 3 + [-32_767] * 2 + [0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_samples_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    chance = torch.Generator().manual_seed(0)
+    halves = torch.tensor([0.5, 1.5, -2.5, 3e4 * 32_767], dtype=torch.float64)
+    samples = torch.cat([torch.randn(5_000, generator=chance).double(), halves / 32_767]).to(dtype)
+    scaled = samples.float().clamp(-1.0, 1.0) * 32_767
+    found = np.frombuffer(Waveform(samples, 24_000).encoded("pcm16"), "<i2")
+    assert np.array_equal(found, scaled.round().to(torch.int16).numpy())
+
+
 def test_silence_without_length_is_a_file_too(tmp_path: Path) -> None:
     Waveform(torch.zeros(0), 24_000).save(tmp_path / "a.wav")
     with wave.open(str(tmp_path / "a.wav"), "rb") as file:
@@ -43,7 +53,12 @@ def test_silence_without_length_is_a_file_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "samples",
-    [torch.tensor([0.0, torch.nan]), torch.zeros(2, 3), torch.zeros(3, dtype=torch.int16)],
+    [
+        torch.tensor([0.0, torch.nan]),
+        torch.tensor([torch.inf]),
+        torch.zeros(2, 3),
+        torch.zeros(3, dtype=torch.int16),
+    ],
 )
 def test_what_is_no_waveform_is_refused_and_leaves_no_file(
     tmp_path: Path, samples: torch.Tensor

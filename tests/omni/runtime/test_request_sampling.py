@@ -41,10 +41,26 @@ def test_a_later_stages_sampling_is_refused_before_the_first_has_run(
 def test_a_stages_own_sampling_is_checked_as_a_requests(seeded: Callable[[str], str]) -> None:
     pipeline = build_pipeline(seeded("qwen2_5_omni"), talker_stop=("end",))
     with Omni(pipeline) as omni:
-        (output,) = omni.generate(ASKED.request("r"))
-        assert output.error is not None and "sampling for stage 'talker'" in output.error
+        for _ in range(2):  # what was found wrong once is not taken for checked
+            (output,) = omni.generate(ASKED.request("r"))
+            assert output.error is not None and "sampling for stage 'talker'" in output.error
         (better,) = omni.generate(
             OmniRequest(ASKED.request("r").prompt, sampling={"talker": {"stop": []}})
         )
         assert better.error is None
     assert omni.stats()["thinker"].prompt_tokens == better.stages["thinker"].num_prompt_tokens
+
+
+def test_a_stages_own_sampling_is_checked_once_and_a_requests_each_time(
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = build_pipeline(seeded("qwen2_5_omni"))
+    checked: list[SamplingParams] = []
+    monkeypatch.setattr(pipeline.stages["thinker"], "check_sampling", checked.append)
+    for _ in range(3):
+        assert pipeline.merge_sampling({}) == {}
+        pipeline.merge_sampling({"thinker": {"seed": 7}})
+    own = pipeline.stages["thinker"].sampling
+    assert own is not None and checked[0] is own
+    assert [params.seed for params in checked] == [own.seed, 7, 7, 7]
+    pipeline.close()
