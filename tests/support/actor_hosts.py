@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stages.cluster import reservation
+from stages.cluster import actor_worker, reservation
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.parcels import Hello
 from stages.remote.control import WorkerSpec
 
 __all__ = ["Hosts"]
-
-_NUM_HOSTS = 3
-"""The stages of the pipelines that are tried here, so that they step side by side."""
 
 _GROUPS = {"take": 1, "say": 40}
 
@@ -40,7 +38,8 @@ class _Guest(ActorWorker):
 class _Host:
     """The actor: calls of :class:`ActorWorker`, with whose they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, inline_bytes: int) -> None:
+        vars(actor_worker)["INLINE_BYTES"] = inline_bytes  # the process is the tests' own
         self._guests: dict[str, Any] = {}  # of _Guest, whose methods Ray's types do not call
 
     @ray.method(concurrency_group="take")
@@ -63,13 +62,24 @@ class _Host:
 
 
 class Hosts:
-    """In the place of the class of actors: what would be an actor becomes a guest of one."""
+    """In the place of the class of actors: what would be an actor becomes a guest of one.
 
-    def __init__(self) -> None:
+    Args:
+        nodes: ids of those that have a host each, so that what is handed on goes from node to node.
+        inline_bytes: what has more is an object of its own; the rows of tests are few.
+    """
+
+    def __init__(self, nodes: Sequence[str], inline_bytes: int) -> None:
         remote: Any = ray.remote
         kind = remote(num_cpus=0, concurrency_groups=_GROUPS)(_Host)
         environment = {"env_vars": reservation._environment(1)}
-        self._hosts = [kind.options(runtime_env=environment).remote() for _ in range(_NUM_HOSTS)]
+        self._hosts = [
+            kind.options(
+                runtime_env=environment,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            ).remote(inline_bytes)
+            for node in nodes
+        ]
         self._next = itertools.cycle(self._hosts)
 
     def options(self, **options: Any) -> Hosts:

@@ -99,7 +99,7 @@ def register_files() -> None:
 def _folder() -> Path:
     """Where the files of this process's cluster and job are."""
     context = ray.get_runtime_context()
-    name = f"omni-files-{context.get_node_id()[:16]}-{context.get_job_id()}"
+    name = f"omni-files-{context.gcs_address.replace(':', '-')}-{context.get_job_id()}"
     folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(exist_ok=True)
     return folder

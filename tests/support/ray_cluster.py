@@ -1,4 +1,4 @@
-"""The one Ray cluster of a run of the tests."""
+"""The one Ray cluster of a run of the tests: three nodes, all on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import ray
 from filelock import FileLock
 
 from stages.cluster.membership import join
-from tests.support import ray_head
+from tests.support import ray_head, ray_nodes
 from tests.support.import_graph import ROOT
 from tests.support.patience import wait_for
 from tests.support.ray_relay import start_relay
@@ -53,9 +53,19 @@ class SessionCluster:
             self._membership = join(self.address)
 
     @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """The ids of its nodes, this process's own first."""
+        own = ray.get_runtime_context().get_node_id()
+        others = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {own}
+        return (own, *sorted(others))
+
+    @cached_property
     def relay(self) -> Any:
-        """An actor that hands on what it gets, for workers that are threads of this process."""
-        return start_relay()
+        """An actor that hands on what it gets, for workers that are threads of this process.
+
+        It is on another node than this process.
+        """
+        return start_relay(self.nodes[1])
 
     def num_actors(self, pid: int) -> int:
         """Those that are alive of a process; other workers of the run have some, too."""
@@ -84,11 +94,11 @@ def _begin() -> tuple[str, dict[str, str]]:
         env=os.environ | environment,
         start_new_session=True,
     )
-    noted, nursery = Path(folder, "ray_current_cluster"), Path(folder, ray_head.NURSERY)
+    noted, nursery = Path(folder, ray_nodes.ADDRESS), Path(folder, ray_head.NURSERY)
     # An actor that does not begin within Ray's minute is given up.
     wait_for(lambda: (noted.exists() and nursery.exists()) or keeper.poll() is not None)
     keeper.returncode = keeper.returncode or 0  # it outlives this process, and that is no mistake
-    return noted.read_text().strip(), environment
+    return noted.read_text(), environment
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A Ray cluster for a whole run of the tests, begun by ``ray start``; a program of its own.
+"""A Ray cluster for a whole run of the tests, of three nodes; a program of its own.
 
     python -m tests.support.ray_head PID FOLDER
 
@@ -27,17 +27,7 @@ __all__ = ["NURSERY", "main"]
 NURSERY = "nursery"
 """The socket by which actors are to be had, as soon as it is there."""
 
-_WITH_PROGRAM = (
-    "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
-)
-_START = (
-    "start",
-    *("--head", "--block", "--port", "0", "--node-ip-address", "127.0.0.1"),
-    *("--num-cpus", "64", "--num-gpus", "4", "--object-store-memory", str(256 * 2**20)),
-    # What these processes do, no test asks for, and each of them takes half a second to begin.
-    *("--no-monitor", "--include-log-monitor", "false", "--include-dashboard", "false"),
-    *("--disable-usage-stats", "--temp-dir"),
-)
+_NODES = "tests.support.ray_nodes"
 _QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
 _PATIENCE_S = 60
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -55,7 +45,7 @@ def main(pid: int, folder: str) -> None:
         with Path(folder, "head.log").open("wb") as log:
             nursery = _start_nursery(folder, log)
             head = subprocess.Popen(
-                [sys.executable, "-c", _WITH_PROGRAM, str(_write_program(folder)), *_START, folder],
+                [sys.executable, "-m", _NODES, str(_write_program(folder)), folder],
                 env=os.environ | _QUIET,
                 stdout=log,
                 stderr=log,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
@@ -73,11 +74,12 @@ def _lost() -> Iterator[Any]:
     raise ray.exceptions.ActorUnavailableError("it was lost", None)
 
 
-def start_relay() -> Any:
-    """An actor of the cluster that this process is in."""
+def start_relay(node: str) -> Any:
+    """An actor of the cluster that this process is in, on the node with that id."""
     groups = {"put": 1, "give": 400}
     remote: Any = ray.remote
-    return remote(num_cpus=0, concurrency_groups=groups)(Relay).remote()
+    kind = remote(num_cpus=0, concurrency_groups=groups)(Relay)
+    return kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, False)).remote()
 
 
 class RelayedWorkers:

@@ -111,8 +111,9 @@ def test_whoever_is_killed_takes_the_cluster_along(
     assert not [each for each in short_folder.iterdir() if each.name.startswith("omni-ray-")]
 
 
-def test_an_interrupted_run_leaves_nothing_in_the_cluster_that_it_joined(
-    tmp_path: Path, long_run: tuple[str, ...], ray_cluster: SessionCluster
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_in_the_cluster_that_it_joined(
+    tmp_path: Path, long_run: tuple[str, ...], ray_cluster: SessionCluster, how: signal.Signals
 ) -> None:
     run = MarkedRun(
         *(*long_run, "--address", ray_cluster.address),
@@ -122,9 +123,9 @@ def test_an_interrupted_run_leaves_nothing_in_the_cluster_that_it_joined(
     wait_until_underway(run, tmp_path)
     pid = run.process.pid
     assert ray_cluster.num_actors(pid) == 1, "it is this cluster that it is in"
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(how)
     status, _, err = run.finish()
-    assert status == 130, err
+    assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), err
     assert "Traceback" not in err, err
     run.check_nothing_left()
     wait_for(lambda: not ray_cluster.num_actors(pid))

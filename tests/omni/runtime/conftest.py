@@ -20,11 +20,15 @@ from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.remote.worker_main import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
+from tests.support import ray_nodes
 from tests.support.actor_hosts import Hosts
 from tests.support.channel_workers import ChannelWorkers
 from tests.support.placed import Anywhere
 from tests.support.ray_cluster import SessionCluster
 from tests.support.ray_relay import RelayedWorkers
+
+_INLINE_BYTES = 16
+"""What has more is an object of the cluster's, however small the tensors of tests are."""
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return
     if where == "ray":
         for module in (actor_connection, actor_worker):
-            monkeypatch.setattr(module, "INLINE_BYTES", 16)
+            monkeypatch.setattr(module, "INLINE_BYTES", _INLINE_BYTES)
     with ExitStack() as workers:
 
         def link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
@@ -74,8 +78,8 @@ def place(request: pytest.FixtureRequest) -> Callable[[Pipeline, str], Pipeline]
 
     @cache
     def hosts() -> Hosts:
-        request.getfixturevalue("ray_cluster")
-        return Hosts()
+        cluster: SessionCluster = request.getfixturevalue("ray_cluster")
+        return Hosts(cluster.nodes, ray_nodes.MOST_INLINE_BYTES)
 
     def placed(pipeline: Pipeline, where: str) -> Pipeline:
         runtime = RuntimeConfig.model_validate({"kind": where, "max_retries": 0})

@@ -46,19 +46,26 @@ def texts() -> list[OmniOutput]:
 
 @pytest.fixture(scope="module")
 def reading(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    """Two language models, the first one twice."""
-    overrides = ROWS | {"runtime.kind": "ray", "stages.writer.placement.replicas": 2}
+    """Two language models, the first one twice, on one node, and the other on another one."""
+    _, writers, reader = ray_cluster.nodes
+    overrides = ROWS | {
+        "runtime.kind": "ray",
+        "stages.writer.placement": {"replicas": 2, "node": writers},
+        "stages.reader.placement.node": reader,
+    }
     with Omni(PipelineConfig.load("two_step", overrides)) as omni:
         yield omni
 
 
 @pytest.fixture(scope="module")
 def speaking(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    """Three stages that stream, without models: test_omni_promises has those with models."""
+    """Three stages that stream, a node each, without models: test_omni_promises has those."""
     runtime = {"kind": "ray", "max_retries": 3, "stall_timeout_s": 3.0}
-    slow = {"pause_s": 0.02}
-    logs = {"logs": "has a request"}
-    with Omni(fake_speech(runtime, thinker=logs, talker=slow, code2wav=slow)) as omni:
+    first, second, third = ({"placement": {"node": node}} for node in ray_cluster.nodes)
+    slow: dict[str, object] = {"pause_s": 0.02}
+    logs: dict[str, object] = {"logs": "has a request"}
+    config = fake_speech(runtime, thinker=logs | first, talker=slow | second, code2wav=slow | third)
+    with Omni(config) as omni:
         yield omni
 
 

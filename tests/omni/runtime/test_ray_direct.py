@@ -40,8 +40,14 @@ def texts() -> list[OmniOutput]:
 
 @pytest.fixture(scope="module")
 def direct(ray_cluster: SessionCluster) -> Iterator[Omni]:
+    """Its stages are on two nodes."""
     register_files()
     overrides = OVERRIDES | {"runtime.tensor_transport": FILES}
+    _, first, second = ray_cluster.nodes
+    overrides |= {
+        f"stages.{name}.placement.node": node
+        for name, node in (("writer", first), ("reader", second))
+    }
     with Omni(PipelineConfig.load("two_step", overrides)) as omni:
         yield omni
     remove_files()
