@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from stages.remote import channel as channel_module
-from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed
 from stages.remote.codec import Codec
 from stages.remote.frames import FrameKind, FrameWriter
 from stages.remote.segments import SegmentPool, SharedTensors
@@ -403,7 +403,10 @@ HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
 @pytest.mark.parametrize(
     ("frames", "told"),
     [
-        ([(1, {"protocol": 99})], "speaks version 99 of the protocol.* this one version 2: both"),
+        (
+            [(1, {"protocol": 99})],
+            f"speaks version 99 of the protocol.* this one version {PROTOCOL_VERSION}: both",
+        ),
         ([(1, {"protocol": "1"})], "Expected `int`"),
         ([(1, {})], "protocol"),
         ([(3, 5)], "did not say which version"),
