@@ -88,8 +88,8 @@ class Omni:
             if isinstance(config, PipelineConfig):
                 with uncollected():
                     config = build_pipeline(config, is_traced=trace is not None)
-            elif runtime is not None:
-                config = place_pipeline(config, runtime, is_traced=trace is not None)
+            else:
+                config = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
             self._ownership = Ownership("this Omni")
             config.ownership.claim(self, "another Omni")
         except BaseException:

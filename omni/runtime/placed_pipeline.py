@@ -80,7 +80,7 @@ def place_pipeline(
     Args:
         pipeline: of nobody else.
         runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`; ``inline`` leaves
-            the pipeline as it is.
+            the pipeline as it is, and a warning tells what its stages ask for in vain.
         is_traced: whether workers tell what they do when.
 
     Raises:
@@ -90,6 +90,9 @@ def place_pipeline(
     """
     config = RuntimeConfig.parse(runtime)
     if config.kind == "inline":
+        for name, stage in pipeline.stages.items():
+            if isinstance(stage.built_of, StageConfig):
+                placement_for(name, stage.built_of.placement, config.kind)
         return pipeline
     described = _described(pipeline, config)
     check_runtime(described)

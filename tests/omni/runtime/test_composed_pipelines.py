@@ -11,6 +11,7 @@ from pydantic import Field
 
 from engine import EngineConfig, LLMEngine, Prompt, SamplingParams, TextPrompt
 from omni import Omni, OmniOutput, Pipeline
+from omni.pipelines.runtime_config import RuntimeConfig
 from stages import (
     AutoregressiveStage,
     EncoderStage,
@@ -93,7 +94,8 @@ def test_what_is_composed_in_python_says_the_same_in_processes(
     again.stages["embedder"].enable_prefix_caching = False
     with Omni(again, runtime="processes") as omni:
         assert caplog.messages == [
-            "stages.echo.placement.num_cpus: 0.5 is not for runtime processes; left out"
+            f"stages.echo.placement.num_cpus: 0.5 is not for runtime {kind}; left out"
+            for kind in ("inline", "processes")
         ]
         stages = omni.pipeline.stages
         assert all(isinstance(stage, RemoteStage) for stage in stages.values())
@@ -106,6 +108,22 @@ def test_what_is_composed_in_python_says_the_same_in_processes(
             torch.testing.assert_close(*rows)
     with pytest.raises(RuntimeError, match="stage 'writer' is closed"):
         again.stages["writer"].ownership.check()
+
+
+@pytest.mark.parametrize("runtime", ["inline", RuntimeConfig(), None])
+def test_what_stages_ask_for_that_one_process_does_not_have_is_told_once(
+    runtime: str | RuntimeConfig | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"kind": "echo_in_tests", "final_output": "text"}
+    placement = Placement(replicas=2, num_cpus=0.5)
+    inputs = StageInputs(("first",), "text_as_prompt")
+    echo = EchoConfig.model_validate(given | {"inputs": inputs, "placement": placement})
+    with Omni(Pipeline([FakeStage("first"), echo.build_stage("echo")]), runtime=runtime) as omni:
+        assert omni.generate("hm")[0].error is None
+    assert caplog.messages == [
+        "stages.echo.placement.replicas: 2 is not for runtime inline; left out",
+        "stages.echo.placement.num_cpus: 0.5 is not for runtime inline; left out",
+    ]
 
 
 class Loud(AutoregressiveStage):

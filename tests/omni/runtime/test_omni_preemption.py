@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def answer(
 
 @pytest.fixture(
     scope="module",
-    params=[*((where, "recompute") for where in PLACES), ("inline", "swap")],
+    params=[*product(PLACES, ("recompute", "swap"))],
     ids="-".join,
 )
 def rig(
