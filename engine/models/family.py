@@ -51,6 +51,8 @@ class ModelFamily:
         config_class: of its ``config.json``, where transformers does not know the ``model_type``.
         decoder_config: reads the config of a plain decoder on which other families may build: a
             ``DecoderConfig`` of the config.
+        model_type: of the configs that ``decoder_config`` reads; None: that of ``config_class``, or
+            without one the family's name, as transformers has it for most.
         reads_text: whether the tokenizer beside the weights is of its tokens.
         part: which part of a checkpoint it is, where one holds several models.
 
@@ -66,6 +68,7 @@ class ModelFamily:
     max_positions: Callable[[PreTrainedConfig], int] = _text_positions
     config_class: type[PreTrainedConfig] | None = None
     decoder_config: Callable[[PreTrainedConfig], Any] | None = None
+    model_type: str | None = None
     reads_text: bool = True
     part: CheckpointPart | None = None
 
@@ -77,3 +80,11 @@ class ModelFamily:
                 f"model family {self.name!r} must say how its model is made: give build= for one "
                 "that makes tokens, or generator= for one that makes sound"
             )
+
+    @property
+    def base_type(self) -> str | None:
+        """``model_type`` of the configs of decoders that it builds and others may build on."""
+        if self.decoder_config is None:
+            return None
+        named = self.name if self.config_class is None else self.config_class.model_type
+        return self.model_type or named

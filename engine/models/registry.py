@@ -34,6 +34,7 @@ class FamilyRow(NamedTuple):
         attribute: of the module.
         whole: ``model_type`` of the checkpoints that it is a part of.
         makes_sound: whether it is a generator.
+        base_type: see :attr:`~engine.models.family.ModelFamily.base_type`.
     """
 
     module: str
@@ -41,6 +42,7 @@ class FamilyRow(NamedTuple):
     attribute: str = "FAMILY"
     whole: str | None = None
     makes_sound: bool = False
+    base_type: str | None = None
 
     @property
     def part(self) -> str | None:
@@ -58,11 +60,11 @@ class FamilyRow(NamedTuple):
 
 _OMNI = "qwen2_5_omni"
 _TABLE = (
-    FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel")),
-    FamilyRow("decoders.mistral", ("MistralForCausalLM", "MistralModel")),
+    FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel"), base_type="llama"),
+    FamilyRow("decoders.mistral", ("MistralForCausalLM", "MistralModel"), base_type="mistral"),
     FamilyRow("decoders.ministral", ("MinistralForCausalLM", "MinistralModel")),
-    FamilyRow("decoders.qwen2", ("Qwen2ForCausalLM", "Qwen2Model")),
-    FamilyRow("decoders.qwen3", ("Qwen3ForCausalLM", "Qwen3Model")),
+    FamilyRow("decoders.qwen2", ("Qwen2ForCausalLM", "Qwen2Model"), base_type="qwen2"),
+    FamilyRow("decoders.qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), base_type="qwen3"),
     FamilyRow("decoders.gemma2", ("Gemma2ForCausalLM", "Gemma2Model")),
     # The text model alone: Gemma3Model is the one that sees images.
     FamilyRow("decoders.gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel")),
@@ -164,23 +166,22 @@ class FamilyRegistry:
         """What reads the config of a plain decoder, which other families may build on.
 
         Raises:
-            ValueError: no family declares a decoder of this ``model_type``.
+            ValueError: no family declares a decoder of this ``model_type`` to build on.
         """
         self._load_entry_points()
-        rows = [row for row in self._rows.values() if row.module.startswith("decoders.")]
-        named = {row.module.rpartition(".")[2]: row for row in rows}
-        if config.model_type in named:
-            read = named[config.model_type].load().decoder_config
-        else:
-            added = {family.name: family.decoder_config for family in self._added.values()}
-            read = added.get(config.model_type)
-            if read is None:
-                raise ValueError(
-                    f"the model is built on a decoder of type {config.model_type!r}; supported are "
-                    f"{', '.join((*named, *added))}"
-                )
-        assert read is not None, "the table's plain decoders all declare it"
-        return read
+        # Of several the table's, then the one that was added first.
+        candidates: list[FamilyRow | ModelFamily] = [*reversed(self._added.values())]
+        candidates += self._rows.values()
+        found = {each.base_type: each for each in candidates}
+        found.pop(None, None)
+        base = found.get(config.model_type)
+        family = base.load() if isinstance(base, FamilyRow) else base
+        if family is None or family.decoder_config is None:
+            raise ValueError(
+                f"the model is built on a decoder of type {config.model_type!r}; supported are "
+                f"{', '.join(sorted(map(str, found)))}"
+            )
+        return family.decoder_config
 
     def _load_entry_points(self) -> None:
         if self._failures is not None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CLIPImageProcessorPil, PreTrainedConfig
+from transformers import AutoConfig, CLIPImageProcessorPil, PreTrainedConfig
 from typer.testing import CliRunner
 
 from engine import (
@@ -263,6 +263,24 @@ def test_a_multimodal_family_of_an_entry_point_runs_cached_as_uncached(
     assert not torch.equal(first[1][2:6], other[1][2:6]), "the picture makes no difference"
 
 
+def test_other_families_build_on_a_decoder_by_its_model_type(registered: None) -> None:
+    assert LADDER.name != LadderConfig.model_type
+    assert FAMILIES.decoder_config_of(LadderConfig(**COMMON)) is read_config
+    known_to_transformers = decoder_family(
+        "rungs", ("GraniteForCausalLM",), read_config, model_type="granite"
+    )
+    register_model_family(known_to_transformers)
+    assert FAMILIES.decoder_config_of(AutoConfig.for_model("granite")) is read_config
+
+
+@pytest.mark.parametrize("model_type", ["granite", "gemma2", "made_up_peephole"])
+def test_a_decoder_that_none_may_build_on_is_told(registered: None, model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    told = f"on a decoder of type '{model_type}'; supported are llama, made_up_ladder, mistral"
+    with pytest.raises(ValueError, match=told):
+        FAMILIES.decoder_config_of(config)
+
+
 def test_an_architecture_has_one_family(registered: None) -> None:
     register_model_family(LADDER)
     taken = decoder_family("stairs", LADDER.architectures, read_config)
@@ -316,6 +334,7 @@ def test_the_table_says_what_the_declarations_say(row: Any) -> None:
     family = row.load()
     assert family.architectures == row.architectures
     assert bool(family.generator) == row.makes_sound
+    assert family.base_type == row.base_type
     assert (None if family.part is None else family.part.whole) == row.whole
     if family.part is not None:
         assert (family.part.architecture,) == family.architectures
