@@ -18,6 +18,7 @@ from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from engine import LLMEngine
 
@@ -48,6 +49,15 @@ class AutoregressiveStageConfig(TokenStageConfig):
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
         return misfit_of_tokens(config, self.part)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        from engine.models.model_loader import open_checkpoint
+        from engine.text.tokenizer import load_tokenizer
+
+        checkpoint = open_checkpoint(self.model, part=self.part, revision=self.engine.revision)
+        remote, whole = self.engine.trust_remote_code, checkpoint.whole_config
+        return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
 
     def build_stage(self, name: str) -> AutoregressiveStage:
         """See :class:`~stages.stage_config.StageConfig`."""
@@ -145,6 +155,11 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
     def sampling(self) -> SamplingParams:
         """The sampling parameters of requests that bring none."""
         return self._sampling
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The engine's; see :class:`~stages.stage.Stage`."""
+        return self.engine.tokenizer
 
     @property
     def seed(self) -> int:

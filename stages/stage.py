@@ -21,6 +21,7 @@ from stages.stage_output import Completion, StageOutput
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 
 __all__ = [
@@ -248,6 +249,11 @@ class Stage(ABC):
     @property
     def seed(self) -> int | None:
         """What the seeds of requests that bring none are drawn from; None if it samples nothing."""
+        return None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """What tells the tokens of its text; None if it writes none, or is driven elsewhere."""
         return None
 
     def configuration(self) -> Settings:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticKnownError
@@ -18,6 +18,9 @@ from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.placement import Placement
 from stages.stage import OneOrMore, Stage, StageInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "ModelReference",
@@ -149,6 +152,17 @@ class StageConfig(Settings):
     @property
     def own_sampling(self) -> SamplingParams | None:
         """Parameters of requests that bring none; None if such a stage samples nothing."""
+        return None
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Read the ``tokenizer`` of such a :class:`~stages.stage.Stage`, which is driven elsewhere.
+
+        Returns:
+            None if such a stage writes no text, or its model brings no tokenizer.
+
+        Raises:
+            ValueError: the tokenizer cannot be read.
+        """
         return None
 
     @classmethod

@@ -185,17 +185,8 @@ def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
     """The stage's own, or, of one whose workers are elsewhere, the same read here."""
-    from engine.models.model_loader import open_checkpoint
-    from engine.text.tokenizer import load_tokenizer
-    from stages import AutoregressiveStage
-    from stages.autoregressive import AutoregressiveStageConfig
+    from stages.worker.stage_link import LinkedStage
 
-    if isinstance(stage, AutoregressiveStage):
-        return stage.engine.tokenizer
-    settings = config.resolved(name)
-    if not isinstance(settings, AutoregressiveStageConfig) or "text" not in settings.final_output:
-        return None
-    engine = settings.engine
-    checkpoint = open_checkpoint(settings.model, part=settings.part, revision=engine.revision)
-    remote, whole = engine.trust_remote_code, checkpoint.whole_config
-    return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
+    if not isinstance(stage, LinkedStage):
+        return stage.tokenizer
+    return config.resolved(name).load_tokenizer() if "text" in stage.final_output else None

@@ -7,7 +7,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
+from tests.support.tokenizing_kind import TOKENIZING
 
 
 def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
@@ -119,6 +120,25 @@ def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
     config = PipelineConfig.load("two_step")
     queue = ServedPipeline(config, ServerLimits()).turn_queue
     assert queue.max_running == 16 + 16
+
+
+@pytest.mark.parametrize("runtime", ["inline", "processes"])
+def test_tokens_are_told_of_a_kind_of_ones_own_too(
+    seeded: Callable[[str], str], tmp_path: Path, runtime: str
+):
+    lexicon, plain = seeded("qwen2"), {"kind": "gated", "final_output": ["text"]}
+    told = {"kind": TOKENIZING, "lexicon": lexicon, "final_output": ["text"]}
+    config = PipelineConfig.model_validate(
+        {"name": "own", "runtime": {"kind": runtime}, "stages": {"plain": plain, "told": told}}
+    )
+    pipeline = ServedPipeline(config, ServerLimits())
+    try:
+        pipeline.load()
+        tokenizer = pipeline.tokenizer("told")
+        assert tokenizer is not None and tokenizer.decode(tokenizer.encode("Once")) == "Once"
+        assert pipeline.tokenizer("plain") is None
+    finally:
+        pipeline.close()
 
 
 @pytest.mark.parametrize(
