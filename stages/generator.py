@@ -56,7 +56,7 @@ class GeneratorStageConfig(StageConfig):
 
 
 class GeneratorStage(EngineStage[GeneratorOutput]):
-    """Runs a vocoder, and hands out ``audio``: whole in the end, and piece by piece as it comes.
+    """Runs a generator, and hands out ``audio``: whole in the end, and piece by piece as it comes.
 
     Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
     close to that of the same codes at once, but not equal to it; ``GeneratorEngine`` says why.

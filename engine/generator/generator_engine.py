@@ -1,4 +1,4 @@
-"""Runs one vocoder: utterances of codec tokens in, waveforms out, whole or chunk by chunk.
+"""Runs one generator: utterances of codec tokens in, waveforms out, whole or chunk by chunk.
 
 What streaming can and cannot keep: a causal vocoder keeps a state from chunk to chunk, and its
 streamed speech is that of the whole. The flow of a windowed one is an equation that is solved over
@@ -24,6 +24,7 @@ import torch
 
 from engine.generator.generator_request import CodeWindow, GeneratorRequest, WindowSizes
 from engine.generator.window_gathering import WindowGathering
+from engine.inputs.fit_check import check_utterance
 from engine.interface.arguments import check_argument
 from engine.interface.described_error import described
 from engine.interface.engine import Admit, Engine, Prepare
@@ -70,7 +71,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         max_codes: of the longest utterance.
 
     Raises:
-        ValueError: the checkpoint is no vocoder, lacks voices, or the window is too wide for it.
+        ValueError: the checkpoint is no generator, lacks voices, or the window is too wide for it.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
@@ -278,7 +279,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         ]
         samples, states = self._model.generate(chunks, self.config.generation)
         if not are_finite([samples]):
-            raise ValueError("the vocoder gave samples that are not finite")
+            raise ValueError("the generator gave samples that are not finite")
         return samples, states
 
     def _advance(self, request: GeneratorRequest, samples: torch.Tensor) -> GeneratorOutput:
@@ -291,7 +292,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         about = {"request_id": request.request_id}
         logger.error("request %s failed", request.request_id, exc_info=error, extra=about)
         del self._requests[request.request_id]
-        return request.failure(f"the vocoder failed: {described(error)}")
+        return request.failure(f"the generator failed: {described(error)}")
 
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:
         num_codebooks, room = self._model.num_codebooks, self.max_codes - num_before
@@ -300,17 +301,13 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             codes = [_place(codes, num_codebooks) for codes in islice(prompt.codes, room + 1)]
         except TypeError as error:
             raise ValueError(f"codes must be integers: {error}") from error
-        if len(codes) > room:
-            given = len(prompt.codes)
-            raise ValueError(
-                f"the utterance has {num_before + given} codes; "
-                f"this vocoder takes {self.max_codes} at most"
-            )
+        all_given = len(prompt.codes) if len(codes) > room else len(codes)
+        check_utterance(num_before + all_given, self.max_codes)
         for place, code in enumerate(codes, num_before):
             for each in code if isinstance(code, tuple) else (code,):
                 if not 0 <= each < self._model.num_codes:
                     raise ValueError(
-                        f"code {place} is {each}, but the vocoder knows codes "
+                        f"code {place} is {each}, but the generator knows codes "
                         f"0 to {self._model.num_codes - 1}"
                     )
         return codes
@@ -323,7 +320,7 @@ def _place(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
     row = tuple(index(code) for code in codes)
     if len(row) != num_codebooks:
         raise ValueError(
-            f"this vocoder takes {num_codebooks} codes for each place, one of each codebook, "
+            f"this generator takes {num_codebooks} codes for each place, one of each codebook, "
             f"got {len(row)}"
         )
     return row
@@ -331,7 +328,7 @@ def _place(codes: Any, num_codebooks: int) -> int | tuple[int, ...]:
 
 def _codec_prompt(prompt: Prompt) -> CodecPrompt:
     if not isinstance(prompt, CodecPrompt):
-        raise ValueError(f"a vocoder reads a CodecPrompt, got {type(prompt).__name__}")
+        raise ValueError(f"a generator reads a CodecPrompt, got {type(prompt).__name__}")
     return prompt
 
 

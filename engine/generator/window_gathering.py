@@ -1,4 +1,4 @@
-"""Which windows a vocoder's next pass computes, and which wait for company."""
+"""Which windows a generator's next pass computes, and which wait for company."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ __all__ = [
     "InputLimits",
     "check_encoder_prompt",
     "check_item",
+    "check_utterance",
     "check_whole_input",
 ]
 
@@ -182,6 +183,22 @@ def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int) -> None:
         raise ValueError(
             f"{num_rows} rows take {format_bytes(num_rows * row_bytes)} of the encoder cache, "
             f"which has room for {room} rows; raise encoder_cache_bytes"
+        )
+
+
+def check_utterance(num_codes: int, longest: int) -> None:
+    """Refuse an utterance that is too long for its generator.
+
+    Args:
+        num_codes: of the utterance, as far as they have come.
+        longest: that the generator takes.
+
+    Raises:
+        ValueError: says by how much.
+    """
+    if num_codes > longest:
+        raise ValueError(
+            f"the utterance has {num_codes} codes; this generator takes {longest} at most"
         )
 
 

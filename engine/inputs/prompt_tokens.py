@@ -161,7 +161,7 @@ def resolve_prompt(
             "where a model takes them, stand beside such a prompt"
         )
     if isinstance(prompt, SpeechPrompt | CodecPrompt):
-        reader = "a model that speaks" if isinstance(prompt, SpeechPrompt) else "a vocoder"
+        reader = "a model that speaks" if isinstance(prompt, SpeechPrompt) else "a generator"
         raise ValueError(f"a {kind} is what {reader} reads, but this model reads text")
     raise ValueError(
         f"a prompt is a str, TextPrompt, ChatPrompt, TokensPrompt or EmbedsPrompt, got {kind}"

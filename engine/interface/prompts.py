@@ -242,7 +242,7 @@ Codes: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class CodecPrompt:
-    """Codec tokens that a vocoder turns into a waveform, all or the next of them.
+    """Codec tokens that a generator, a vocoder say, turns into a waveform, all or the next of them.
 
     Attributes:
         codes: without the token that ended them.

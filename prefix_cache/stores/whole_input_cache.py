@@ -74,15 +74,14 @@ class WholeInputCache:
         """New blocks for an input, one reference each.
 
         Raises:
-            ValueError: empty, could never fit, or does not fit now; nothing has changed.
+            ValueError: empty, or fewer blocks are free than it takes; nothing has changed.
         """
         num_blocks = self.num_blocks_for(num_tokens)
-        usable, free = self.pool.usable_blocks(self.group_id), self.pool.num_free(self.group_id)
+        free = self.pool.num_free(self.group_id)
         if num_blocks > free:
-            room = f"the cache has {usable}" if num_blocks > usable else f"{free} are free now"
             raise ValueError(
                 f"an input of {num_tokens} tokens needs {num_blocks} blocks of "
-                f"{self.block_size}, {room}"
+                f"{self.block_size}, {free} are free now"
             )
         return self.pool.allocate({self.group_id: num_blocks})[self.group_id]
 

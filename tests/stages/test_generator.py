@@ -88,7 +88,7 @@ def test_a_failed_request_says_why_and_has_no_audio(
     stage.add_request(StageRequest("a", CodecPrompt((1, 2))))
     (output,) = stage.step()
     assert output.finished and output.finish_reason is FinishReason.ERROR
-    assert output.error == "the vocoder failed: RuntimeError: no device"
+    assert output.error == "the generator failed: RuntimeError: no device"
     assert output.audio is None and output.audio_delta is None
 
 

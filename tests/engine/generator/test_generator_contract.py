@@ -147,7 +147,7 @@ def test_a_state_is_as_it_was_when_a_neighbour_fails(engine: GeneratorEngine) ->
     (failed,) = [output for output in outputs if output.error is not None]
     assert (failed.request_id, failed.error) == (
         "bad",
-        "the vocoder failed: RuntimeError: out of tune",
+        "the generator failed: RuntimeError: out of tune",
     )
     (good,) = [o for o in outputs if o.request_id == "good" and o.finished]
     assert torch.equal(good.waveform.samples, expected)
@@ -158,7 +158,7 @@ def test_a_state_is_as_it_was_when_a_neighbour_fails(engine: GeneratorEngine) ->
     [
         (CodecPrompt((1, 2)), "codes must be integers"),
         (CodecPrompt(((1, 2, 3),)), "takes 2 codes for each place, one of each codebook, got 3"),
-        (CodecPrompt(((1, 2), (1, NUM_CODES))), "code 1 is 16, but the vocoder knows codes 0 to"),
+        (CodecPrompt(((1, 2), (1, NUM_CODES))), "code 1 is 16, but the generator knows codes 0 to"),
         (CodecPrompt(((1, 2),) * 65), "takes 64 at most"),
         (CodecPrompt(((1, 2),), speaker="nobody"), "unknown speaker 'nobody'"),
     ],

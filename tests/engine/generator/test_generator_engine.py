@@ -249,7 +249,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "negative code": (CodecPrompt((-1,)), "code 0 is -1"),
     "no integers": (CodecPrompt((1.5,)), "codes must be integers"),
     "no sequence": (CodecPrompt(7), "codes must be integers"),
-    "too many": (CodecPrompt((1,) * 16_385), "16385 codes; this vocoder takes 16384"),
+    "too many": (CodecPrompt((1,) * 16_385), "16385 codes; this generator takes 16384"),
     "unknown speaker": (CodecPrompt((1,), "Ethen"), "did you mean 'Ethan'"),
     "speaker without a name": (CodecPrompt((1,), 3), "chosen by name, got int"),
     "another prompt": (TokensPrompt((1,)), "reads a CodecPrompt, got TokensPrompt"),
@@ -314,7 +314,7 @@ def test_a_request_that_fails_in_a_batch_fails_alone(
     outputs = drain(engine)
     (failed,) = outputs["bad"]
     assert failed.finished and failed.waveform is None and failed.delta is None
-    assert failed.error == "the vocoder failed: RuntimeError: a device gave up"
+    assert failed.error == "the generator failed: RuntimeError: a device gave up"
     assert torch.equal(outputs["good"][-1].waveform.samples, expected)
     assert not engine.has_unfinished_requests
 

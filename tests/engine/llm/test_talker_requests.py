@@ -165,7 +165,7 @@ def test_stop_tokens_end_it_and_its_begin_token_is_never_said(engine: LLMEngine)
 def test_other_models_take_no_speech(seeded: Callable[[str], str]) -> None:
     engine = LLMEngine(EngineConfig(model=seeded("qwen2"), max_model_len=32, block_size=4))
     assert engine.speakers is None
-    for prompt, reader in ((WHOLE, "model that speaks"), (CodecPrompt((1,)), "vocoder")):
+    for prompt, reader in ((WHOLE, "model that speaks"), (CodecPrompt((1,)), "generator")):
         with pytest.raises(ValueError, match=f"what a {reader} reads"):
             engine.generate(prompt)
     engine.add_request("text", TokensPrompt((1, 2)), GREEDY)
