@@ -10,6 +10,7 @@ import pytest
 from tests.support.import_graph import ROOT
 
 PAGE = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+PLACES = sorted(set(re.findall(r"`(\w+/[\w/]+\.py):([\w.]+)`", PAGE)))
 STOPS = re.findall(r"^\| (\d+) \| `([^`:]+):([^`]+)` \|", PAGE, re.M)
 MOST_STOPS = 14
 
@@ -35,8 +36,14 @@ def test_a_requests_walk_is_short_and_in_order():
     assert 8 <= len(STOPS) <= MOST_STOPS
 
 
-@pytest.mark.parametrize(("file", "name"), [stop[1:] for stop in STOPS])
-def test_a_stop_of_the_walk_exists(file: str, name: str):
+def test_the_ways_to_other_processes_and_to_ray_are_told():
+    assert {stop[1:] for stop in STOPS} < set(PLACES)
+    rooms = {file.rpartition("/")[0] for file, _ in PLACES}
+    assert {"stages/remote", "stages/cluster"} <= rooms
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES)
+def test_a_place_that_is_named_exists(file: str, name: str):
     assert defined((ROOT / file).read_text("utf-8"), name), f"{file} defines no {name}"
 
 

@@ -32,9 +32,10 @@ class EngineSettings(Settings):
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: token budget of one step.
-        max_num_encoder_tokens: rows that an encoder-decoder's encoder, or towers for images and the
-            like, give in one step; a longer input runs alone. None sets no limit.
-        encoder_cache_bytes: what towers' outputs, those in use included, may take on the device.
+        max_num_encoder_tokens: rows that towers for images and the like, or an encoder-decoder's
+            encoder, give in one step; a longer input runs alone. None sets no limit.
+        encoder_cache_bytes: what towers' rows, those in use included, may take on the device. What
+            an encoder-decoder's encoder makes is kept in KV blocks instead.
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.

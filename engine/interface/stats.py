@@ -22,9 +22,11 @@ class EngineStats:
         prompt_tokens: tokens of all inputs that began to run.
         cached_tokens: of these, tokens that the cache saved.
         generated_tokens: tokens sampled.
-        encoder_runs: images, sounds and the like, and encoder-decoders' inputs, that were encoded.
-        encoder_hits: how often one was needed whose encoding was there. What a prefix of cached
-            tokens shows is not needed, and counts for neither.
+        encoder_runs: inputs that were encoded: by a tower, an image, sound or video each; by an
+            encoder-decoder's encoder, a whole encoder prompt each. An encoder engine, which runs
+            no decoder, counts none.
+        encoder_hits: such inputs that were needed and whose rows were there. What a prefix of
+            cached tokens shows is not needed, and counts for neither.
         num_preemptions: how often a request had to give its blocks back.
         num_restarts: how often a stage's engine was built anew, or its worker started again; an
             engine by itself has none.
@@ -32,7 +34,8 @@ class EngineStats:
         transferred_bytes: of the tensors in these.
         num_running: requests in steps at the time of the reading.
         num_waiting: requests that wait for a step then, preempted and resting ones included.
-        encoder_cache: towers' outputs at the time of the reading; None for a model without towers.
+        encoder_cache: towers' rows at the time of the reading; None for a model without towers.
+            The rows of an encoder-decoder's encoder are in blocks, and counted in ``kv``.
         kv: the pool at the time of the reading; None for an engine without blocks.
     """
 

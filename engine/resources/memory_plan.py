@@ -33,7 +33,7 @@ class MemoryPlan:
         stage_output_bytes: per mirrored tensor, the host's ``(num_blocks, block_size, D)`` store.
         attention: the backend that computes attention; None in an engine without a KV cache.
         kv_cache: the groups of layers, and what they cost; None likewise.
-        encoder_cache_bytes: most that towers' outputs for images may take; 0 without towers.
+        encoder_cache_bytes: most that towers' rows may take; 0 for a model without towers.
         swap_bytes: host memory for pages of swapped requests.
     """
 
