@@ -27,9 +27,9 @@ def main() -> None:
 def _leave_working_directory() -> None:
     """Take the working directory off the import path, where ``-m`` has put it first.
 
-    What lies there is no part of the program: a ``tabulate.py`` would be run by whatever looks for
-    the package of that name. Who wants it there names it in ``PYTHONPATH``. A checkout that is run
-    in place stays.
+    What lies there is no part of the program: a ``tabulate.py`` would be imported in place of the
+    package of that name. A user who wants that sets ``PYTHONPATH``. The folder of a checkout that
+    is run in place stays.
     """
     here = os.getcwd()
     is_checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here

@@ -426,7 +426,7 @@ class Stage(ABC):
     def rebuild(self) -> None:
         """Drop all that the stage holds, its requests too, and build it anew as it was built first.
 
-        The pipeline asks for it when a failure has left the stage in a state that nobody knows.
+        The pipeline asks for it when a failure has left the stage in an unknown state.
         Settings that were changed since, such as :attr:`enable_prefix_caching`, are kept, and its
         counters go on. What it held is freed before anything new is built.
 

@@ -23,7 +23,7 @@ def visibility_mask(
     chunk_size: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Who sees whom when the queries are the last tokens of a sequence.
+    """Which keys each query sees when the queries are the last tokens of a sequence.
 
     For 2 queries in a sequence of 5 (``x``: seen)::
 

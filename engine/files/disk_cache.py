@@ -8,8 +8,9 @@
         <name>/                  an entry: moved here when it is whole, never changed afterwards
             SHA256SUMS           of every other file of it; "sha256sum -c" reads it
 
-Who builds is killed at any moment without harm: the lock ends with its process, and who takes it
-next removes what was left. Where files cannot be locked, several may build at once; the first to
+A process that builds may be killed at any moment without harm: its lock ends with it, and the next
+process that takes the lock removes what was left. Where files cannot be locked, several may build
+at once; the first to
 move its folder wins.
 """
 
@@ -61,7 +62,8 @@ class DiskCache:
     """A folder of entries; see the module's note.
 
     An entry is used if its files are those that were built, by their checksums, and if they are
-    this user's and nobody else may write to them. Any other is built anew, and a warning says why.
+    this user's and no other user may write to them. Any other is built anew, and a warning says
+    why.
 
     Args:
         root: made when the first entry is.
@@ -118,7 +120,7 @@ class DiskCache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[bool]:
-        """Wait for whoever builds an entry; tells whether nobody else builds it from now on."""
+        """Wait for another process that builds an entry; yields whether the lock was had."""
         from filelock import FileLock, Timeout  # only here: validating a pipeline builds nothing
 
         lock = FileLock(self.root / f".{name}.lock", timeout=_LONGEST_WAIT_S)
@@ -192,7 +194,7 @@ def _problem(folder: Path) -> str | None:
 
 
 def _seal(folder: Path) -> None:
-    """See to it that nobody else can write, and write the checksums."""
+    """Take write permission from other users, and write the checksums."""
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -13,7 +13,7 @@ _MIB = 2**20
 _MOST_BYTES = 64 * _MIB
 # Published configs nest four deep, tokenizers and chat templates no deeper than ten.
 _MOST_LEVELS = 64
-# A number with more digits than this is nobody's setting.
+# No setting has a number with more digits.
 _MOST_DIGITS = 40
 
 

@@ -21,7 +21,7 @@ class WindowGathering:
 
         codes of A  ────────┤ window         │ both in one pass
         codes of B  ──────────────┤ window   │
-        codes of C  ────────────────┤        └ C is last of those on the way: nobody waits longer
+        codes of C  ────────────────┤        └ C is last of those on the way: none waits longer
 
     A step without new codes ends all waiting, so that nothing stands still: where codes come from
     another process, that is the next step at once. A wait ends after a few steps in any case: of

@@ -1,4 +1,4 @@
-"""Gives the child of a fork locks of its own, in the place of those that nobody there can free."""
+"""Gives the child of a fork new locks: those that other threads held would never be freed there."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ _TURNS = _Turns()
 def turn_of(thing: object) -> Iterator[None]:
     """Hold while a thing is used, which other threads then wait for.
 
-    Requests are prepared in several threads, by tokenizers and processors of transformers that
-    nobody promises to be made for that.
+    Requests are prepared in several threads, by tokenizers and processors of transformers, which do
+    not promise to be safe for that.
 
     Args:
         thing: hashable; its turns end with it.

@@ -173,7 +173,7 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             choices.device,
             config.block_size,
             max(choices.max_model_len, _WARM_UP_LEN),
-            # One choice for both: who asks for torch gets torch alone.
+            # One choice for attention and layers: with backend torch, neither runs native kernels.
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
         ),
     )

@@ -169,7 +169,7 @@ def load_image_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
     Args:
         path: the folder.
-        trust_remote_code: whether it may come with its own Python code. Nobody is asked.
+        trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
 
     Raises:
         ValueError: it brings none, or one that cannot be made or needs code of its own; or Pillow

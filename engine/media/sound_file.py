@@ -25,7 +25,8 @@ __all__ = ["LongestSound", "check_duration", "check_rate", "read_sound", "stated
 logger = package_logger(__name__)
 
 _LOWEST_RATE, _HIGHEST_RATE = 1_000, 384_000
-"""Samples per second of a channel. Nobody records beyond these, and resampling would explode."""
+"""Samples per second of a channel. Recordings lie between these; resampling others would need
+far too much memory."""
 
 _MOST_CHANNELS = 64
 

@@ -36,7 +36,7 @@ def load_extractor(path: Path, *, trust_remote_code: bool = False) -> Spectrogra
 
     Args:
         path: the folder.
-        trust_remote_code: whether it may come with its own Python code. Nobody is asked.
+        trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
 
     Raises:
         ValueError: it brings none, one that makes no spectrograms of windows, or one that cannot

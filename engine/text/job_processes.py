@@ -44,7 +44,7 @@ class JobProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
-        except BrokenPipeError:  # whoever asks for the first job hears that it has ended
+        except BrokenPipeError:  # it has ended; asking for the first job tells so
             return
 
     def ask(self, job: bytes, wall_seconds: float) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ class JobProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether nobody has ended it."""
+        """Whether it still runs; what is left of one that has ended is cleaned up."""
         if self._process.poll() is None:
             return True
         self.close()

@@ -114,7 +114,7 @@ def command(
     Args:
         app: gets the command.
         options: ``"module:name"`` of the command's :class:`CommandOptions`, imported when the
-            command is called: to list commands, nobody needs their flags.
+            command is called: the list of commands does not show their flags.
         name: of the command; the function's if it is left out.
 
     Returns:
@@ -180,7 +180,7 @@ def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
             return 0 if function(given) else _FAILED
         except BrokenPipeError:
             raise  # the reader of the output has seen enough; click ends quietly
-        except Exception as error:  # what nobody foresaw, too, is told without a traceback
+        except Exception as error:  # also one that was not foreseen is told without a traceback
             if given.tracebacks and not isinstance(error, Stopped):
                 raise
             typer.echo(_told(error), err=True)

@@ -42,7 +42,7 @@ async def _interrupted(work: Coroutine[Any, Any, None]) -> signal.Signals | None
     handlers = {sent: signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)}
     heard = []
     if threading.current_thread() is threading.main_thread():
-        # Ctrl-C unless it is ignored; SIGTERM unless it is somebody else's.
+        # Ctrl-C unless it is ignored; SIGTERM unless another handler than ours is set.
         heard += [signal.SIGINT] if callable(handlers[signal.SIGINT]) else []
         heard += [signal.SIGTERM] if handlers[signal.SIGTERM] is terminate else []
     for sent in heard:

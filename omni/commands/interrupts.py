@@ -26,7 +26,7 @@ def exit_status(interrupt: KeyboardInterrupt) -> int:
 def sigterm_interrupts() -> Iterator[None]:
     """Raise :class:`Terminated` in the main thread when SIGTERM comes; it would end in silence.
 
-    A SIGTERM that somebody handles or ignores already is left to them.
+    Nothing is changed where another handler of SIGTERM is set, or where it is ignored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -16,11 +16,11 @@ _OF_A_CLUSTER = ("address", "tensor_transport")
 
 
 def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
-    """Take out of a file what is not for the runtime that somebody gives in place of its own.
+    """Take out of a file what the runtime does not have that is given in place of the file's own.
 
-    So the same file runs everywhere. Where nobody gives one, what the file says stays, and is
-    refused where its own runtime does not have it. So is what comes by an override itself: who
-    asks for replicas and for one process at a time says two things at once.
+    So the same file runs everywhere. Where no other runtime is given, what the file says stays, and
+    is refused if the file's own runtime does not have it. What comes by an override is refused
+    likewise: to ask for replicas and for the inline runtime at once is a contradiction.
 
     Args:
         data: of the file, before anything is replaced; changed in place.
@@ -44,9 +44,8 @@ def runtime_for(settings: Any, kind: str) -> list[str]:
     """Take out of the settings of a runtime what one of another kind does not have.
 
     Args:
-        settings: changed in place; what is no mapping is left to whoever checks it.
-        kind: of the runtime that takes its place; one that is not known is left to whoever checks
-            it, too.
+        settings: changed in place; what is no mapping is left for the validation to refuse.
+        kind: of the runtime that takes its place; an unknown one is left for the validation, too.
 
     Returns:
         What is left out, for :func:`tell`.

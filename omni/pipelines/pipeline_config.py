@@ -95,7 +95,7 @@ class PipelineConfig(Settings):
 
         given = overrides or {}
         read = load_config(cls, config, given, flag=flag, labels=labels, prepare=prepare)
-        tell(left)  # whoever is told of a mistake instead need not be told of this
+        tell(left)  # only now: where there is a mistake, that alone is told
         return read
 
     @model_validator(mode="after")

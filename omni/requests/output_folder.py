@@ -25,7 +25,7 @@ class OutputFolder:
     """A folder that is one run's as long as this object is open.
 
     It may itself be a symbolic link, since its user named it. Nothing in it is followed that is
-    one: what is written stays inside, whatever somebody put there.
+    one: what is written stays inside, whatever another program put there.
 
     Args:
         path: made if missing.
@@ -67,7 +67,7 @@ class OutputFolder:
         os.close(descriptor)
         try:
             write(aside)
-            # Some writers put a file of their own in its place, which nobody else may read.
+            # Some writers put a new file in its place, with permissions for its owner alone.
             aside.chmod(mode)
             os.replace(aside, target)
         except BaseException as error:
@@ -97,7 +97,7 @@ class OutputFolder:
             OSError: it is a link, or anything else, or cannot be opened.
         """
         path = self.path / name
-        # Not to wait for somebody at the other end of a pipe.
+        # O_NONBLOCK: to open a pipe would wait for a program at its other end.
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -142,7 +142,7 @@ class OutputFolder:
     def close(self) -> None:
         """Let other runs have the folder. May be called again."""
         if self._lock is not None:
-            # While it is still held, so that nobody else holds what is removed.
+            # Before the lock is let go: a run that gets it must not lock a file that is removed.
             with suppress(OSError):
                 (self.path / _LOCK).unlink()
             os.close(self._lock)
@@ -181,7 +181,7 @@ def _locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have removed the file since it was opened here.
+            # The run that had the lock may have removed the file since it was opened here.
             if _is_same_file(descriptor, path):
                 return descriptor
         except BlockingIOError:

@@ -80,13 +80,13 @@ class Orchestrator:
         self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
         self._edges = chunk_streams(pipeline)
         self._whole_edges = whole_edges(pipeline)
-        # Whose stay in which stage an event is about; of stays that are over, nothing is heard.
+        # What an event is about, by its ticket; one that finds no entry is late, and dropped.
         self._stays: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._has_news = threading.Event()
         self._on_news: Callable[[], object] = self._has_news.set
-        # Whoever is told of news waits for them, and for commands of others as well.
+        # Whether the caller of step() waits for news itself, and for others' commands with them.
         self._caller_waits = False
         self.heed_news()
 
@@ -347,6 +347,7 @@ def refusal(request_id: str, error: Exception) -> OmniOutput:
         {},
         finished=True,
         error=str(error) if is_told else repr(error),
-        # Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well.
+        # Whether the request was at fault, so that its sender can mend it. A ValueError that wraps
+        # another kind of exception is a mistake of the stage itself.
         refused=is_told and isinstance(error.__cause__, ValueError | None),
     )

@@ -78,7 +78,7 @@ def place_pipeline(
     caching as it was set.
 
     Args:
-        pipeline: of nobody else.
+        pipeline: no ``Omni`` or orchestrator may have it yet.
         runtime: see :meth:`~omni.pipelines.runtime_config.RuntimeConfig.parse`; ``inline`` leaves
             the pipeline as it is, and a warning tells what its stages ask for in vain.
         is_traced: whether workers tell what they do when.
@@ -97,7 +97,7 @@ def place_pipeline(
     described = _described(pipeline, config)
     check_runtime(described)
     caching = {name: stage.enable_prefix_caching for name, stage in pipeline.stages.items()}
-    # Whoever has it goes on with it.
+    # Raises if an Omni has the pipeline already, which then goes on with it.
     pipeline.ownership.claim(described, "the workers that its stages are built in")
     pipeline.close()
     placed = build_pipeline(described, is_traced=is_traced)

@@ -105,13 +105,14 @@ def whole_edges(pipeline: Pipeline) -> dict[str, tuple[str, ...]]:
 
 
 def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
-    """The stages whose finished outputs have tensors that somebody needs.
+    """The stages whose finished outputs are needed with their tensors.
 
-    The user, or a stage behind that takes them whole: one that takes chunks has its rows by then.
+    Either the user gets them, or a later stage takes them whole. A stage that takes chunks does not
+    count: it has all rows by then.
 
     Args:
         pipeline: of the stages.
-        is_heard: whether somebody listens to all outputs of all stages.
+        is_heard: whether a listener gets all outputs of all stages.
     """
     if is_heard:
         return frozenset(pipeline.stages)

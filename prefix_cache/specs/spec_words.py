@@ -19,7 +19,7 @@ def spec_in_words(spec: KVCacheSpec) -> str:
     """What layers of a spec keep, such as ``sliding window of 4096``.
 
     Raises:
-        NotImplementedError: nobody has found words for such a spec.
+        NotImplementedError: there are no words for such a spec here yet.
     """
     match spec:
         case SlidingWindowSpec():

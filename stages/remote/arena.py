@@ -18,7 +18,8 @@ class Arena:
     Attributes:
         segment: as given.
         num_places: ranges that are taken.
-        is_retired: nothing more is to be taken: somebody may still read what was given back.
+        is_retired: whether no more ranges may be taken, since a reader that is gone or stuck may
+            still read what was given back.
     """
 
     def __init__(self, segment: Segment) -> None:

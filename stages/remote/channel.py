@@ -65,9 +65,9 @@ class ChannelCounters:
 class Channel:
     """One end of a connection; the other is in another process, or in this one.
 
-    Nobody waits for the peer: what its socket has no room for is sent by the channel's own thread
+    No call waits for the peer: what its socket has no room for is sent by the channel's own thread
     as the peer reads. So two peers that send much at once go on, and one that has stopped holds
-    up nobody; what waits for it is counted in :attr:`queued_bytes`.
+    up no sender; what waits for it is counted in :attr:`queued_bytes`.
 
     ::
 

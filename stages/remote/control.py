@@ -102,7 +102,7 @@ class NotBuilt:
 
     Attributes:
         error: why.
-        is_told: whether that is for whoever configured it, and no mistake of the code's.
+        is_told: whether the configuration is at fault, and not the code.
     """
 
     error: str

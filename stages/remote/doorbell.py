@@ -10,7 +10,7 @@ __all__ = ["Doorbell"]
 
 
 class _Pipe:
-    """Closed when the last one who has it lets it go, and so never while somebody writes."""
+    """Closed when the last reference to it goes, and so never while a thread writes to it."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()
@@ -20,7 +20,7 @@ class _Pipe:
 
 
 class Doorbell:
-    """A descriptor that can be read from once somebody has rung.
+    """A descriptor that can be read from once any thread has rung.
 
     To ring takes no lock: it may be done by what is garbage-collected, in whatever thread, in the
     middle of whatever it does.

@@ -127,7 +127,7 @@ class Exports:
         return weakref.ref(segment, tell)
 
     def segments_gone(self) -> list[bytes]:
-        """Those that the peer knows and nobody here has any more, once."""
+        """Segments that the peer knows and that no longer exist here; each is told once."""
         found = []
         while self._gone:
             identity = self._gone.popleft()
@@ -151,7 +151,7 @@ class Exports:
                 item.free()
 
     def abandon(self) -> None:
-        """The peer is gone, or nobody listens to it any more: it may still read what it has."""
+        """Give up all places, since the peer is gone or not listened to: it may still read them."""
         items, self._items = self._items, {}
         for item in items.values():
             if isinstance(item, Place):

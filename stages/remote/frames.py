@@ -175,6 +175,6 @@ class FrameReader:
         raise ValueError(f"descriptors came with a frame of {frame.kind.name}")
 
     def close(self) -> None:
-        """Close descriptors that came and belong to nobody."""
+        """Close descriptors that came and were not taken."""
         while self._fds:
             os.close(self._fds.popleft())

@@ -87,7 +87,7 @@ class Imports:
         return made
 
     def drop(self, content: bytes) -> None:
-        """Forget segments; what lies in them stays for as long as somebody has it.
+        """Forget segments; what lies in them stays for as long as a tensor of it is held here.
 
         Raises:
             ValueError: there is no such segment.
@@ -110,7 +110,7 @@ class Imports:
     def nap_ms(self) -> int | None:
         """How long to sleep before it is time to look for releases; None while nothing is held.
 
-        The longer nothing was let go of, the longer: nobody is woken by it.
+        It grows while nothing is released: no descriptor tells of a release, so it is polled for.
         """
         if not self._held:
             return None
@@ -119,7 +119,7 @@ class Imports:
         return nap_ms
 
     def clear(self) -> None:
-        """Forget all segments, and what is held: nobody waits for its release."""
+        """Forget all segments, and what is held: its sender no longer needs to hear of releases."""
         self._segments.clear()
         self._held.clear()
 

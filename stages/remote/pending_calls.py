@@ -38,7 +38,7 @@ class PendingCalls:
         return number, answer
 
     def resolve(self, returned: Returned) -> None:
-        """Take an answer in; one that nobody waits for is ignored."""
+        """Take an answer in; one whose caller has given up is ignored."""
         with self._lock:
             answer = self._answers.pop(returned.number, None)
         if answer is None:

@@ -194,7 +194,7 @@ class RemoteStage(LinkedStage):
     def check_sampling(self, params: SamplingParams) -> None:
         """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
 
-        Of a worker that does not answer at once nobody waits: it refuses the request itself.
+        A worker that does not answer at once is not waited for: it refuses the request itself.
         """
         key = params.model_dump_json(exclude={"seed"})
         if key in self._checked:

@@ -1,8 +1,8 @@
 """Memory that processes share.
 
 A segment has no name: it is known by its file descriptor, which is passed from process to process,
-and by the mappings of it. Whoever dies, it is gone with the last process that had it, and nothing
-is left in ``/dev/shm``.
+and by the mappings of it. It is gone with the last process that had it, however that one ends, and
+nothing is left in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """All of it, ``(size,)``; who takes a part of it keeps the mapping.
+        """All of it, ``(size,)``; any view of it keeps the mapping.
 
         Raises:
             MemoryError: there is no room for the mapping.

@@ -13,7 +13,7 @@ class WorkerCounts:
         workers that ended:  sums of what each told last
         the one that is up:  what it told last, its requests of now with it
 
-    Whoever has it sees to it that one thread at a time uses it.
+    Not safe for several threads at once: its owner holds a lock.
     """
 
     def __init__(self) -> None:

@@ -241,9 +241,9 @@ class WorkerLife:
 
     @property
     def _patience_s(self) -> float:
-        """Of whoever waits for the next word; the first one takes the longest."""
+        """How long a worker may be silent; before its first message, for longer."""
         connection = self._connection
-        if connection is None:  # who is not there yet, or not any more, is not silent
+        if connection is None:  # one that is not there cannot be silent
             return math.inf
         first_s = 0.0 if self._has_spoken else connection.start_patience_s
         return max(self._stall_timeout_s, first_s)
@@ -289,7 +289,7 @@ class WorkerLife:
                 relay(message)
                 return
             case Built():
-                # A worker may speak before whoever started it has hung up.
+                # A worker may send this before the call that starts it has returned.
                 self._is_connected.wait()
                 self.facts = message.facts
                 with self._lock:
@@ -329,7 +329,7 @@ class WorkerLife:
                 time.time(),
             )
             self._counts.end(num_restarts=num_restarts)
-            if is_final or is_waiting:  # nobody waits for what may never be
+            if is_final or is_waiting:  # it may never be up, so waiting for that ends
                 self._is_settled.set()
             else:
                 self._is_settled.clear()

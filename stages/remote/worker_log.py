@@ -39,10 +39,11 @@ class Logged:
 
 
 class LogForwarder(logging.Handler):
-    """Tells every record to somebody else, who may be gone.
+    """Sends every record to another process, which may be gone.
 
     Args:
-        tell: gets the records, from any thread; it raises ``ConnectionError`` if nobody listens.
+        tell: gets the records, from any thread; it raises ``ConnectionError`` if the other process
+            is gone.
     """
 
     def __init__(self, tell: Callable[[Logged], None]) -> None:
@@ -58,7 +59,7 @@ class LogForwarder(logging.Handler):
         try:
             self._tell(_told(record))
         except ConnectionError:
-            pass  # whoever listened has gone, and the worker is about to end
+            pass  # the other process has gone, and this worker is about to end
         except Exception:  # as logging does: a record that cannot be told must not end the work
             self.handleError(record)
         finally:

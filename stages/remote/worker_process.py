@@ -76,7 +76,7 @@ class WorkerProcess:
         if not self.wait(grace_s):
             self.kill()
             if not self.wait(_TOLD_WITHIN_S):
-                _LOG.error("%r was killed, and nobody tells of its end", self)
+                _LOG.error("%r was killed, but its end was not reported", self)
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, suppress(ProcessLookupError):
@@ -194,7 +194,7 @@ def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> Wo
         fds = (theirs.fileno(), *(fd if _is_open(fd) else nothing for fd in (1, 2)))
         try:
             started = _NURSERY.keeper().start(order, fds, worker._ended)
-        except ZygoteGone:  # it had ended and nobody knew; a new one is started, once
+        except ZygoteGone:  # it had ended unnoticed; a new one is started, once
             started = _NURSERY.keeper().start(order, fds, worker._ended)
     except BaseException:
         ours.close()

@@ -9,8 +9,8 @@
 
 To fork takes milliseconds where to import takes seconds, and workers share the memory of what was
 imported. That is safe as long as there is one thread, and nothing yet that does not survive a
-fork: no pool of threads, no CUDA. Whoever dies, those to its right die with it: Linux kills them,
-and elsewhere the end of a socket tells them.
+fork: no pool of threads, no CUDA. If one of the three dies, those to its right in the drawing die
+with it: Linux kills them, and elsewhere the end of a socket tells them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _be_worker(order: StartOrder, fds: tuple[int, ...], zygote: int) -> NoReturn
         if isinstance(code, str):
             print(code, file=sys.stderr)
         status = code if isinstance(code, int) else int(code is not None)
-    except BaseException:  # nobody is above who could take it
+    except BaseException:  # nothing above this call could handle it
         traceback.print_exc()
     finally:
         # What the zygote has imported may have left things to do at exit, which are not ours.

@@ -3,7 +3,7 @@
 Finding runs no code: the name's shape is checked, the file looked for, and its text read. Loading
 runs the file. One that lies beside a pipeline's file is loaded under a name of its folder's own and
 never through the import path, so that no other import finds what else lies there: a ``json.py``
-beside a pipeline's file is nobody's ``json``.
+beside a pipeline's file does not replace the standard library's ``json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stage that a failure has left in a state that nobody knows, and how it is built anew."""
+"""A stage that a failure has left in an unknown state, and how it is built anew."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BrokenStage:
             self._cause = f"{type(error).__name__}: {error}"
             if after is not None:
                 self._cause += f" (after {after})"
-        # The frames of a traceback that somebody keeps would keep the model's memory.
+        # A log or a caller may keep the traceback, whose frames would keep the model's memory.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)

@@ -16,7 +16,7 @@ _logger = package_logger(__name__)
 
 
 class GuardedStage:
-    """Who is in a stage, and what becomes of them if it breaks.
+    """The requests that are in a stage, and what becomes of them if it breaks.
 
     Whatever the stage or its transform raises becomes one error with the stage's name. A stage that
     cannot be cleaned up after a failure is built anew. Of the requests that it had, those of which
@@ -119,7 +119,7 @@ class GuardedStage:
                 self._broken.note(error, after=self._raised)
 
     def mend(self) -> str | None:
-        """Build the stage anew if it is broken, nobody is in it, and that has not been tried.
+        """Build the stage anew if it is broken, no request is in it, and that has not been tried.
 
         Returns:
             Why it could not be; None if it can be used.
@@ -177,7 +177,7 @@ class GuardedStage:
         return None
 
     def _begin_anew(self, stay: Stay) -> bool:
-        """Hand a request to the stage once more, if nobody can tell the difference."""
+        """Hand a request to the stage once more, if nothing that was told of it can change."""
         # Of a prompt that came in chunks, those that were taken are gone.
         if stay.has_begun_anew or stay.is_streamed or stay.was_told_of or stay.request is None:
             return False

@@ -76,7 +76,7 @@ class Preparations(Generic[T]):
 
     Two lanes, each of a few threads, so that what takes long is overtaken by what does not. What
     belongs to a group is taken when all of the group is done, so that it shares batches from the
-    beginning; but nobody waits for a slow one longer than ``patience_s``.
+    beginning; but its others wait for a slow one no longer than ``patience_s``.
 
     ``submit``, ``take``, ``drop`` and the properties are for one thread.
 

@@ -109,7 +109,7 @@ class StageWorker(StageLink):
             self._enter(command)
             return
         stay = self._stays.get(command.request_id)
-        if stay is None:  # it has ended, which whoever sent this did not know yet
+        if stay is None:  # it has ended here before its sender heard of that
             return
         match command:
             case Extend():
@@ -262,7 +262,7 @@ class StageWorker(StageLink):
         return prompt
 
     def _let_rest(self) -> None:
-        """Pause the requests that have made a chunk which nobody has room for."""
+        """Pause the requests that have made a chunk for which the next stage has no room."""
         for stay in list(self._guarded.inside.values()):
             # Only after a cut: a request whose pause was lifted goes on until it has made a chunk.
             if not stay.has_cut:
@@ -304,7 +304,8 @@ class StageWorker(StageLink):
     def _refuse(self, stay: Stay, error: ValueError) -> None:
         """Tell that a request could not begin here."""
         self._drop(stay)
-        # Whether whoever asked can mend it; a stage's own mistakes come as ValueErrors as well.
+        # Whether the request was at fault, so that its sender can mend it. A ValueError that wraps
+        # another kind of exception is a mistake of the stage itself.
         is_askers = isinstance(error.__cause__, ValueError | None)
         failed = Failed(stay.enter.ticket, str(error), has_begun=False, refused=is_askers)
         self._news.append(failed)

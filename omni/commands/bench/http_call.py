@@ -84,7 +84,7 @@ async def read_sound(chunks: AsyncIterator[bytes], timer: RequestTimer) -> str:
 
 
 async def read_document(chunks: AsyncIterator[bytes], timer: RequestTimer) -> str:
-    """Read one document of JSON: embeddings, or what somebody said.
+    """Read one document of JSON: embeddings, or a transcription.
 
     Raises:
         RequestFailure: it is none, or is neither of these.

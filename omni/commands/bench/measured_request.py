@@ -55,7 +55,7 @@ class MeasuredRequest:
 
     @property
     def send_delay(self) -> float:
-        """How late it was sent, in seconds: the fault of whoever sends, not of who answers."""
+        """How late it was sent, in seconds: due to the sender, not to the server."""
         return self.sent - self.scheduled
 
     @property

@@ -100,7 +100,7 @@ class Measurement:
         source = MadeUpSource(target, shape)
         counts = [(words, await self._num_tokens(source.probe(words))) for words in _PROBES]
         (fewer, short), (more, long) = counts
-        if short is None or long is None:  # nobody tells; a word is about a token
+        if short is None or long is None:  # the server counts no tokens; a word is about one
             return source
         return MadeUpSource(target, shape, TokenLengths.measured((fewer, short), (more, long)))
 

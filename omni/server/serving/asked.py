@@ -53,8 +53,8 @@ def asked(
 ) -> AskedRequest:
     """Make a request, under an id that no client can choose.
 
-    Its cache salt is the client's API key's, so that who has another key cannot find out by the
-    time that a prompt takes whether somebody has sent it before.
+    Its cache salt is the client's API key's. A client with another key can then not find out, by
+    the time that a prompt takes, whether another client has sent that prompt before.
 
     Args:
         client: who asks.

@@ -51,7 +51,7 @@ class Update:
 
 @dataclass(slots=True)
 class _Feed:
-    """One request: what of it nobody has read yet."""
+    """One request: what it has put out that its reader has not taken yet."""
 
     place: QueuePlace
     meter: RequestMeter
@@ -133,9 +133,9 @@ class Feeds:
             task.cancel()
         for feed in self._feeds:
             self._pipeline.turn_queue.leave(feed.place)
-            # Those that have ended have said how; also who has read enough leaves.
+            # One that has ended keeps its status; a reader may leave others once it has enough.
             feed.meter.end("ok" if kind is None else "aborted")
-        # Whatever a task ended with has been told, or nobody asks any more.
+        # An error that a task ended with was raised by updates(), or its reader has left.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def updates(self) -> AsyncIterator[Update]:

@@ -31,11 +31,11 @@ class Meters:
     """What one server tells of itself; all names begin with ``omni_``.
 
     Args:
-        pipelines: whose stages are read when somebody looks.
+        pipelines: whose stages are read when ``/metrics`` or the page asks for the figures.
 
     Attributes:
         recent: the last requests.
-        spans: get told of each; None if nobody wants them.
+        spans: makes spans of each request that ends; None where the server exports none.
     """
 
     def __init__(self, pipelines: Iterable[Metered]) -> None:

@@ -127,7 +127,7 @@ class PipelineServer:
 
     @property
     def is_loading(self) -> bool:
-        """Whether that thread still works, be it on pipelines that nobody wants any more."""
+        """Whether that thread still works, even on pipelines that were closed meanwhile."""
         return self._loader.is_alive()
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class PipelineServer:
                 return
             try:
                 pipeline.load()
-            except Exception as error:  # told by the state, and by whoever started the server
+            except Exception as error:  # the pipeline's state tells of it, and serve() raises it
                 _logger.debug("pipeline %r cannot be loaded", pipeline.name, exc_info=True)
                 self.failure = error
                 self.on_failure()

@@ -1,8 +1,8 @@
 """Spans of OpenTelemetry: one for every request, and below it one for each of its stages.
 
 They are made when a request has ended, of what is known of it by then. Nothing of OpenTelemetry is
-imported unless somebody wants spans: whoever started the server by the environment, as
-OpenTelemetry's own programs are told, or a program around it that has set a provider.
+imported unless spans are asked for: by environment variables, as OpenTelemetry's own programs read
+them, or by a program around the server that has set a provider.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class RequestSpans:
 
 
 def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
-    """What makes spans as the environment says; None if it says nothing, or that nobody wants any.
+    """What makes spans as the environment says; None if it asks for none.
 
     A provider that the program around has set, such as ``opentelemetry-instrument``, is used. Else
     ``OTEL_TRACES_EXPORTER`` names exporters (``otlp``, ``console``, ...), or an endpoint of OTLP is
     given; all other variables of OpenTelemetry are read by it. What cannot be had is told by a
-    warning: a server need not fail since nobody watches it.
+    warning: a server works without being watched.
     """
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -122,7 +122,7 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
     except ImportError:
         _logger.warning("spans are wanted, but not made: pip install 'omni-pipeline[otel]'")
         return None
-    # Ended by whoever made it: the server.
+    # The server shuts it down itself, so it needs no handler at exit.
     provider = TracerProvider(shutdown_on_exit=False)
     known = {each.name: each for each in entry_points(group=_EXPORTERS)}
     for wanted in names:
