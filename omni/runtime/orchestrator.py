@@ -12,7 +12,13 @@ from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.live_request import LiveRequest
-from omni.runtime.stage_links import StageLinks, chunk_streams, tensor_sources, whole_edges
+from omni.runtime.stage_links import (
+    StageLinks,
+    check_workers,
+    chunk_streams,
+    tensor_sources,
+    whole_edges,
+)
 from omni.runtime.stream import Stream
 from omni.runtime.trace import Trace
 from stages import StageOutput
@@ -143,7 +149,8 @@ class Orchestrator:
 
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
-                or samples nothing, or a speaker that no stage has, or a root refuses it at once.
+                or samples nothing, or a speaker that no stage has, or a root refuses it at once;
+                or a stage, since it is to enter all, has no worker, nor one that begins.
         """
         if not request.request_id:
             raise ValueError("a request needs a request_id that is not empty")
@@ -153,6 +160,7 @@ class Orchestrator:
             )
         streams = {edge.consumer: Stream(source, edge) for source, edge in self._edges}
         live = LiveRequest.of(request, request.request_id, self._pipeline, streams)
+        check_workers(self._pipeline)
         self._live[live.request_id] = live
         for name, stage in self._pipeline.stages.items():
             if stage.inputs is None:
@@ -176,10 +184,7 @@ class Orchestrator:
         if not has_moved:
             self._give_way()
         self._links.flush()
-        return [
-            output if output is not None else self._live[request_id].snapshot()
-            for request_id, output in moved.items()
-        ]
+        return [ended or self._live[each].snapshot() for each, ended in moved.items()]
 
     def abort(self, request_id: str, reason: str = "aborted") -> OmniOutput | None:
         """End a request wherever it is and free what it holds.

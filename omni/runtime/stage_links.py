@@ -13,8 +13,16 @@ from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
+from stages.worker.worker_state import why_lost
 
-__all__ = ["StageLinks", "chunk_streams", "streamed_edges", "tensor_sources", "whole_edges"]
+__all__ = [
+    "StageLinks",
+    "check_workers",
+    "chunk_streams",
+    "streamed_edges",
+    "tensor_sources",
+    "whole_edges",
+]
 
 
 class StageLinks(Mapping[str, StageLink]):
@@ -75,6 +83,19 @@ class StageLinks(Mapping[str, StageLink]):
         """Wait for the threads that prepare requests, if there are any."""
         for link in self._links.values():
             link.close()
+
+
+def check_workers(pipeline: Pipeline) -> None:
+    """Check that every stage has a worker, or one that begins, before any of them does any work.
+
+    Raises:
+        ValueError: one has none; says which and why.
+    """
+    for name, stage in pipeline.stages.items():
+        why = why_lost(stage.worker_states()) if isinstance(stage, LinkedStage) else None
+        if why is not None:
+            error = f"stage {name!r}: {why}"
+            raise ValueError(error) from RuntimeError(error)  # it is not the asker's to mend
 
 
 def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:

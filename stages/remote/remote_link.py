@@ -141,9 +141,7 @@ class RemoteLink(StageLink):
         """See :class:`~stages.worker.stage_link.StageLink`."""
         for replica in self._busy():
             self._lives[replica].check_alive()
-        for replica, life in enumerate(self._lives):
-            for message in life.news():
-                self._hear(replica, message)
+        self._listen()
         news, self._news = self._news, []
         self._has_moved |= bool(news)
         return news
@@ -153,7 +151,13 @@ class RemoteLink(StageLink):
         traces, self._traces = self._traces, []
         return traces
 
+    def _listen(self) -> None:
+        for replica, life in enumerate(self._lives):
+            for message in life.news():
+                self._hear(replica, message)
+
     def _enter(self, enter: Enter) -> None:
+        self._listen()  # a worker may be back, and nobody have asked for news since it was lost
         enter = self._seeds.seeded(enter, self._lives[0].facts)
         visit = Visit.of(enter, next(self._tickets), self._edges)
         self._visits[enter.request_id] = self._by_ticket[visit.ticket] = visit

@@ -143,7 +143,7 @@ class Feeds:
 
         Raises:
             ApiError: a request failed: with status 400 one that could not run as it was asked for,
-                with 500 any other.
+                with 503 one whose turn came when a stage had no worker, with 500 any other.
         """
         told = [False] * len(self._feeds)
         while not all(told):
@@ -163,6 +163,7 @@ class Feeds:
     async def _run(self, omni: Omni, request: AskedRequest, feed: _Feed) -> None:
         try:
             await feed.place.turn()
+            self._pipeline.check_stages()  # it may have waited long
             feed.meter.begin()
             await omni.agenerate(request, on_progress=partial(self._put, feed))
         except Exception as error:  # told by updates()

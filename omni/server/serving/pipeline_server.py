@@ -115,7 +115,7 @@ class PipelineServer:
             client: who asks.
 
         Raises:
-            ApiError: with status 429: too many wait.
+            ApiError: with status 429: too many wait; with 503: a stage has no worker.
         """
         if len(self.pipelines) == 1:
             for pipeline in self.pipelines.values():

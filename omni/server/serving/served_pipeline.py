@@ -31,6 +31,8 @@ __all__ = ["PipelineState", "ServedPipeline"]
 _logger = package_logger(__name__)
 
 _RETRY_WHILE_LOADING_S = 5
+_RETRY_WHILE_WAITING_S = 5
+"""As often as a worker is tried that waits for a place."""
 
 
 class PipelineState(StrEnum):
@@ -123,12 +125,27 @@ class ServedPipeline:
         return {} if omni is None else omni.worker_states()
 
     @property
-    def lost_stages(self) -> tuple[str, ...]:
-        """Stages of which no worker takes a request, or not before it has a place again."""
-        return tuple(
-            name
-            for name, workers in self.worker_states().items()
-            if all(worker.state in ("down", "waiting") for worker in workers)
+    def lost_stages(self) -> Mapping[str, str]:
+        """Why, of stages of which no worker takes a request, or not before it has a place again."""
+        return _lost_stages(self.worker_states())
+
+    def check_stages(self) -> None:
+        """Check that every stage, since a request goes through all, has a worker or gets one.
+
+        Raises:
+            ApiError: with status 503: one has none; with ``Retry-After`` where they wait for a
+                place, and go on as soon as there is one.
+        """
+        states = self.worker_states()
+        lost = _lost_stages(states)
+        if not lost:
+            return
+        is_waiting = all(any(each.state == "waiting" for each in states[name]) for name in lost)
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "; ".join(f"stage {name!r}: {why}" for name, why in lost.items()),
+            code="stage_waiting" if is_waiting else "stage_down",
+            headers={"Retry-After": str(_RETRY_WHILE_WAITING_S)} if is_waiting else {},
         )
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
@@ -143,13 +160,16 @@ class ServedPipeline:
             client: who asks.
 
         Raises:
-            ApiError: with status 429: too many wait.
+            ApiError: with status 429: too many wait; with 503: see :meth:`check_stages`.
         """
         try:
+            self.check_stages()
             self.turn_queue.check_room()
-        except ApiError:
+        except ApiError as error:
             if self.meters is not None:
-                RequestMeter(self.meters, self.name, client).end("rejected")
+                is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+                status = "rejected" if is_full else "failed"
+                RequestMeter(self.meters, self.name, client).end(status)
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
@@ -179,6 +199,14 @@ class ServedPipeline:
             f"the model {self.name!r} is {self.state}{why}",
             code=f"model_{self.state}",
         )
+
+
+def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
+    # Only here: a server answers before torch is imported.
+    from stages.worker.worker_state import why_lost
+
+    reasons = {name: why_lost(workers) for name, workers in states.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _tokenizer_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -185,10 +186,12 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
             raise MemoryError("no room")
 
         pipeline.workers._build = refuse
-        pipeline.workers.kill("b")
         pipeline.add({"x": "x"})
+        pipeline.workers.kill("b")
         error = str(drain(pipeline.orchestrator)["x"][-1].error)
         assert error.startswith("stage 'b': it cannot be used any more: its worker ended")
+        with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+            pipeline.add({"comes late": "x"})
         pipeline.workers._build = build
 
 
@@ -205,11 +208,12 @@ def test_a_worker_without_a_place_is_tried_again_and_its_requests_are_told_meanw
         _, stage = pipeline.stages
         (worker,) = stage.workers
         pipeline.workers.has_place = False
+        pipeline.add({"waits": "x"})
         pipeline.workers.kill("b")
-        for request_id in ("waits", "comes late"):
-            pipeline.add({request_id: "x"})
-            assert drain(pipeline.orchestrator)[request_id][-1].error == told
-            assert stage.worker_states()[0].state == "waiting"
+        assert drain(pipeline.orchestrator)["waits"][-1].error == told
+        assert stage.worker_states()[0].state == "waiting"
+        with pytest.raises(ValueError, match=f"^{told}$"):
+            pipeline.add({"comes late": "x"})
         with pytest.raises(RuntimeError, match="stage 'b': its worker is being started again"):
             stage.reset_prefix_cache()
         num_restarts = stage.worker_states()[0].num_restarts

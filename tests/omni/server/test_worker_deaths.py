@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.server.serving.served_pipeline import ServedPipeline
 from stages.remote import worker_life
 from stages.remote.connection import NoPlaceError
 from stages.remote.remote_stage import RemoteStage
@@ -85,6 +86,14 @@ def writer_of(told: Any) -> dict[str, Any]:
     return dict(worker)
 
 
+def refused(server: LiveServer, told: str) -> tuple[str | None, str | None]:
+    """The code with which a request is not taken, and after how long it may come again."""
+    with pytest.raises(openai.InternalServerError, match=f"stage 'writer': .*{told}") as caught:
+        server.client().completions.create(model="chat", prompt="Hello")
+    assert (caught.value.status_code, caught.value.type) == (503, "server_error")
+    return caught.value.code, caught.value.response.headers.get("retry-after")
+
+
 @pytest.mark.parametrize(
     ("kind", "told_of"), [("processes", "was killed by SIGKILL"), ("ray", "died (")]
 )
@@ -144,8 +153,7 @@ def test_a_stage_that_will_never_be_back_is_told_by_health(
     assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
     assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"
     assert writer_of(told)["state"] == "down"
-    with pytest.raises(openai.InternalServerError, match="it cannot be used any more"):
-        unforgiving.client().completions.create(model="chat", prompt="Hello")
+    assert refused(unforgiving, "it cannot be used any more") == ("stage_down", None)
 
 
 def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
@@ -167,8 +175,11 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
         error = "waiting for a place in the cluster: writer: could not be started: no node has what"
         assert told["pipelines"]["chat"]["error"].startswith(error)
         assert writer_of(told)["state"] == "waiting"
-        with pytest.raises(openai.InternalServerError, match="until there is a place for it"):
-            unforgiving.client().completions.create(model="chat", prompt="Hello")
+        expected = ("stage_waiting", "5")
+        assert refused(unforgiving, "until there is a place for it") == expected
+        # Also one that has come in before, and whose turn it is now.
+        meanwhile.setattr(ServedPipeline, "check_room", lambda *_: None)
+        assert refused(unforgiving, "until there is a place for it") == expected
     wait_until(lambda: health(unforgiving)[0] == 200)
     answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
     assert answer.choices[0].text
