@@ -6,10 +6,11 @@ Source: Liu et al., "Visual Instruction Tuning", 2023; transformers' ``llava``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
-from transformers import LlavaConfig, PreTrainedConfig
+from transformers import LlamaConfig, LlavaConfig, PreTrainedConfig
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
@@ -91,7 +92,13 @@ def build_llava(checkpoint: Checkpoint, settings: ModelSettings) -> MultiModalMo
 
 
 def _without_decoder(config: LlavaConfig) -> LlavaModel:
-    module = LlavaModel(config)
+    """The tower and the projector; transformers need not know the decoder, of which it has none."""
+    towers = copy(config)
+    width = config.get_text_config().hidden_size
+    towers.text_config = LlamaConfig(
+        hidden_size=width, num_attention_heads=1, num_hidden_layers=0, vocab_size=3
+    )
+    module = LlavaModel(towers)
     del module.language_model
     return module
 

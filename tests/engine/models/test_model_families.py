@@ -7,15 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, CLIPImageProcessorPil, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlavaConfig,
+    PreTrainedConfig,
+)
 from typer.testing import CliRunner
 
 from engine import (
@@ -29,6 +37,7 @@ from engine import (
     ModelSettings,
     MultiModalModel,
     MultiModalPromptProcessor,
+    SamplingParams,
     TokensPrompt,
     build_decoder,
     decoder_family,
@@ -54,6 +63,7 @@ COMMON = {
 
 class LadderConfig(PreTrainedConfig):
     model_type = "made_up_ladder"
+    attribute_map: ClassVar = {"hidden_size": "width", "max_position_embeddings": "positions"}
 
 
 class PeepholeConfig(PreTrainedConfig):
@@ -271,6 +281,39 @@ def test_other_families_build_on_a_decoder_by_its_model_type(registered: None) -
     )
     register_model_family(known_to_transformers)
     assert FAMILIES.decoder_config_of(AutoConfig.for_model("granite")) is read_config
+
+
+def test_a_family_of_ours_is_built_on_a_decoder_from_outside(
+    registered: None, tmp_path: Path
+) -> None:
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=SIDE,
+        patch_size=PATCH,
+    )
+    text = LadderConfig(**(COMMON | {"tie_word_embeddings": False}))
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=PLACEHOLDER)
+    family = FAMILIES.find("LlavaForConditionalGeneration")
+    assert family is not None and family.build is not None
+    settings = replace(SETTINGS, decoder_config_of=FAMILIES.decoder_config_of)
+    stored = ("model.embed_tokens", "lm_head", "multi_modal_projector.linear_1")
+    given: Any = SimpleNamespace(config=config, weight_files={f"{n}.weight": None for n in stored})
+    model = family.build(given, settings)
+    folder = save(tmp_path / "llava", family, model, config)
+    size = {"height": SIDE, "width": SIDE}
+    CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size).save_pretrained(folder)
+    engine = LLMEngine(EngineConfig(model=str(folder), device="cpu", block_size=4, num_blocks=32))
+    pictures = [Image.new("RGB", (SIDE, SIDE), color) for color in ("teal", "orange")]
+    outputs = engine.generate(
+        [TokensPrompt((1, PLACEHOLDER, 2), {"image": [each]}) for each in pictures],
+        SamplingParams(temperature=0.0, max_tokens=3),
+    )
+    assert [output.num_prompt_tokens for output in outputs] == [2 + (SIDE // PATCH) ** 2] * 2
+    rows = [output.outputs[0].tensors["hidden_states"][-1] for output in outputs]
+    assert not torch.allclose(*rows), "the decoder saw no picture"
 
 
 @pytest.mark.parametrize("model_type", ["granite", "gemma2", "made_up_peephole"])
