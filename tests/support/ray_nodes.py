@@ -31,7 +31,8 @@ which is more than the rows of tests have."""
 
 _LOOKED_EACH_MS = 20
 """A read that has missed that its object has come looks again after that long. By itself Ray takes
-a second, which one in a hundred reads of another node's objects waits for in vain."""
+a second, and of another node's objects one in a hundred that are as small as the tests' is missed.
+"""
 
 _NODE: dict[str, Any] = {
     "num_cpus": 64,
