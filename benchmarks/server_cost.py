@@ -4,8 +4,8 @@ Run it on a quiet machine::
 
     python -m benchmarks.server_cost --rounds 5
     python -m benchmarks.server_cost --pipeline small --rounds 5
-    python -m benchmarks.server_cost --pipeline omni_speech --rounds 5
-    python -m benchmarks.server_cost --pipeline omni_speech --rounds 5 --turns 4
+    python -m benchmarks.server_cost --pipeline omni_speech --rounds 9
+    python -m benchmarks.server_cost --pipeline omni_speech --rounds 9 --turns 4
 
 What asks over HTTP is a process of its own, as any client is, and shares the cores; with
 ``--together`` it shares the server's process as well, whose one lock makes the client's cost a part
@@ -24,8 +24,15 @@ three ways in process:
 With ``--turns`` each of the clients asks so many times, as soon as it is answered, as under a load
 that lasts.
 
-On a machine that does other things too, times say little; the CPU that the server's own thread took
-for a request is then the better figure.
+Three costs are told, each as the median of the rounds' own ratios, with the range in which nine in
+ten of the medians lie of rounds that are drawn anew from these: what differs from run to run.
+
+- time: what a load notices. Clients and the pipeline share the cores, so that the clients' CPU,
+  told beside it, is a part of this cost;
+- CPU of this process, clients apart;
+- CPU of the thread that serves, less that of the thread that asks in process, as a part of all that
+  requests take in process: the server's own cost and nothing else, which other work on the machine
+  hardly disturbs.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ import asyncio
 import json
 import multiprocessing
 import random
+import socket
 import statistics
 import threading
 import time
@@ -42,9 +50,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +70,7 @@ __all__ = ["main"]
 
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _PROMPT = 256
+_RESAMPLED = 2000
 
 
 def main() -> None:
@@ -101,7 +110,9 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
         _Comparison(omni, ask, clients, given, thread).run()
         for concurrency in _CONCURRENCIES if asked.speaks else ():
             first = clients(_numbers(concurrency, 99), 1)
-            print(f"first sound at {concurrency:2}: median {statistics.median(first):.3f} s")
+            print(
+                f"first sound at {concurrency:2}: median {statistics.median(first.first_s):.3f} s"
+            )
     http.stop()
     thread.join()
 
@@ -111,23 +122,70 @@ def _note_loaded(loaded: threading.Event) -> None:
     loaded.set()
 
 
-_Clients = Callable[[Sequence[int], int], list[float]]
-"""Ask these numbers at once, so many turns of each; seconds until the first sound, or token."""
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What clients saw: seconds until the first sound, or token, and the CPU that asking took."""
+
+    first_s: list[float]
+    cpu_s: float
 
 
-def _run_clients(ask: _Asker, numbers: Sequence[int], turns: int) -> list[float]:
-    return asyncio.run(_all(ask.one, numbers, turns))
+_Clients = Callable[[Sequence[int], int], _Answered]
+"""Ask these numbers at once, so many turns of each."""
 
 
-async def _all(
-    ask: Callable[[int], Awaitable[Any]], numbers: Sequence[int], turns: int
-) -> list[Any]:
-    """Clients that ask as soon as they are answered."""
+def _run_clients(ask: _Asker, numbers: Sequence[int], turns: int) -> _Answered:
+    """Clients that ask as soon as they are answered, in this thread."""
+    began = time.thread_time()
+    first_s: list[float] = []
+    with DefaultSelector() as sockets:
+        for number in numbers:
+            later = range(number + len(numbers), number + turns * len(numbers), len(numbers))
+            _Client(ask, sockets, first_s, iter(later)).ask(number)
+        while sockets.get_map():
+            for key, _ in sockets.select():
+                key.data()
+    return _Answered(first_s, time.thread_time() - began)
 
-    async def client(first: int) -> list[Any]:
-        return [await ask(first + turn * len(numbers)) for turn in range(turns)]
 
-    return list(chain.from_iterable(await asyncio.gather(*map(client, numbers))))
+class _Client:
+    """Asks one request after the other, by a plain socket: a client library would cost more than
+    the server, and what clients take of the cores is no cost of the server's.
+    """
+
+    def __init__(
+        self, ask: _Asker, sockets: DefaultSelector, first_s: list[float], later: Iterator[int]
+    ) -> None:
+        self._ask = ask
+        self._sockets = sockets
+        self._first_s = first_s
+        self._later = later
+        self._end = b""
+        self._has_begun = False
+        self._asked_s = 0.0
+
+    def ask(self, number: int) -> None:
+        """Ask one."""
+        self._socket = socket.create_connection(("127.0.0.1", self._ask.port))
+        self._sockets.register(self._socket, EVENT_READ, self._read)
+        self._end, self._has_begun, self._asked_s = b"", False, time.perf_counter()
+        self._socket.sendall(self._ask.content(number))
+
+    def _read(self) -> None:
+        piece = self._socket.recv(1 << 18)
+        if not self._has_begun and self._ask.mark in self._end + piece:
+            self._has_begun = True
+            self._first_s.append(time.perf_counter() - self._asked_s)
+        if piece:
+            self._end = (self._end + piece)[-100:]
+            return
+        self._sockets.unregister(self._socket)
+        self._socket.close()
+        if b"[DONE]" not in self._end:
+            raise RuntimeError(f"the answer is not whole: {self._end!r}")
+        number = next(self._later, None)
+        if number is not None:
+            self.ask(number)
 
 
 @contextmanager
@@ -139,10 +197,10 @@ def _apart(ask: _Asker) -> Iterator[_Clients]:
     process.start()
     ours.recv()  # it has imported what it needs
 
-    def clients(numbers: Sequence[int], turns: int) -> list[float]:
+    def clients(numbers: Sequence[int], turns: int) -> _Answered:
         ours.send((numbers, turns))
-        answer: list[float] = ours.recv()
-        return answer
+        answered: _Answered = ours.recv()
+        return answered
 
     yield clients
     process.terminate()
@@ -153,6 +211,18 @@ def _serve_orders(ask: _Asker, orders: Connection) -> None:
     orders.send(None)
     while True:
         orders.send(_run_clients(ask, *orders.recv()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What some requests took: seconds, CPU of this process, of the one thread in it that takes
+    requests in and hands answers out, and of clients elsewhere.
+    """
+
+    seconds: float
+    cpu_s: float
+    thread_s: float
+    clients_s: float
 
 
 class _Comparison:
@@ -171,6 +241,7 @@ class _Comparison:
         self._clients = clients
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
         self._times: list[float] = []
+        self._clients_s = 0.0
         self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
         self._ways: dict[str, Callable[[int], object]] = {
             "in one call": self._in_one_call,
@@ -181,52 +252,73 @@ class _Comparison:
 
     def run(self) -> None:
         """Measure and print."""
-        seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in self._ways}
+        seen: dict[str, list[_Cost]] = {name: [] for name in self._ways}
         names = list(self._ways)
         for number in range(-1, self._rounds):  # the first is for warming up
             for name in names if number % 2 else [*reversed(names[:-1]), names[-1]]:
-                run = self._ways[name]
                 with self._omni.paused() as pipeline:
                     for stage in pipeline.stages.values():
                         stage.reset_prefix_cache()
-                before = self._clocks()
-                run(number)
+                cost = self._cost(self._ways[name], number)
                 if number >= 0:
-                    took = zip(self._clocks(), before, strict=True)
-                    seconds, cpu, server = (after - first for after, first in took)
-                    seen[name].append((seconds, cpu, server))
+                    seen[name].append(cost)
         self._tell(seen)
 
-    def _tell(self, seen: dict[str, list[tuple[float, float, float]]]) -> None:
+    def _cost(self, run: Callable[[int], object], number: int) -> _Cost:
+        self._clients_s = 0.0
+        before = self._clocks()
+        run(number)
+        seconds, cpu, thread = (
+            after - first for after, first in zip(self._clocks(), before, strict=True)
+        )
+        return _Cost(seconds, cpu, thread, self._clients_s)
+
+    def _tell(self, seen: dict[str, list[_Cost]]) -> None:
+        count = self._num * self._turns
+        print(f"{self._rounds} rounds of {count} requests each way, {self._num} at a time")
         for name, each in seen.items():
-            seconds, cpu, server = (statistics.median(kind) for kind in zip(*each, strict=True))
-            count = self._num * self._turns
-            print(
-                f"{name:12}: median {seconds:.3f} s of {self._rounds}, {cpu:.3f} s of CPU, "
-                f"the server's thread {1000 * server / count:.2f} ms a request"
+            seconds = statistics.median(cost.seconds for cost in each)
+            cpu, thread, clients = (
+                1000 * statistics.median(getattr(cost, kind) for cost in each) / count
+                for kind in ("cpu_s", "thread_s", "clients_s")
             )
+            print(
+                f"{name:12}: median {seconds:.3f} s; CPU a request: {cpu:.1f} ms, of these "
+                f"{thread:.2f} by the thread that asks or serves; {clients:.2f} by clients apart"
+            )
+        print("over HTTP more than ..., medians of the rounds' own ratios:")
         for other in ("at its times", "in process", "in one call"):
-            pairs = zip(seen["over HTTP"], seen[other], strict=True)
-            costs = sorted(100 * (over[0] / within[0] - 1) for over, within in pairs)
-            print(
-                f"over HTTP it took {statistics.median(costs):.1f} % more than {other}, median of "
-                f"the rounds' own ratios, which range from {costs[0]:.1f} to {costs[-1]:.1f}"
+            pairs = list(zip(seen["over HTTP"], seen[other], strict=True))
+            time_ = _Ratios([over.seconds / within.seconds for over, within in pairs])
+            cpu_ = _Ratios([over.cpu_s / within.cpu_s for over, within in pairs])
+            own = _Ratios(
+                [1 + (over.thread_s - within.thread_s) / within.cpu_s for over, within in pairs]
             )
+            print(f"  {other:12}: time {time_}")
+            print(f"  {'':12}  CPU  {cpu_}")
+            print(f"  {'':12}  CPU of the serving thread alone, of all {own}")
 
     def _clocks(self) -> tuple[float, float, float]:
-        """Seconds: of time, of CPU, and of CPU of the server's thread."""
+        """Seconds: of time, of CPU, and of CPU of the threads that ask or serve."""
         server = int(self._server.read_text().split()[0]) / 1e9
-        return time.perf_counter(), time.process_time(), server
+        return time.perf_counter(), time.process_time(), server + time.thread_time()
 
     def _in_one_call(self, number: int) -> object:
         numbers = _numbers(self._num * self._turns, number)
         return self._omni.generate(list(map(self._ask.request, numbers)))
 
-    def _by_coroutines(self, number: int) -> object:
+    def _by_coroutines(self, number: int) -> None:
         async def ask(number: int) -> object:
             return await self._omni.agenerate(self._ask.request(number))
 
-        return asyncio.run(_all(ask, _numbers(self._num, number), self._turns))
+        async def client(first: int) -> None:
+            for turn in range(self._turns):
+                await ask(first + turn * self._num)
+
+        async def clients() -> None:
+            await asyncio.gather(*map(client, _numbers(self._num, number)))
+
+        asyncio.run(clients())
 
     def _noting_times(self, number: int) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
@@ -238,7 +330,8 @@ class _Comparison:
             return agenerate(*given, **options)
 
         with patch.object(self._omni, "agenerate", noting):
-            self._clients(_numbers(self._num, number), self._turns)
+            answered = self._clients(_numbers(self._num, number), self._turns)
+        self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]
         return times
 
@@ -249,6 +342,25 @@ class _Comparison:
 
         numbers = _numbers(self._num * self._turns, number)
         await asyncio.gather(*map(ask, numbers, self._times))
+
+
+class _Ratios:
+    """Rounds' ratios of one way to another, printed as percent more."""
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        self._costs = sorted(100 * (ratio - 1) for ratio in ratios)
+
+    def __str__(self) -> str:
+        chance = random.Random(0)
+        medians = sorted(
+            statistics.median(chance.choices(self._costs, k=len(self._costs)))
+            for _ in range(_RESAMPLED)
+        )
+        low, high = medians[_RESAMPLED // 20], medians[-1 - _RESAMPLED // 20]
+        return (
+            f"{statistics.median(self._costs):.1f} % (nine in ten of the medians of rounds drawn "
+            f"anew: {low:.1f} to {high:.1f}; rounds: {self._costs[0]:.1f} to {self._costs[-1]:.1f})"
+        )
 
 
 def _numbers(count: int, round_number: int) -> list[int]:
@@ -265,10 +377,16 @@ class _Asked:
 
 
 class _Asker:
-    """Asks by plain sockets: a client library would cost more than the server."""
+    """Makes requests.
+
+    Attributes:
+        port: where to ask.
+        mark: what an answer has in it from its first sound, or token, on.
+    """
 
     def __init__(self, port: int, asked: _Asked) -> None:
-        self._port = port
+        self.port = port
+        self.mark = b'"data":"' if asked.speaks else b"data: {"
         self._model = asked.model
         self._speaks = asked.speaks
         self._by_ids = asked.by_ids
@@ -281,8 +399,8 @@ class _Asker:
             return OmniRequest(TokensPrompt(tuple(self._ids(number))))
         return OmniRequest(TextPrompt(self._text(number)))
 
-    async def one(self, number: int) -> float:
-        """Ask once; seconds until the first sound, or the first token."""
+    def content(self, number: int) -> bytes:
+        """The same over HTTP."""
         path = "/v1/completions"
         prompt = self._ids(number) if self._by_ids else self._text(number)
         body: dict[str, Any] = {"prompt": prompt}
@@ -291,20 +409,9 @@ class _Asker:
             body = {"messages": self._messages(number), "modalities": ["text", "audio"]}
             body["audio"] = {"format": "pcm16"}
         content = json.dumps({"model": self._model, "stream": True, **body}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        began, first, mark = time.perf_counter(), 0.0, b'"data":"' if self._speaks else b"data: {"
-        writer.write(head.encode() + content)
-        answer = b""
-        while chunk := await reader.read(1 << 16):
-            answer += chunk
-            if not first and mark in answer:
-                first = time.perf_counter() - began
-        writer.close()
-        if b"[DONE]" not in answer:
-            raise RuntimeError(f"the answer is not whole: {answer[-500:]!r}")
-        return first
+        return head.encode() + content
 
     def _messages(self, number: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": f"Tell me number {number} of the tides."}]
