@@ -70,12 +70,12 @@ class Waveform:
         import numpy
         import torch
 
-        samples = self.samples.detach().cpu()
+        samples = self.samples
         if samples.dtype is torch.bfloat16:  # which numpy does not have
             samples = samples.float()
         # By numpy: a server writes sound in pieces, for which torch takes three times as long, and
-        # lets another thread in at every step.
-        values = samples.numpy()
+        # lets another thread in at every step, which may keep all of the server's clients waiting.
+        values = samples.numpy(force=True)
         if values.ndim != 1 or values.dtype.kind != "f" or not numpy.isfinite(values).all():
             raise ValueError(
                 "a waveform must be (num_samples,) finite floating point numbers, "

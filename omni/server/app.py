@@ -49,11 +49,11 @@ def create_app(server: PipelineServer) -> FastAPI:
         # Plain ones: what FastAPI's would find out of a request, its body's model above all, is
         # read here by other rules, and looking takes a fifth of all that a request takes.
         routes=[
-            Route("/health", _health),
-            Route("/metrics", _metrics),
-            *PAGE_ROUTES,
             *OPENAI_ROUTES,
             *PIPELINE_ROUTES,
+            *PAGE_ROUTES,
+            Route("/health", _health),
+            Route("/metrics", _metrics),
         ],
         # Its pages of documentation would fetch scripts from elsewhere.
         docs_url=None,

@@ -6,7 +6,9 @@ tenth of the time of models that check their values, and all values here come fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
+from uuid import uuid4
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
@@ -24,6 +26,7 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "PromptTokensDetails",
+    "TextEvent",
     "TokenLogprob",
     "TopLogprob",
     "Usage",
@@ -32,6 +35,9 @@ __all__ = [
 ]
 
 _ENCODER = Encoder()
+
+_BLANK = uuid4().hex
+"""A text that stands in no answer."""
 
 
 class PromptTokensDetails(Struct, kw_only=True):
@@ -177,3 +183,20 @@ def as_json(answer: Struct) -> bytes:
 def as_event(answer: Struct) -> bytes:
     """Write an answer as a server-sent event."""
     return b"data: " + _ENCODER.encode(answer) + b"\n\n"
+
+
+class TextEvent:
+    """Events that are alike but for a text: what is the same in all of them is written once.
+
+    Most of what a stream tells is that: one for every token.
+
+    Args:
+        make: makes the answer of a text, which stands in it as it is, once or several times.
+    """
+
+    def __init__(self, make: Callable[[str], Struct]) -> None:
+        self._parts = as_event(make(_BLANK)).split(_ENCODER.encode(_BLANK))
+
+    def of(self, text: str) -> bytes:
+        """The event of a text, as :func:`as_event` writes it."""
+        return _ENCODER.encode(text).join(self._parts)

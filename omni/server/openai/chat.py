@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from omni.server.openai.answers import (
     ChatChunkChoice,
     ChatDelta,
     ChatMessageAnswer,
+    TextEvent,
     Usage,
     as_event,
     as_json,
@@ -87,15 +88,20 @@ class Chat:
         self._n = num_completions(stages, self._stage, sampling)
         self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs else None
         self._id = f"chatcmpl-{client.request_id}"
+        self._audio_id = f"audio-{client.request_id}"
         self._created = int(time.time())
         speaker = body.audio.voice if body.audio is not None else None
         self._request = asked(client, prompt, sampling, body.terms(speaker))
+        self._text_event = TextEvent(lambda text: self._chunk([self._text_choice(0, text)]))
 
     async def whole(self) -> Response:
         """The answer in one piece."""
         last: Update | None = None
-        async for update in self._updates():
-            last = update
+        async with Feeds(self._pipeline, [self._request], "messages") as feeds:
+            async for update in feeds.updates():
+                last = update
+                if update.has_finished(self._stage, self._voice):
+                    break  # nothing later is waited for
         assert last is not None
         output = last.output.stages[self._stage]
         choices = [
@@ -124,68 +130,78 @@ class Chat:
         """The answer piece by piece: text and sound as they come."""
         told = [_Told() for _ in range(self._n)]
         output: StageOutput | None = None
-        async for update in self._updates():
-            output = update.output.stages.get(self._stage, output)
-            sounds = update.sounds.get(self._voice or "", ())
-            is_over = update.has_finished(self._stage, self._voice)
-            # Together: each piece is a call of the system, and a packet.
-            news = b"".join(
-                as_event(self._chunk([choice]))
-                for choice in self._new(output, sounds, told, is_over=is_over)
-            )
-            if news:
-                yield news
+        piece, goes_on = b"", False
+        async with Feeds(self._pipeline, [self._request], "messages") as feeds:
+            async for update in feeds.updates():
+                output = update.output.stages.get(self._stage, output)
+                sounds = update.sounds.get(self._voice) if self._voice is not None else None
+                is_over = update.has_finished(self._stage, self._voice)
+                if goes_on and output is not None and not (sounds or is_over):
+                    piece = self._text_of(output, told[0])
+                else:
+                    goes_on = output is not None and self._n == 1 and self._logprobs is None
+                    news = self._new(output, sounds, told, is_over=is_over)
+                    # Together, and the last ones with the end: each piece is a call of the system,
+                    # and wakes the client.
+                    piece = b"".join([as_event(self._chunk([choice])) for choice in news])
+                if is_over:  # nothing later is waited for
+                    break
+                if piece:
+                    yield piece
+                    piece = b""
         assert output is not None
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield as_event(self._chunk([], usage_of([output])))
-        yield DONE
+            piece += as_event(self._chunk([], usage_of([output])))
+        yield piece + DONE
 
-    async def _updates(self) -> AsyncIterator[Update]:
-        """What comes, until all that is wanted has come; nothing later is waited for."""
-        async with Feeds(self._pipeline, [self._request], "messages") as feeds:
-            async for update in feeds.updates():
-                yield update
-                if update.has_finished(self._stage, self._voice):
-                    return
+    def _text_of(self, output: StageOutput, told: _Told) -> bytes:
+        """The event of text that goes on, if there is any."""
+        text, num_chars = output.text or "", told.num_chars
+        told.num_chars = len(text)
+        return self._text_event.of(text[num_chars:]) if len(text) > num_chars else b""
 
     def _new(
         self,
         output: StageOutput | None,
-        sounds: Sequence[Waveform],
+        sounds: Sequence[Waveform] | None,
         told: Sequence[_Told],
         *,
         is_over: bool,
-    ) -> Iterator[ChatChunkChoice]:
+    ) -> list[ChatChunkChoice]:
         """What is new: of each completion its beginning and its text, sound, and what has ended."""
         completions = completions_of(output, self._n) if output is not None else []
+        new: list[ChatChunkChoice] = []
         for index, written in enumerate(completions):
-            yield from self._new_text(index, written, told[index])
+            self._add_text(new, index, written, told[index])
         if sounds:
-            yield _choice(0, ChatDelta(audio=self._piece(sounds)))
-        for index, written in enumerate(completions):
-            has_ended = written.finish_reason is not None and (self._voice is None or is_over)
-            if has_ended and not told[index].is_over:
-                told[index].is_over = True
-                yield _choice(index, ChatDelta(), written.finish_reason)
+            new.append(_choice(0, ChatDelta(audio=self._piece(sounds))))
+        if self._voice is None or is_over:
+            for index, written in enumerate(completions):
+                if written.finish_reason is not None and not told[index].is_over:
+                    told[index].is_over = True
+                    new.append(_choice(index, ChatDelta(), written.finish_reason))
+        return new
 
-    def _new_text(self, index: int, written: Written, told: _Told) -> Iterator[ChatChunkChoice]:
+    def _add_text(
+        self, new: list[ChatChunkChoice], index: int, written: Written, told: _Told
+    ) -> None:
         if not told.has_begun:
             told.has_begun = True
-            yield _choice(index, ChatDelta(role="assistant", content=""))
+            new.append(_choice(index, ChatDelta(role="assistant", content="")))
         text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
         if text or (logprobs and self._logprobs):
-            choice = _choice(index, ChatDelta(content=text))
-            if self._voice is not None:
-                choice.delta.audio = ChatAudio(id=self._audio_id, transcript=text)
+            choice = self._text_choice(index, text)
             if self._logprobs is not None:
                 choice.logprobs = self._logprobs.chat(logprobs)
-            yield choice
+            new.append(choice)
         told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
 
-    @property
-    def _audio_id(self) -> str:
-        return self._id.replace("chatcmpl-", "audio-")
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
+        choice = _choice(index, ChatDelta(content=text))
+        if self._voice is not None:
+            choice.delta.audio = ChatAudio(id=self._audio_id, transcript=text)
+        return choice
 
     def _piece(self, sounds: Sequence[Waveform]) -> ChatAudio:
         return ChatAudio(

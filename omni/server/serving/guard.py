@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -128,7 +129,7 @@ class Guard:
 
     def _check_origin(self, headers: Headers) -> None:
         host = headers.get("host", "")
-        if self._only_local and not _is_local(urlsplit(f"//{host}").hostname or ""):
+        if self._only_local and not _names_local(host):
             raise ApiError(
                 HTTPStatus.FORBIDDEN,
                 f"this server is for its own machine, and answers to its local names only, not to "
@@ -256,6 +257,12 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 def _origin(text: str) -> str:
     return text.strip().rstrip("/").lower()
+
+
+@lru_cache(maxsize=64)
+def _names_local(host: str) -> bool:
+    """Whether a header ``Host`` names this machine."""
+    return _is_local(urlsplit(f"//{host}").hostname or "")
 
 
 def _is_local(host: str) -> bool:

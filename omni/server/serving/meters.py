@@ -90,6 +90,7 @@ class RequestMeter:
         )
         self._record.traceparent = request.traceparent
         self._tokens: dict[str, _TokenTimes] = {}
+        self._done: set[str] = set()  # stages, of which every later output tells the same
 
     def begin(self) -> None:
         """It is the request's turn."""
@@ -101,18 +102,23 @@ class RequestMeter:
         record = self._record
         for each in output.timeline:
             record.stages[each.stage] = each
-        for stage in output.stages.values():
-            self._note_tokens(stage)
+        for name, stage in output.stages.items():
+            if name not in self._done:
+                self._note_tokens(stage)
+                if stage.finished:
+                    self._done.add(name)
             if record.first_audio_s is None and stage.audio_delta is not None:
                 record.first_audio_s = time.monotonic()
                 self._meters.first_audio.labels(self._model).observe(self._elapsed)
-        if output.finished and output.error is None:
+        if not output.finished:
+            return
+        if output.error is None:
             for stage in output.stages.values():
                 if stage.audio is not None and stage.audio.duration_s:
                     factor = self._elapsed / stage.audio.duration_s
                     self._meters.real_time.labels(self._model).observe(factor)
             self.end("ok")
-        elif output.finished:
+        else:
             self.end("refused" if output.refused else "failed")
 
     def end(self, status: str) -> None:
@@ -129,15 +135,13 @@ class RequestMeter:
 
     def _note_tokens(self, stage: StageOutput) -> None:
         """Time what came since the output before; tokens that come together share their time."""
-        count = num_items(stage, "token_ids")
-        if not count:
-            return
         times = self._tokens.get(stage.stage)
+        count = num_items(stage, "token_ids")
+        if count <= (0 if times is None else times.count):
+            return
         if times is None:
             gaps = self._meters.between_tokens.of(self._model, stage.stage)
             times = self._tokens[stage.stage] = _TokenTimes(gaps)
-        if count <= times.count:
-            return
         now = time.monotonic()
         if self._record.first_token_s is None:
             self._record.first_token_s = now
