@@ -78,6 +78,7 @@ class Rig:
     pipeline: Pipeline
     placeholders: dict[str, int]
     answer: Callable[[Ask], OmniOutput]
+    swaps: bool
 
 
 USUAL: dict[str, Any] = {"num_steps": 2, "block_size": BLOCK_SIZE, "max_model_len": 60}
@@ -134,7 +135,7 @@ def rig(
         **USUAL,
     )
     pipeline = place(pipeline, where)
-    yield Rig(pipeline, placeholders, answer)
+    yield Rig(pipeline, placeholders, answer, swaps=preemption == "swap")
     pipeline.close()
 
 
@@ -213,6 +214,7 @@ def test_preempted_while_streaming_equals_the_uncached_whole(
 def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """The property above would hold for pools in which nobody ever gave way."""
     parted: Counter[str] = Counter()
+    copied: list[PageCopy] = []
     preempt = RequestQueues.preempt
 
     def noting(queues: RequestQueues, request: Request) -> tuple[PageCopy, ...]:
@@ -220,7 +222,9 @@ def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.
             is_in_both = request.request_id in engines[other]._groups
             if queues is engines[stage]._scheduler._queues and is_in_both:
                 parted[stage] += 1
-        return preempt(queues, request)
+        copies = preempt(queues, request)
+        copied.extend(copies)
+        return copies
 
     stages = rig.pipeline.stages
     engines = {
@@ -238,4 +242,6 @@ def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.
             assert_same(output, rig.answer(ask))
         for name, count in before.items():
             assert stages[name].stats().num_preemptions > count
-    assert not engines or (parted["thinker"] and parted["talker"])
+    if engines:
+        assert parted["thinker"] and parted["talker"]
+        assert bool(copied) == rig.swaps
