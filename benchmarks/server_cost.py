@@ -22,7 +22,7 @@ three ways in process:
   the same round. What HTTP takes beyond this one is the server itself.
 
 With ``--turns`` each of the clients asks so many times, as soon as it is answered, as under a load
-that lasts.
+that lasts; by one connection, that is there before the clock starts, as client libraries do.
 
 Three costs are told, each as the median of the rounds' own ratios, with the range in which nine in
 ten of the medians lie of rounds that are drawn anew from these: what differs from run to run.
@@ -46,7 +46,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +71,7 @@ __all__ = ["main"]
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _PROMPT = 256
 _RESAMPLED = 2000
+_ACCEPTING_S = 0.05
 
 
 def main() -> None:
@@ -106,10 +107,10 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
             raise server.failure
     omni = server.find(config.name).omni
     ask = _Asker(port, asked)
-    with _apart(ask) if not given.together else nullcontext(partial(_run_clients, ask)) as clients:
+    with _apart(ask) if not given.together else nullcontext(partial(_connected, ask)) as clients:
         _Comparison(omni, ask, clients, given, thread).run()
         for concurrency in _CONCURRENCIES if asked.speaks else ():
-            first = clients(_numbers(concurrency, 99), 1)
+            first = clients(_numbers(concurrency, 99), 1)()
             print(
                 f"first sound at {concurrency:2}: median {statistics.median(first.first_s):.3f} s"
             )
@@ -130,44 +131,58 @@ class _Answered:
     cpu_s: float
 
 
-_Clients = Callable[[Sequence[int], int], _Answered]
-"""Ask these numbers at once, so many turns of each."""
+_Clients = Callable[[Sequence[int], int], Callable[[], _Answered]]
+"""Connects clients that are to ask these numbers at once, so many turns of each; gives what has
+them ask."""
 
 
-def _run_clients(ask: _Asker, numbers: Sequence[int], turns: int) -> _Answered:
-    """Clients that ask as soon as they are answered, in this thread."""
-    began = time.thread_time()
-    first_s: list[float] = []
-    with DefaultSelector() as sockets:
-        for number in numbers:
-            later = range(number + len(numbers), number + turns * len(numbers), len(numbers))
-            _Client(ask, sockets, first_s, iter(later)).ask(number)
-        while sockets.get_map():
-            for key, _ in sockets.select():
-                key.data()
-    return _Answered(first_s, time.thread_time() - began)
+def _connected(ask: _Asker, numbers: Sequence[int], turns: int) -> Callable[[], _Answered]:
+    """Clients in the thread that has them ask."""
+    sockets = DefaultSelector()
+    clients = [
+        _Client(ask, sockets, range(number, number + turns * len(numbers), len(numbers)))
+        for number in numbers
+    ]
+    time.sleep(_ACCEPTING_S)
+
+    def run() -> _Answered:
+        began = time.thread_time()
+        with sockets:
+            for client in clients:
+                client.ask()
+            while sockets.get_map():
+                for key, _ in sockets.select():
+                    key.data()
+        first_s = [each for client in clients for each in client.first_s]
+        return _Answered(first_s, time.thread_time() - began)
+
+    return run
 
 
 class _Client:
-    """Asks one request after the other, by a plain socket: a client library would cost more than
-    the server, and what clients take of the cores is no cost of the server's.
+    """Asks one request after the other, by one connection, as client libraries do. It is a plain
+    socket: what clients take of the cores is no cost of the server's, and a library takes more.
     """
 
-    def __init__(
-        self, ask: _Asker, sockets: DefaultSelector, first_s: list[float], later: Iterator[int]
-    ) -> None:
+    def __init__(self, ask: _Asker, sockets: DefaultSelector, numbers: Iterable[int]) -> None:
+        self.first_s: list[float] = []
         self._ask = ask
         self._sockets = sockets
-        self._first_s = first_s
-        self._later = later
+        self._numbers = iter(numbers)
         self._end = b""
         self._has_begun = False
         self._asked_s = 0.0
+        self._socket = socket.create_connection(("127.0.0.1", ask.port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.register(self._socket, EVENT_READ, self._read)
 
-    def ask(self, number: int) -> None:
-        """Ask one."""
-        self._socket = socket.create_connection(("127.0.0.1", self._ask.port))
-        self._sockets.register(self._socket, EVENT_READ, self._read)
+    def ask(self) -> None:
+        """Ask the next one, if there is any."""
+        number = next(self._numbers, None)
+        if number is None:
+            self._sockets.unregister(self._socket)
+            self._socket.close()
+            return
         self._end, self._has_begun, self._asked_s = b"", False, time.perf_counter()
         self._socket.sendall(self._ask.content(number))
 
@@ -175,17 +190,12 @@ class _Client:
         piece = self._socket.recv(1 << 18)
         if not self._has_begun and self._ask.mark in self._end + piece:
             self._has_begun = True
-            self._first_s.append(time.perf_counter() - self._asked_s)
-        if piece:
-            self._end = (self._end + piece)[-100:]
-            return
-        self._sockets.unregister(self._socket)
-        self._socket.close()
-        if b"[DONE]" not in self._end:
+            self.first_s.append(time.perf_counter() - self._asked_s)
+        self._end = (self._end + piece)[-100:]
+        if not piece:
             raise RuntimeError(f"the answer is not whole: {self._end!r}")
-        number = next(self._later, None)
-        if number is not None:
-            self.ask(number)
+        if self._end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            self.ask()
 
 
 @contextmanager
@@ -197,12 +207,17 @@ def _apart(ask: _Asker) -> Iterator[_Clients]:
     process.start()
     ours.recv()  # it has imported what it needs
 
-    def clients(numbers: Sequence[int], turns: int) -> _Answered:
-        ours.send((numbers, turns))
+    def run() -> _Answered:
+        ours.send(None)
         answered: _Answered = ours.recv()
         return answered
 
-    yield clients
+    def connected(numbers: Sequence[int], turns: int) -> Callable[[], _Answered]:
+        ours.send((numbers, turns))
+        ours.recv()
+        return run
+
+    yield connected
     process.terminate()
     process.join()
 
@@ -210,7 +225,10 @@ def _apart(ask: _Asker) -> Iterator[_Clients]:
 def _serve_orders(ask: _Asker, orders: Connection) -> None:
     orders.send(None)
     while True:
-        orders.send(_run_clients(ask, *orders.recv()))
+        run = _connected(ask, *orders.recv())
+        orders.send(None)
+        orders.recv()
+        orders.send(run())
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +256,17 @@ class _Comparison:
     ) -> None:
         self._omni = omni
         self._ask = ask
-        self._clients = clients
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
         self._times: list[float] = []
         self._clients_s = 0.0
         self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
-        self._ways: dict[str, Callable[[int], object]] = {
-            "in one call": self._in_one_call,
-            "in process": self._by_coroutines,
-            "over HTTP": self._noting_times,
-            "at its times": lambda number: asyncio.run(self._at_times(number)),
+        self._ways: dict[str, Callable[[int], Callable[[], object]]] = {
+            "in one call": lambda number: partial(self._in_one_call, number),
+            "in process": lambda number: partial(self._by_coroutines, number),
+            "over HTTP": lambda number: partial(
+                self._noting_times, clients(_numbers(self._num, number), self._turns)
+            ),
+            "at its times": lambda number: lambda: asyncio.run(self._at_times(number)),
         }
 
     def run(self) -> None:
@@ -259,15 +278,15 @@ class _Comparison:
                 with self._omni.paused() as pipeline:
                     for stage in pipeline.stages.values():
                         stage.reset_prefix_cache()
-                cost = self._cost(self._ways[name], number)
+                cost = self._cost(self._ways[name](number))
                 if number >= 0:
                     seen[name].append(cost)
         self._tell(seen)
 
-    def _cost(self, run: Callable[[int], object], number: int) -> _Cost:
+    def _cost(self, run: Callable[[], object]) -> _Cost:
         self._clients_s = 0.0
         before = self._clocks()
-        run(number)
+        run()
         seconds, cpu, thread = (
             after - first for after, first in zip(self._clocks(), before, strict=True)
         )
@@ -320,7 +339,7 @@ class _Comparison:
 
         asyncio.run(clients())
 
-    def _noting_times(self, number: int) -> object:
+    def _noting_times(self, ask: Callable[[], _Answered]) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
         times: list[float] = []
         agenerate = self._omni.agenerate
@@ -330,7 +349,7 @@ class _Comparison:
             return agenerate(*given, **options)
 
         with patch.object(self._omni, "agenerate", noting):
-            answered = self._clients(_numbers(self._num, number), self._turns)
+            answered = ask()
         self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]
         return times
@@ -409,7 +428,7 @@ class _Asker:
             body = {"messages": self._messages(number), "modalities": ["text", "audio"]}
             body["audio"] = {"format": "pcm16"}
         content = json.dumps({"model": self._model, "stream": True, **body}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         return head.encode() + content
 
