@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
 from tests.support.order import first_things_first
-from tests.support.programs import WITHOUT_PROGRAMS, needs_cluster
+from tests.support.programs import leaves_out_programs, needs_cluster
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
@@ -100,7 +100,7 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 @pytest.fixture(scope="session")
 def ray_cluster(request: pytest.FixtureRequest, checkpoint_cache: Path) -> Iterator[SessionCluster]:
     """The Ray cluster of this run, begun when the first of its workers asks for it."""
-    if request.config.option.markexpr == WITHOUT_PROGRAMS:
+    if leaves_out_programs(request.config.option.markexpr):
         pytest.fail("a test that needs a cluster has to be marked: @pytest.mark.programs")
     from tests.support.ray_cluster import SessionCluster
 

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
+
 import pytest
+from _pytest.mark.expression import Expression
 
-__all__ = ["WITHOUT_PROGRAMS", "needs_cluster"]
+__all__ = ["FILES", "leaves_out_programs", "marks_programs", "needs_cluster"]
 
-WITHOUT_PROGRAMS = "not programs"
-"""The expression of marks that ``make test`` runs."""
+FILES: Mapping[str, str] = {
+    "omni/commands/test_cli_processes.py": "commands whose stages run in processes, some of which "
+    "are killed, and what such commands leave behind",
+    "omni/commands/test_cli_ray.py": "commands that start Ray clusters of their own",
+    "omni/runtime/test_chaos.py": "workers that are killed and disturbed over and over",
+    "omni/runtime/test_processes.py": "pipelines whose workers are killed and started anew",
+    "stages/remote/test_worker_process.py": "workers that are killed, hang and end in every way",
+    "test_readme.py": "a command that joins a Ray cluster, among others that stay unmarked",
+}
+"""The files of ``tests`` that may mark tests ``programs``, and what takes the time in them.
+
+Beside these, whatever needs the cluster of the run is marked by itself: see :func:`needs_cluster`.
+Whoever adds a file takes its tests out of ``make test``, and says here why they cannot stay.
+"""
+
+
+def marks_programs(source: str) -> bool:
+    """Whether a file's source mentions ``pytest.mark.programs``."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and ast.unparse(node).removeprefix("pytest.") == "mark.programs"
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def leaves_out_programs(markexpr: str) -> bool:
+    """Whether an expression of marks leaves tests out because they are marked ``programs``."""
+    if not markexpr:
+        return False
+    chosen = Expression.compile(markexpr)
+    without = chosen.evaluate(lambda name, **_: False)
+    return without and not chosen.evaluate(lambda name, **_: name == "programs")
 
 
 def needs_cluster(item: pytest.Item) -> bool:
