@@ -87,15 +87,19 @@ class NativeBackend(TorchBackend):
                 f"sequences of {shortest} to {longest} tokens do not fit a block table of "
                 f"{capacity} tokens, lowest block id {lowest}, lowest row {lowest_row}"
             )
-        wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // metadata.num_tokens)
-        most_seen = int((spans[2] - spans[1]).max())
-        num_parts = max(1, min(wanted, most_seen // _MIN_PART_TOKENS))
-        query_lens = metadata.query_start_loc.diff()
-        num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
-        num_short_tokens = int(metadata.query_start_loc[num_short])
-        self._spans = PagedSpans(table, spans, num_parts)
-        self._short_spans = PagedSpans(table, spans[:, :num_short_tokens], num_parts)
-        self._lay_out_prefills(metadata, num_short)
+        num_parts = -(-_TASKS_PER_THREAD * torch.get_num_threads() // metadata.num_tokens)
+        if num_parts > 1:
+            most_seen = int((spans[2] - spans[1]).max())
+            num_parts = max(1, min(num_parts, most_seen // _MIN_PART_TOKENS))
+        self._spans = self._short_spans = PagedSpans(table, spans, num_parts)
+        self._prefills = []
+        # Without so many tokens in the step none of its requests has them.
+        if metadata.num_tokens >= _LONG_QUERY:
+            query_lens = metadata.query_start_loc.diff()
+            num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
+            num_short_tokens = int(metadata.query_start_loc[num_short])
+            self._short_spans = PagedSpans(table, spans[:, :num_short_tokens], num_parts)
+            self._lay_out_prefills(metadata, num_short)
 
     def forward(self, call: LayerCall) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
@@ -149,6 +153,9 @@ def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     # Tokens counted through the step, plus what lies before each request's first.
     spans[2] = np.arange(1, metadata.num_tokens + 1)
     spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
-    positions = torch.from_numpy(spans[2] - 1)
-    spans[1] = first_visible(positions, metadata.window, metadata.chunk_size).numpy()
+    if metadata.window is None and metadata.chunk_size is None:
+        spans[1] = 0
+    else:
+        positions = torch.from_numpy(spans[2] - 1)
+        spans[1] = first_visible(positions, metadata.window, metadata.chunk_size).numpy()
     return torch.from_numpy(spans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prefix_cache.blocks.block import KVCacheBlock, LargePage
 from prefix_cache.blocks.block_hash import BlockHash
@@ -38,8 +38,10 @@ def check_pool_integrity(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock
     for arena in pool.arenas:
         _check_conservation(arena)
         free = {page.page_id for page in arena.free_pages}
+        # As lists: of a tensor each number would take longer than all else that is checked.
+        generations = {g: pages.generations.tolist() for g, pages in arena.groups.items()}
         for page in arena.pages:
-            _check_page(arena, page, holders, is_free=page.page_id in free)
+            _check_page(arena, page, holders, generations, is_free=page.page_id in free)
         for group in arena.groups.values():
             _check_group(arena, group)
     _check_hash_table(pool)
@@ -79,7 +81,12 @@ def _check_conservation(arena: PageArena) -> None:
 
 
 def _check_page(
-    arena: PageArena, page: LargePage, holders: Counter[KVCacheBlock], *, is_free: bool
+    arena: PageArena,
+    page: LargePage,
+    holders: Counter[KVCacheBlock],
+    generations: Mapping[int, Sequence[int]],
+    *,
+    is_free: bool,
 ) -> None:
     has_no_group = page.group_id is None
     num_blocks = 0 if page.group_id is None else arena.groups[page.group_id].blocks_per_page
@@ -94,7 +101,8 @@ def _check_page(
         )
     held = 0
     for block in page.blocks:
-        _check_block(arena, page, block, holders[block])
+        generation = generations[block.group_id][block.block_id]
+        _check_block(arena, page, block, holders.get(block, 0), generation)
         held += block.ref_cnt > 0
     if page.num_held != held:
         raise IntegrityError(
@@ -108,7 +116,9 @@ def _check_page(
         )
 
 
-def _check_block(arena: PageArena, page: LargePage, block: KVCacheBlock, num_holders: int) -> None:
+def _check_block(
+    arena: PageArena, page: LargePage, block: KVCacheBlock, num_holders: int, generation: int
+) -> None:
     group = arena.groups[block.group_id]
     if block.group_id != page.group_id or block.large_page is not page:
         raise IntegrityError(
@@ -126,7 +136,6 @@ def _check_block(arena: PageArena, page: LargePage, block: KVCacheBlock, num_hol
             f"{_name(block)} (ref_cnt {block.ref_cnt}, hash {_short(block.block_hash)}): "
             f"(free, cached) = {actual}, expected {expected}"
         )
-    generation = int(group.generations[block.block_id])
     if block.generation != generation:
         raise IntegrityError(
             f"{_name(block)}: generation ({block.generation}) != "

@@ -85,7 +85,7 @@ def test_distances_past_the_last_column_take_it(name: str, num_distances: int):
 
 @ON_A_CPU
 @given(st.data())
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 60)) for query_len in query_lens)

@@ -66,7 +66,7 @@ def test_backend_equals_the_reference_and_reads_nothing_hidden(
 
 @ON_A_CPU
 @given(st.data())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(60))
 def test_backend_equals_the_reference_on_any_bounded_batch(name: str, data: st.DataObject):
     query_lens = sorted(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6)))
     seq_lens = tuple(query_len + data.draw(st.integers(0, 60)) for query_len in query_lens)

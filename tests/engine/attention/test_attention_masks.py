@@ -83,7 +83,7 @@ def assert_decodes_see_what_the_reference_says(metadata: AttentionMetadata) -> N
 
 
 @given(LENGTHS)
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(50))
 def test_encoders_see_their_own_sequence_whole(lengths: list[int]):
     metadata = step(sorted(lengths), sorted(lengths), causal=False)
     assert_prefills_see_what_the_reference_says(metadata)
@@ -91,7 +91,7 @@ def test_encoders_see_their_own_sequence_whole(lengths: list[int]):
 
 
 @given(LENGTHS, st.data())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(50))
 def test_decoders_see_what_lies_before(query_lens: list[int], data: st.DataObject):
     seq_lens = [length + data.draw(st.integers(0, 20)) for length in query_lens]
     metadata = step(*decodes_first(query_lens, seq_lens), causal=True)
@@ -100,7 +100,7 @@ def test_decoders_see_what_lies_before(query_lens: list[int], data: st.DataObjec
 
 
 @given(LENGTHS, st.data())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(50))
 def test_cross_attention_sees_rectangles(query_lens: list[int], data: st.DataObject):
     seq_lens = [data.draw(st.integers(0, 30)) for _ in query_lens]
     metadata, blind = with_a_key_for_all(step(*decodes_first(query_lens, seq_lens), causal=False))

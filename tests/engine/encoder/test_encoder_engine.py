@@ -253,7 +253,7 @@ def test_a_partly_evicted_input_is_computed_again(bert: str):
     assert engine.stats().kv is not None and engine.stats().kv.evictions > 0
 
 
-@settings(max_examples=examples(14))
+@settings(max_examples=examples(25))
 @given(
     stream=st.lists(
         st.tuples(

@@ -45,7 +45,7 @@ def faulty(request: pytest.FixtureRequest, qwen2_checkpoint: str) -> Faulty:
     return Faulty(qwen2_checkpoint, *request.param)
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(
     script=scripts(MAX_PROMPT),
     points=st.lists(st.sampled_from([None, None, *POINTS]), max_size=40),

@@ -139,7 +139,7 @@ def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
     return open_engine(folder, request.param)
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(15))
 @given(data=st.data(), length=st.integers(0, 75), eager=st.booleans())
 def test_streamed_sound_does_not_depend_on_how_the_codes_came(
     windowed: GeneratorEngine, data: st.DataObject, length: int, eager: bool

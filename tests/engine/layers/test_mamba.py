@@ -198,7 +198,7 @@ def packed_steps(draw: st.DrawFn) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-@settings(max_examples=examples(16), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=packed_steps())
 def test_no_packing_changes_what_a_request_gets(kind: str, steps: list[list[tuple[int, int]]]):
     check_mixer(kind, steps)

@@ -209,7 +209,7 @@ class Stream:
                 self.engine.check_integrity()
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(60))
 @given(events=EVENTS)
 def test_random_streams_equal_whole_ones(
     engine: LLMEngine, alone: Alone, events: list[tuple[str, Ask | int]]

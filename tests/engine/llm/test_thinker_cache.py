@@ -349,7 +349,7 @@ def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
     return Stream(engine, alone_with(short_chunks, part="thinker"), tuple(ids))
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
     stream: Stream, data: st.DataObject

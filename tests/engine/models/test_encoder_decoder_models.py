@@ -228,7 +228,7 @@ def test_keys_and_values_of_the_encoder_are_enough_after_its_step(family: Family
     assert calls == inputs_of(family)
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_any_schedule_gives_the_same_hidden_states(family: Family, data: st.DataObject):
     generator = torch.Generator().manual_seed(5)

@@ -165,7 +165,7 @@ def lengths_and_steps(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return [sum(counts) for counts in zip(*steps, strict=True)], steps
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(20))
 @given(drawn=lengths_and_steps(), seed=st.integers(0, 99))
 def test_no_way_of_chunking_and_interleaving_matters(
     shared: Shared, drawn: tuple[list[int], list[list[int]]], seed: int

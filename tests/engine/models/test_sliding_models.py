@@ -201,7 +201,7 @@ def one_pass(
     yield load(folder), expected
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(20))
 @given(cuts=st.sets(st.integers(1, LENGTHS[0] - 1), max_size=10))
 def test_where_a_prompt_is_cut_does_not_matter(
     one_pass: tuple[CausalModel, Tensor], cuts: set[int]

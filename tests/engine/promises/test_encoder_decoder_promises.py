@@ -161,7 +161,7 @@ def adapt(family: Family, script: Script, sources: list[int]) -> Script:
     ]
 
 
-@settings(max_examples=examples(14))
+@settings(max_examples=examples(30))
 @given(
     script=scripts(MAX_PROMPT),
     sources=st.lists(st.integers(0, SOURCES - 1), min_size=1, max_size=6),
@@ -172,7 +172,7 @@ def test_random_streams_equal_uncached_and_conserve_blocks(
     run_stream(family.engine, adapt(family, script, sources), family.alone)
 
 
-def growing(family: Family, num_requests: int = 7) -> Script:
+def growing(family: Family, num_requests: int = 9) -> Script:
     """Requests that are let in side by side, and do not all have room to finish."""
     plain = [
         Ask(number % 3, 4 + number, 0, 40, False, False, 0, None) for number in range(num_requests)

@@ -83,7 +83,7 @@ def family(
     return Family(name, checkpoint, small_engine(checkpoint, FAMILIES[name]), alone)
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(60))
 @given(script=scripts(MAX_PROMPT))
 def test_random_streams_equal_uncached_and_conserve_blocks(family: Family, script: Script) -> None:
     run_stream(family.engine, script, family.alone)
@@ -92,7 +92,7 @@ def test_random_streams_equal_uncached_and_conserve_blocks(family: Family, scrip
 def test_streams_do_evict_and_preempt(family: Family) -> None:
     """Else the property above would prove nothing; that they hit, the last test here shows."""
     growing: Script = [
-        ("add", Ask(number % 3, 8 + number, 0, 50, False, False, 0, None)) for number in range(6)
+        ("add", Ask(number % 3, 8 + number, 0, 70, False, False, 0, None)) for number in range(8)
     ]
     before = family.engine.stats()
     run_stream(family.engine, growing, family.alone)

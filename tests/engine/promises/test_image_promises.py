@@ -88,7 +88,7 @@ def encoder_stats(engine: LLMEngine) -> EncoderCacheStats:
     return stats
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_random_streams_equal_uncached_and_conserve_items(
     family: Family, data: st.DataObject

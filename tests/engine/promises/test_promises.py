@@ -63,7 +63,7 @@ def roomy(qwen2_checkpoint: str) -> Iterator[LLMEngine]:
     yield small_engine(qwen2_checkpoint, num_blocks=64)
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(300))
 @given(script=scripts(MAX_PROMPT))
 def test_promise_1_and_6_random_streams_equal_uncached_and_conserve_blocks(
     engine: LLMEngine, alone: Alone, script: Script

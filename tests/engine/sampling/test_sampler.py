@@ -90,7 +90,7 @@ rows_of_batch = st.lists(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(rows=rows_of_batch, logits_seed=st.integers(0, 1000), data=st.data())
 def test_a_request_draws_the_same_whatever_it_is_batched_with(rows, logits_seed: int, data):
     logits = random_logits(len(rows), logits_seed)

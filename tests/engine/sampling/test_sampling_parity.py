@@ -79,7 +79,7 @@ history = st.tuples(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(
     rows=st.lists(st.tuples(params_of_row, history), min_size=1, max_size=5),
     vocab_size=st.sampled_from([41, 300, 2500]),

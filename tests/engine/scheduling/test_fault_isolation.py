@@ -101,7 +101,7 @@ def test_an_isolated_request_that_makes_room_is_computed_again_and_not_swapped()
     assert begun(harness, [goes]) == ["goes"]
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(200))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 6), st.integers(0, 2)),

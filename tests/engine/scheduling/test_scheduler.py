@@ -131,7 +131,7 @@ MIXES = ["three_full", "gemma", "ministral", "llama4", "jamba", "mamba"]
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(50))
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 12), st.integers(0, 1)),

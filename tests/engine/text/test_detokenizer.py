@@ -49,7 +49,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool, data):
     tokenizer = TOKENIZERS[kind]()
@@ -68,7 +68,7 @@ def test_pieces_join_to_the_text_of_all_ids(kind: str, skip_special_tokens: bool
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_style"])
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(100))
 @given(text=st.text(max_size=30))
 def test_text_survives_and_no_piece_holds_half_a_character(kind: str, text: str):
     tokenizer = TOKENIZERS[kind]()

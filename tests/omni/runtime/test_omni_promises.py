@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni import Omni, OmniOutput
@@ -27,6 +27,7 @@ from tests.support.placed import PLACES
 
 BLOCK_SIZE = 8
 Answer = Callable[[Conversation], OmniOutput]
+Script = list[tuple[str, Conversation | int]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Rig:
 
     pipeline: Pipeline
     answer: Answer
+    num_examples: int
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +88,11 @@ def rig(
         encoder_cache_bytes=6_000,  # three items of about 2,000
     )
     pipeline = place(pipeline, where)
-    yield Rig(pipeline, answers(streaming))
+    yield Rig(pipeline, answers(streaming), 12 if where == "inline" else 6)
     pipeline.close()
 
 
-def scripts() -> st.SearchStrategy[list[tuple[str, Conversation | int]]]:
+def scripts() -> st.SearchStrategy[Script]:
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), conversations()),
@@ -102,9 +104,17 @@ def scripts() -> st.SearchStrategy[list[tuple[str, Conversation | int]]]:
     )
 
 
-@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(script=scripts())
-def test_cached_equals_uncached(rig: Rig, script: list[tuple[str, Conversation | int]]):
+@pytest.mark.hypothesis
+def test_cached_equals_uncached(rig: Rig):
+    @settings(max_examples=examples(rig.num_examples))
+    @given(script=scripts())
+    def check(script: Script) -> None:
+        cached_equals_uncached(rig, script)
+
+    check()
+
+
+def cached_equals_uncached(rig: Rig, script: Script) -> None:
     orchestrator = Orchestrator(rig.pipeline)
     live: dict[str, Conversation] = {}
 

@@ -235,7 +235,7 @@ class PagesMachine(RuleBasedStateMachine):
 
 def _machine(mix_name: str) -> Any:
     machine: Any = type(f"Pages_{mix_name}", (PagesMachine,), {"mix": mix_name})
-    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30)
     return machine.TestCase
 
 

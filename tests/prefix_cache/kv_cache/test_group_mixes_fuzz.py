@@ -315,7 +315,7 @@ class GroupMixMachine(RuleBasedStateMachine):
 def _machine(mix_name: str, pages: int) -> Any:
     attributes = {"mix": mix_name, "num_large_pages": pages}
     machine: Any = type(f"Mix_{mix_name}", (GroupMixMachine,), attributes)
-    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=30)
+    machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30)
     return machine.TestCase
 
 

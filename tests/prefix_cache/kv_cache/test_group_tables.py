@@ -43,7 +43,7 @@ def check_step(manager: KVCacheManager, kind: str, group: int, start: int, end: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(chunks=CHUNKS, cached=st.booleans())
 def test_all_that_a_step_sees_is_held_and_no_more_than_the_bound(kind, chunks, cached):
     layers = {kind: 1, "full ": 1} if kind == "host" else {kind: 1, "host": 1}
@@ -70,7 +70,7 @@ def test_all_that_a_step_sees_is_held_and_no_more_than_the_bound(kind, chunks, c
 
 
 @pytest.mark.parametrize("kind", ["sliding", "chunked"])
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(chunk=st.integers(1, 9), reach=st.integers(BLOCK_SIZE, 11))
 def test_a_long_request_holds_its_neighbourhood_only(kind, chunk, reach):
     config = mixed_config({kind: 1, "host": 1}, 12, BLOCK_SIZE, reach=reach)
@@ -138,7 +138,7 @@ def test_a_cross_attention_table_is_taken_once(encoder, chunks):
 
 
 @pytest.mark.parametrize("mix", GROUP_MIXES)
-@settings(max_examples=examples(16))
+@settings(max_examples=examples(40))
 @given(num_tokens=st.integers(1, 60), budget=st.integers(1, 16), pages=st.integers(2, 8))
 def test_a_request_that_fits_runs_to_its_end_in_an_empty_pool(mix, num_tokens, budget, pages):
     config = mixed_config(GROUP_MIXES[mix], pages, BLOCK_SIZE, reach=7)

@@ -321,6 +321,6 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
 
 
 KVCacheManagerMachine.TestCase.settings = settings(
-    max_examples=examples(60), stateful_step_count=40
+    max_examples=examples(150), stateful_step_count=40
 )
 TestKVCacheManager = KVCacheManagerMachine.TestCase

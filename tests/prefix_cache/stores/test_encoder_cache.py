@@ -95,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(self.cache.rows(key), rows_of(key))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
+CacheMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestCacheMachine = CacheMachine.TestCase
 
 
