@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -147,17 +147,40 @@ class Reservation:
             begun_s: since when an actor waits for it, by the monotonic clock.
         """
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        needs = self._needs[index]
         try:
-            _check_fits(needs, self._selectors[index], nodes)
+            _check_fits(self._needs[index], self._selectors[index], nodes)
         except ValueError as error:
             raise NoPlaceError(f"placement{error}") from error
-        is_late = time.monotonic() - begun_s > _PLACED_WITHIN_S
-        if is_late and placement_group_table(self._group)["state"] != "CREATED":
+        table = placement_group_table(self._group)
+        if table["state"] == "CREATED":
+            return
+        lost = [each for each, node in table["bundles_to_node_id"].items() if not node]
+        if index in lost:
+            self._check_placed_together(lost, nodes)
+        if time.monotonic() - begun_s > _PLACED_WITHIN_S:
             raise NoPlaceError(
-                f"placement: its node was lost, and what it needs, {_shown(needs)}, has not been "
-                f"free on another one for {_PLACED_WITHIN_S:g} s"
+                f"placement: its node was lost, and what it needs, {_shown(self._needs[index])}, "
+                f"has not been free on another one for {_PLACED_WITHIN_S:g} s"
             )
+
+    def _check_placed_together(
+        self, lost: Collection[int], nodes: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Check that there is a place for all bundles that were lost: Ray gives none a place alone.
+
+        Raises:
+            NoPlaceError: one of them has none; says whose.
+        """
+        for (name, _), each in self._bundles.items():
+            if each not in lost:
+                continue
+            try:
+                _check_fits(self._needs[each], self._selectors[each], nodes)
+            except ValueError as error:
+                raise NoPlaceError(
+                    "placement: Ray places what was lost with a node together, and stage "
+                    f"{name!r} was lost with it{error}"
+                ) from error
 
     def close(self) -> None:
         """Give all of it back, and leave the cluster. The actors are gone by then, or killed."""

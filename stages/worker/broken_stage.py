@@ -84,7 +84,7 @@ class BrokenStage:
         if count > MOST_REBUILDS:
             raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
         _logger.warning(
-            "stage %r is built anew, since it broke (%s): %d of at most %d times in a row",
+            "stage %r is to be built anew, since it broke (%s): %d of at most %d times in a row",
             *(name, cause, count, MOST_REBUILDS),
         )
         try:
@@ -101,9 +101,8 @@ class BrokenStage:
 
     def _give_up(self, why: str) -> ValueError:
         self._failure, self._is_hopeless = why, True
-        refusal = self._refusal()
-        _logger.error("stage %r: %s", self._stage.name, refusal)
-        return refusal
+        _logger.error("stage %r is of no use any more: %s", self._stage.name, why)
+        return self._refusal()
 
     def _refusal(self) -> ValueError:
         return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline anew")

@@ -8,7 +8,8 @@ A process is in one cluster at a time, and the one that tests are run in may be 
     first node                                         second or third node, until that is lost,
                                                        and a fourth one, once that has come
 
-Before that, on the same nodes, :mod:`~tests.support.speaking_nodes`.
+Before that, on the same nodes, :mod:`~tests.support.speaking_nodes`; after it
+:mod:`~tests.support.lost_together`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from omni import Omni, OmniOutput, OmniRequest, verify
 from stages.cluster import reservation
 from stages.cluster.parcels import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
+from tests.support.lost_together import lose_together
 from tests.support.patience import wait_for
 from tests.support.same_outputs import assert_same
 from tests.support.speaking_nodes import node_of, pid_of, speak_across
@@ -44,8 +46,9 @@ _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 def main(trace: str) -> None:
     """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
-    with _cluster() as (address, head, nodes, add_node):
-        speak_across(address, (head, *nodes))
+    with _cluster() as (cluster, nodes, add_node):
+        address: str = cluster.address
+        speak_across(address, (cluster.head_node.node_id, *nodes))
         places: dict[str, Any] = {
             f"stages.{name}.placement.resources": {name: 1} for name in set(_NODES)
         }
@@ -68,6 +71,7 @@ def main(trace: str) -> None:
             wait_for(lambda: worker.is_up)
             back = _generate(omni)
         assert not ray.is_initialized()
+        lose_together(cluster)
     with Omni("two_step", overrides=_ROWS) as omni:
         expected = _generate(omni)
     for outputs in (found, again, moved, back):
@@ -81,8 +85,8 @@ def main(trace: str) -> None:
 
 
 @contextmanager
-def _cluster() -> Iterator[tuple[str, str, dict[str, Any], Callable[[], object]]]:
-    """The address, the first node's id, what removes each other one, and adds one for a reader."""
+def _cluster() -> Iterator[tuple[Any, dict[str, Any], Callable[[], object]]]:
+    """The cluster, what removes each node but the first, and what adds one for a reader."""
     head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
         for name in _NODES
@@ -91,12 +95,7 @@ def _cluster() -> Iterator[tuple[str, str, dict[str, Any], Callable[[], object]]
     try:
         added = [cluster.add_node(**node) for node in others]
         removals = {node.node_id: partial(cluster.remove_node, node) for node in added}
-        yield (
-            cluster.address,
-            cluster.head_node.node_id,
-            removals,
-            partial(cluster.add_node, **others[-1]),
-        )
+        yield cluster, removals, partial(cluster.add_node, **others[-1])
     finally:
         cluster.shutdown()
 

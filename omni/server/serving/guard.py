@@ -138,7 +138,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or _origin(origin) in self._origins:
             return
-        if urlsplit(origin).netloc.lower() != host.lower():
+        if _netloc(origin) != host.lower():
             raise ApiError(
                 HTTPStatus.FORBIDDEN,
                 f"web pages of {origin!r:.80} may not ask this server; --allow-origin lets them",
@@ -262,7 +262,18 @@ def _origin(text: str) -> str:
 @lru_cache(maxsize=64)
 def _names_local(host: str) -> bool:
     """Whether a header ``Host`` names this machine."""
-    return _is_local(urlsplit(f"//{host}").hostname or "")
+    try:
+        return _is_local(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # it names nothing at all
+        return False
+
+
+def _netloc(origin: str) -> str | None:
+    """The host and port of a header ``Origin``; None if it has none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _is_local(host: str) -> bool:

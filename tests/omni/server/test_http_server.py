@@ -193,6 +193,16 @@ def test_a_name_that_strangers_point_to_this_machine_does_not_open_a_server_with
         assert get(f"{server.url}/v1/models", {"Host": "localhost:1"})[0] == 200
 
 
+@pytest.mark.parametrize(
+    "given", [{"Host": "[::1"}, {"Host": "[x]"}, {"Origin": "http://["}], ids=str
+)
+def test_a_host_or_an_origin_that_is_no_name_is_as_foreign_as_any(given: dict[str, str]):
+    with LiveServer([gated_pipeline("local")]) as server:
+        status, headers, body = get(f"{server.url}/v1/models", given)
+    assert status == 403 and body["error"]["message"]
+    assert headers["x-request-id"]
+
+
 def test_every_answer_has_an_id_of_its_own(keyed: LiveServer):
     ids = {get(f"{keyed.url}/health")[1]["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
