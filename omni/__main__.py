@@ -10,8 +10,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line."""
-    from omni.runtime.uncollected import leave_to_the_end, uncollected
+    from omni.runtime.uncollected import leave_to_the_end, let_age, uncollected
 
+    let_age()
     try:
         with uncollected():
             from omni.commands.cli import app

@@ -6,16 +6,29 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["keep_for_good", "leave_to_the_end", "uncollected"]
+__all__ = ["keep_for_good", "leave_to_the_end", "let_age", "uncollected"]
+
+_ages = False
+
+
+def let_age() -> None:
+    """Have what is made within :func:`uncollected` count as old from now on.
+
+    For a program of ours: somebody else's may have set objects apart by ``gc.freeze``, which that
+    would undo. (To ask for their number takes as long as a look at each of them.)
+    """
+    global _ages
+    _ages = True
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile, nor at once afterwards for what was made meanwhile.
+    """Collect no garbage meanwhile.
 
     Imports and the building of stages make a million objects, nearly all of which stay. The
-    collections that their number alone calls for find nothing and take a tenth of the time. Garbage
-    among them is found by the next full collection.
+    collections that their number alone calls for find nothing and take a tenth of the time; after
+    :func:`let_age` there is none afterwards either. Garbage among them is found by the next full
+    collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,7 +36,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else somebody has set objects apart, which is to last
+            if _ages:
                 gc.freeze()
                 gc.unfreeze()  # by both, all objects become old, and none counts as new
             gc.enable()
@@ -36,6 +49,8 @@ def keep_for_good() -> None:
     second, in which no thread of the process goes on. What of them becomes garbage later is not
     found any more, unless nothing refers to it: not for a library, whose user may unload things.
     """
+    global _ages
+    _ages = False
     gc.collect()
     gc.freeze()
 

@@ -9,7 +9,7 @@ import pytest
 
 SETTING = """\
 import gc, weakref
-from omni.runtime.uncollected import uncollected
+from omni.runtime.uncollected import keep_for_good, let_age, uncollected
 
 class Node:
     def __init__(self) -> None:
@@ -19,6 +19,7 @@ class Node:
 # In a process of its own: the one that tests run in has set its objects apart.
 CASES = {
     "what was made meanwhile is old without having been looked through": """\
+let_age()
 before = gc.get_stats()[2]["collections"]
 with uncollected():
     assert not gc.isenabled()
@@ -39,6 +40,14 @@ gc.disable()
 with uncollected():
     pass
 assert not gc.isenabled()
+""",
+    "what stays for good does so": """\
+let_age()
+keep_for_good()
+before = gc.get_freeze_count()
+with uncollected():
+    pass
+assert gc.get_freeze_count() == before > 0
 """,
     "objects that somebody set apart stay so": """\
 gc.freeze()
