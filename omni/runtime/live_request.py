@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from stages.worker.messages import Enter
 if TYPE_CHECKING:
     from engine import Waveform
 
-__all__ = ["LiveRequest"]
+__all__ = ["LiveRequest", "next_to_lift"]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,7 @@ class LiveRequest:
         streams: the streamed edges, by the stage that takes the chunks.
         final_stages: those whose outputs the user gets.
         inside: stages that have it, or that make it ready, with the ticket of its stay.
+        lifted: stages in which it rests and was let go on, until it has made a chunk there.
         has_moved: whether any stage has told anything of it.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
         visible: what the user has been or is about to be told, by final stage.
@@ -50,6 +51,7 @@ class LiveRequest:
     streams: Mapping[str, Stream]
     final_stages: tuple[str, ...]
     inside: dict[str, int] = field(default_factory=dict)
+    lifted: set[str] = field(default_factory=set)
     has_moved: bool = False
     finished: dict[str, StageOutput] = field(default_factory=dict)
     visible: dict[str, StageOutput] = field(default_factory=dict)
@@ -112,11 +114,14 @@ class LiveRequest:
         )
         self.has_new_times = True
 
-    def is_held_up(self, source: str) -> bool:
-        """Whether it rests in a stage, since a stage behind does not keep up."""
-        return source in self.inside and any(
-            stream.is_full for stream in self.streams.values() if stream.source == source
-        )
+    def held_up(self, order: Sequence[str]) -> list[str]:
+        """The stages in which it rests, since one behind does not keep up; the last ones first.
+
+        Args:
+            order: of the pipeline's stages.
+        """
+        full = {stream.source for stream in self.streams.values() if stream.is_full}
+        return [name for name in reversed(order) if name in full and name in self.inside]
 
     def show(self, stage: Stage, output: StageOutput) -> None:
         """Put what the user asked to get of a stage into the next output, and note its end.
@@ -164,6 +169,28 @@ class LiveRequest:
             shown = self.visible.get(name, StageOutput(self.request_id, name, finished=False))
             if not shown.finished:
                 self.visible[name] = with_fields(shown, finished=True, finish_reason=reason)
+
+
+def next_to_lift(
+    requests: Iterable[LiveRequest], order: Sequence[str]
+) -> tuple[LiveRequest, str] | None:
+    """Which request is to go on, and in which stage, where none can without it.
+
+    The oldest that rests. But one that may go on already can lack the room that another one takes
+    up which rests, too: so each of them gets its turn before the oldest gets another.
+
+    Args:
+        requests: the oldest first; those that rest and were all lifted are so no more.
+        order: of the pipeline's stages.
+
+    Returns:
+        None if none rests.
+    """
+    resting = [(live, name) for live in requests for name in live.held_up(order)]
+    if all(name in live.lifted for live, name in resting):
+        for live, _ in resting:
+            live.lifted.clear()
+    return next(((live, name) for live, name in resting if name not in live.lifted), None)
 
 
 def _joined(first: Waveform | None, second: Waveform | None) -> Waveform | None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.live_request import LiveRequest
+from omni.runtime.live_request import LiveRequest, next_to_lift
 from omni.runtime.stage_links import (
     StageLinks,
     check_workers,
@@ -270,6 +270,7 @@ class Orchestrator:
     def _hand_on(self, live: LiveRequest, chunk: Chunk) -> None:
         """Send a chunk to the stage that it is for."""
         stream = live.streams[chunk.consumer]
+        live.lifted.discard(stream.source)
         if not stream.is_open:
             return
         stream.outstanding += 1
@@ -316,16 +317,15 @@ class Orchestrator:
                 self._links[stream.source].send(CloseStream(live.request_id, name))
 
     def _give_way(self) -> None:
-        """Let the oldest request that rests go on, if the pipeline would stand still otherwise."""
-        resting = (
-            (live, name)
-            for live in self._live.values()
-            for name in reversed(self._pipeline.order)
-            if live.is_held_up(name)
-        )
-        first = next(resting, None)
-        if first is not None and self._links.check_idle():
-            live, name = first
+        """Let the oldest request that rests go on, if the pipeline would stand still otherwise.
+
+        See :func:`~omni.runtime.live_request.next_to_lift`.
+        """
+        if (found := next_to_lift(self._live.values(), self._pipeline.order)) is None:
+            return
+        live, name = found
+        if self._links.check_idle():
+            live.lifted.add(name)
             self._links[name].send(Lift(live.request_id))
 
     def _end(

@@ -153,6 +153,22 @@ def test_a_stage_that_cannot_resume_is_not_used_any_more(
 
 
 @everywhere
+def test_one_that_may_go_on_and_has_no_seat_does_not_keep_the_others_from_going_on() -> None:
+    """Of one seat, which another request takes that rests on it."""
+    prompts = dict.fromkeys(("r0", "r1", "r2", "r3"), "a")
+    narrow = {"seats": 1, "limit": 5, "max_pending": 1}
+    changes: dict[str, Any] = {
+        "thinker": narrow | {"rotate": 1, "tail": 4},
+        "talker": narrow | {"tail": 0},
+    }
+    last = run(speech_stages((1, None), **changes), prompts)
+    expected = run(speech_stages((None, None), **changes), prompts)
+    for request_id in prompts:
+        assert last[request_id].error is None
+        assert told(last[request_id]) == told(expected[request_id])
+
+
+@everywhere
 def test_whatever_happens_every_request_ends_once_and_no_stage_keeps_anything(
     anywhere: Anywhere,
 ) -> None:
