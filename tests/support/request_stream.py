@@ -188,7 +188,18 @@ def assert_same(cached: RequestOutput, uncached: RequestOutput, atol: float = 1e
 
 
 def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
+    """Play a script; each answer has to be the uncached one. Nothing of it stays in the engine."""
     live: dict[str, Ask] = {}
+    try:
+        return _played(engine, script, alone, live)
+    finally:  # of a script that failed; else the next one would fail by what this one left
+        for request_id in live:
+            engine.abort(request_id)
+
+
+def _played(
+    engine: LLMEngine, script: Script, alone: Alone, live: dict[str, Ask]
+) -> dict[str, RequestOutput]:
     done: dict[str, RequestOutput] = {}
     streamed: dict[str, str] = {}
 
