@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.examples import LONG, USUAL
 from tests.support.order import first_things_first
 from tests.support.programs import leaves_out_programs, needs_cluster
+from tests.support.standstill import StandstillWatch
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
@@ -41,6 +42,33 @@ settings.register_profile("omni", _EXAMPLES, max_examples=USUAL)
 # pytest --hypothesis-profile=long
 settings.register_profile("long", _EXAMPLES, max_examples=LONG, derandomize=False)
 settings.load_profile("omni")
+
+
+_WATCH = pytest.StashKey[StandstillWatch]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # No test takes five minutes. pytest's own faulthandler_timeout would begin a thread for each of
+    # the thousands of tests, which is a hundredth of all that a run computes.
+    config.stash[_WATCH] = StandstillWatch(timeout_s=300, renewal_s=30)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_WATCH].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    item.config.stash[_WATCH].begin_test()
+
+
+# pytest cancels what is to be printed in both cases, whoever asked for it.
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    node.config.stash[_WATCH].forget()
+
+
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    config.stash[_WATCH].forget()
 
 
 # What is imported while tests are collected stays to the end: the garbage collector need not walk
