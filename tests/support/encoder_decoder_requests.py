@@ -49,9 +49,11 @@ _TEXTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A prompt, with its two sides as their raw inputs, which the oracle reads by itself.
+
+    Equal to itself alone: samples and pictures have no hash.
 
     Attributes:
         encoder: text, token ids, samples or an image; None for no encoder input.

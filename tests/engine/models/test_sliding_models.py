@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, SlidingWindowSpec
 from tests.support.examples import examples
-from tests.support.greedy_reference import GreedyReference, assert_greedy
+from tests.support.greedy_reference import GreedyAnswer, GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels
 from tests.support.packed_model import PackedRun, run_packed
 
@@ -38,6 +39,7 @@ LENGTHS = (75, 9, 61)
 # Chunks shorter and longer than the window, decodes beside prefills, everything at once.
 STEPS = ((30, 0, 5), (1, 9, 40), (20, 0, 1), (1, 0, 1), (23, 0, 14))
 MAX_LEN = 96
+NUM_TOKENS = 24
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
@@ -89,10 +91,21 @@ class Family:
     logits: list[Tensor]
     windows: list[int | None]
 
+    @cached_property
+    def answers(self) -> list[GreedyAnswer]:
+        """Greedy ones to :func:`prompts`; every backend is compared with them."""
+        reference = GreedyReference(str(self.folder))
+        return [reference.from_ids(ids.tolist(), NUM_TOKENS) for ids in prompts()]
+
 
 def sequences() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, 768, (length,), generator=generator) for length in LENGTHS]
+
+
+def prompts() -> list[Tensor]:
+    a, b, c = sequences()
+    return [a[:50], b, c[:20]]
 
 
 def build(folder: Path, name: str, **options: Any) -> Path:
@@ -168,26 +181,24 @@ def test_the_window_matters(family: Family):
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_kernels)])
 def test_greedy_tokens_equal_transformers(family: Family, backend: str):
-    a, b, c = sequences()
-    prompts, num_tokens = [a[:50], b, c[:20]], 24
+    first, second, third = prompts()
     model = load(family.folder)
-    run = PackedRun(model, [len(ids) + num_tokens for ids in prompts], backend=backend)
+    run = PackedRun(model, [len(ids) + NUM_TOKENS for ids in prompts()], backend=backend)
     # The second request joins while the others decode.
-    hidden = run.step([prompts[0], prompts[1][:0], prompts[2]])
-    answers: list[list[int]] = [[] for _ in prompts]
-    while any(len(answer) < num_tokens for answer in answers):
-        chunks = [ids[:0] for ids in prompts]
+    hidden = run.step([first, second[:0], third])
+    answers: list[list[int]] = [[], [], []]
+    while any(len(answer) < NUM_TOKENS for answer in answers):
+        chunks = [second[:0]] * 3
         if not run.done[1]:
-            chunks[1] = prompts[1]
+            chunks[1] = second
         for request, rows in enumerate(hidden):
-            if len(rows) and len(answers[request]) < num_tokens:
+            if len(rows) and len(answers[request]) < NUM_TOKENS:
                 token = model.compute_logits(rows[-1:]).argmax(dim=-1)
                 answers[request].append(int(token))
                 chunks[request] = token
         hidden = run.step(chunks)
-    theirs = GreedyReference(str(family.folder))
-    for ids, answer in zip(prompts, answers, strict=True):
-        assert_greedy(theirs.from_ids(ids.tolist(), num_tokens), answer)
+    for expected, answer in zip(family.answers, answers, strict=True):
+        assert_greedy(expected, answer)
 
 
 @pytest.fixture(scope="module", params=["gemma2", "qwen2 all layers"])

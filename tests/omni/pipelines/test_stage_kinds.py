@@ -38,11 +38,11 @@ stages:
     inputs: {from: first, transform: text_as_prompt}
     final_output: text
 """
+# What a process that finds a mistake never builds, it need not import: torch takes seconds.
 PACKAGE = """\
 from typing import Literal
 
 from stages import StageConfig
-from tests.support.fake_stage import FakeStage
 
 
 class MurmurStageConfig(StageConfig):
@@ -50,6 +50,8 @@ class MurmurStageConfig(StageConfig):
     volume: int = 1
 
     def build_stage(self, name):
+        from tests.support.fake_stage import FakeStage
+
         return FakeStage(name, steps=self.volume)
 
 
