@@ -87,14 +87,16 @@ class NativeBackend(TorchBackend):
                 f"sequences of {shortest} to {longest} tokens do not fit a block table of "
                 f"{capacity} tokens, lowest block id {lowest}, lowest row {lowest_row}"
             )
-        num_parts = -(-_TASKS_PER_THREAD * torch.get_num_threads() // metadata.num_tokens)
-        if num_parts > 1:
+        num_tokens = spans.shape[1]
+        num_parts = 1
+        num_wanted = -(-_TASKS_PER_THREAD * torch.get_num_threads() // num_tokens)
+        if num_wanted > 1 and longest >= 2 * _MIN_PART_TOKENS:
             most_seen = int((spans[2] - spans[1]).max())
-            num_parts = max(1, min(num_parts, most_seen // _MIN_PART_TOKENS))
+            num_parts = max(1, min(num_wanted, most_seen // _MIN_PART_TOKENS))
         self._spans = self._short_spans = PagedSpans(table, spans, num_parts)
         self._prefills = []
         # Without so many tokens in the step none of its requests has them.
-        if metadata.num_tokens >= _LONG_QUERY:
+        if num_tokens >= _LONG_QUERY:
             query_lens = metadata.query_start_loc.diff()
             num_short = int((query_lens < _LONG_QUERY).cumprod(0).sum())
             num_short_tokens = int(metadata.query_start_loc[num_short])
@@ -144,14 +146,15 @@ def _extremes(indices: Tensor) -> tuple[int, int]:
 def _visible_spans(metadata: AttentionMetadata) -> Tensor:
     """Row, start and end of each token's span; see the module's picture. ``(3, num_tokens)``."""
     query_start_loc, seq_lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
-    query_lens = np.diff(query_start_loc)
-    spans = np.empty((3, metadata.num_tokens), dtype=np.int32)
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    num_tokens = int(query_start_loc[-1])
+    spans = np.empty((3, num_tokens), dtype=np.int32)
     spans[0] = np.arange(metadata.num_reqs).repeat(query_lens)
     if not metadata.causal:
         spans[1], spans[2] = 0, seq_lens.repeat(query_lens)
         return torch.from_numpy(spans)
     # Tokens counted through the step, plus what lies before each request's first.
-    spans[2] = np.arange(1, metadata.num_tokens + 1)
+    spans[2] = np.arange(1, num_tokens + 1)
     spans[2] += (seq_lens - query_start_loc[1:]).repeat(query_lens)
     if metadata.window is None and metadata.chunk_size is None:
         spans[1] = 0

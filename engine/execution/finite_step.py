@@ -14,6 +14,7 @@ A block that is not full yet is looked at when it is; until then its request alo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class PageContents:
                 stop = np.where(runs_encoder, -(-step.encoder_lens // size), 0)
             else:
                 first, stop = step.num_computed_tokens // size, step.seq_lens // size
-            for place in np.flatnonzero(stop > first).tolist():
+            for place in (stop > first).nonzero()[0].tolist():
                 ids = table[place, first[place] : stop[place]].tolist()
                 found += [FilledPage(place, group_id, page_id) for page_id in ids]
         return found
@@ -125,7 +126,7 @@ class FiniteStep:
         Returns:
             Messages by the requests' places in the step.
         """
-        if self.sum.isfinite():
+        if math.isfinite(self.sum.item()):
             return {}
         found: dict[int, list[str]] = {}
         for name, rows in self.rows.items():

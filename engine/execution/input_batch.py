@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GroupInputs", "InputBatch", "StepInputs"]
+__all__ = ["GroupInputs", "InputBatch", "IntArray", "StepInputs"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -184,11 +184,11 @@ class InputBatch:
         scheduled = np.asarray(num_scheduled_tokens, dtype=np.int64)
 
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(scheduled, out=query_start_loc[1:])
-        request_indices = np.repeat(rows, scheduled)
+        scheduled.cumsum(out=query_start_loc[1:])
+        request_indices = rows.repeat(scheduled)
         # arange over all tokens, less each request's start, plus what it has computed
-        positions = np.arange(query_start_loc[-1]) + np.repeat(
-            computed - query_start_loc[:-1], scheduled
+        positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1]).repeat(
+            scheduled
         )
         token_indices = request_indices * self._token_ids.shape[1] + positions
         seq_lens = computed + scheduled

@@ -126,15 +126,18 @@ class ModelInputBuilder:
         token_ids = torch.from_numpy(step.token_ids).to(self.device, non_blocking=True)
         embeds = self.model.embed(token_ids)
         for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+            request = item.request
+            if not request.has_rows:
+                continue
             chunk = embeds[start : start + item.num_tokens]
-            first = item.request.num_computed_tokens
-            given = item.request.prompt_embeds
+            first = request.num_computed_tokens
+            given = request.prompt_embeds
             if given is not None and first < given.shape[0]:
                 rows = given[first : first + item.num_tokens]
                 chunk[: rows.shape[0]] = rows.to(self.device)
-            self._merge_items(chunk, item.request, first)
-            if item.request.streamed_rows is not None:
-                item.request.streamed_rows.apply(chunk, first)
+            self._merge_items(chunk, request, first)
+            if request.streamed_rows is not None:
+                request.streamed_rows.apply(chunk, first)
         return embeds
 
     def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:

@@ -123,8 +123,10 @@ class ModelRunner:
         encoded = self._run_encoder(step, output.scheduled)
         self._run_towers(output.scheduled)
         tensors = self._forward(self._inputs.build(step, output.scheduled, encoded))
-        self._start_host_copy(tensors)
-        check = self._check_later(step, output.scheduled, tensors)
+        mirrored = self._mirrored(tensors)
+        self._host_copy.start(mirrored)
+        rows = mirrored | {"hidden_states": tensors["hidden_states"]}
+        check = self._check_later(step, output.scheduled, rows)
         sampled = self._sample(step, output.scheduled, tensors["hidden_states"])
         self._write_outputs(step)
         # Asked only now that the sampler has waited for the device anyway.
@@ -141,10 +143,9 @@ class ModelRunner:
         self,
         step: StepInputs,
         scheduled: Sequence[ScheduledRequest],
-        tensors: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
     ) -> FiniteStep:
         """Queue the question whether all that the step made is finite."""
-        rows = self._mirrored(tensors) | {"hidden_states": tensors["hidden_states"]}
         filled = self._contents.filled(step, [item.runs_encoder for item in scheduled])
         return FiniteStep.of(rows, self._contents, filled)
 
@@ -186,9 +187,6 @@ class ModelRunner:
         mirrors = self._kv.stage_outputs.mirrors
         return {name: rows for name, rows in tensors.items() if mirrors(name)}
 
-    def _start_host_copy(self, tensors: Mapping[str, Tensor]) -> None:
-        self._host_copy.start(self._mirrored(tensors))
-
     def _write_outputs(self, step: StepInputs) -> None:
         """Mirror the tensors that ``HostCopy`` was started with. Publishing comes after this."""
         slot_mapping = torch.from_numpy(step.groups[self._kv.mirrored_group_id].slot_mapping)
@@ -210,7 +208,7 @@ class ModelRunner:
             tensors = self._forward(self._inputs.build(step))
             if self._model.vocab_size:
                 self._model.compute_logits(tensors["hidden_states"][:1])
-            self._start_host_copy(tensors)
+            self._host_copy.start(self._mirrored(tensors))
             self._write_outputs(step)
             if self._kv.encoder_outputs is not None:
                 # The store is made now, by a row in the null block, so that it can be told.
@@ -275,20 +273,16 @@ class ModelRunner:
         self, step: StepInputs, scheduled: Sequence[ScheduledRequest], hidden_states: Tensor
     ) -> list[SampledToken]:
         """Logits only for the rows that are sampled; on a CPU they are what costs most."""
-        last_rows = (step.query_start_loc[1:] - 1).tolist()
-        sampling = [
-            (item.request, row)
-            for item, row in zip(scheduled, last_rows, strict=True)
-            if item.samples
-        ]
-        if not sampling:
+        places = [place for place, item in enumerate(scheduled) if item.samples]
+        if not places:
             return []
-        rows = torch.tensor([row for _, row in sampling], device=self._device)
+        sampling = [scheduled[place].request for place in places]
+        rows = torch.from_numpy(step.query_start_loc[1:][places] - 1).to(self._device)
         logits = self._model.compute_logits(hidden_states.index_select(0, rows))
-        chosen = self._sampler.sample(logits, [request.next_sampling for request, _ in sampling])
+        chosen = self._sampler.sample(logits, [request.next_sampling for request in sampling])
         return [
             SampledToken(request, None if error else token_id, logprobs, error)
-            for (request, _), token_id, logprobs, error in zip(
+            for request, token_id, logprobs, error in zip(
                 sampling, chosen.token_ids, chosen.logprobs, chosen.errors, strict=True
             )
         ]

@@ -296,6 +296,7 @@ class LLMEngine(Engine[RequestOutput]):
         towers = None if manager is None else manager.cache.stats()
         return replace(
             counted,
+            generated_tokens=self._output_processor.num_generated_tokens,
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             encoder_runs=counted.encoder_runs if towers is None else towers.encoded,

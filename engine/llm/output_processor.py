@@ -36,7 +36,8 @@ class OutputProcessor:
         declared_outputs: tensors without which a request has failed.
         next_sequence: makes the sequence that follows on one that has ended.
         groups: the live requests by the user's ids, oldest first.
-        stats: what their tokens add up to.
+        stats: what their prompts add up to.
+        num_generated_tokens: likewise; counted apart, since every step adds to it.
     """
 
     scheduler: Scheduler
@@ -46,6 +47,7 @@ class OutputProcessor:
     next_sequence: Callable[[Request, Sequel], Request]
     groups: dict[str, RequestGroup] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
+    num_generated_tokens: int = 0
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
     # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
     # known how much of a token was noted, and the caller was not told.
@@ -120,7 +122,7 @@ class OutputProcessor:
                     "request %s failed", group.request_id, extra={"request_id": group.request_id}
                 )
                 group.error = f"the token could not be taken: {described(error)}"
-        self.stats = self.stats.plus(generated_tokens=num_generated)
+        self.num_generated_tokens += num_generated
         for item in scheduled.scheduled:
             request = item.request
             group = self._group_of[request.request_id]

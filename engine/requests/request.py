@@ -130,6 +130,12 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether anything stands in the place of its tokens' embeddings, or beside them."""
+        given = self.prompt_embeds is not None or self.streamed_rows is not None
+        return given or bool(self.multimodal_inputs)
+
+    @property
     def num_known_tokens(self) -> int:
         """Leading tokens that can run: those that need no row which is still to come."""
         if self.streamed_rows is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import reduce
 
@@ -24,7 +25,7 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether there is no NaN and no infinity in any of them; integers are finite."""
     tensors = list(tensors)
-    return bool(total(tensors).isfinite()) or all(bool(x.isfinite().all()) for x in tensors)
+    return math.isfinite(total(tensors).item()) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:

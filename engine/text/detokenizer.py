@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.text.tokenizer import panics_as_errors
+from engine.text.tokenizer import PanicsAsErrors
 
 __all__ = ["IncrementalDetokenizer"]
 
@@ -118,7 +118,7 @@ class IncrementalDetokenizer:
             self._longest_window *= 2  # so that to try again costs little
 
     def _decode(self, token_ids: list[int]) -> str:
-        with panics_as_errors():
+        with PanicsAsErrors():
             text = self._tokenizer.decode(
                 token_ids,
                 skip_special_tokens=self._skip_special_tokens,

@@ -19,11 +19,11 @@ from engine.text.chat_template import processor_chat_template
 from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
 
 __all__ = [
+    "PanicsAsErrors",
     "encodes_as_the_library",
     "eos_token_ids",
     "load_tokenizer",
     "max_prompt_chars",
-    "panics_as_errors",
     "tokenizers_turn",
 ]
 
@@ -66,7 +66,7 @@ def load_tokenizer(
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        with panics_as_errors():
+        with PanicsAsErrors():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, config=config, trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -123,8 +123,7 @@ def max_prompt_chars(
     return min(max(_FEWEST_CHARS, num_tokens * longest), _MOST_CHARS)
 
 
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
+class PanicsAsErrors:
     """Hold while the ``tokenizers`` library runs what a checkpoint wrote.
 
     Its panics, such as that of a pattern that tries too often, are no ``Exception`` in Python, and
@@ -133,24 +132,26 @@ def panics_as_errors() -> Iterator[None]:
     Raises:
         ValueError: it panicked.
     """
-    try:
-        yield
-    except BaseException as error:  # all else goes on its way
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and kind.__module__ == "pyo3_runtime":
+            raise ValueError(f"the checkpoint's tokenizer cannot take this: {error}") from error
 
 
 @contextmanager
 def tokenizers_turn(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Hold while the tokenizer is called in a thread that may not be the only one.
 
-    Its panics are told as :func:`panics_as_errors` says. Tokenizers of the ``tokenizers`` library
+    Its panics are told as :class:`PanicsAsErrors` says. Tokenizers of the ``tokenizers`` library
     are called by any number of threads at once, once they are loaded by :func:`load_tokenizer`;
     others one by one.
     """
     if getattr(tokenizer, "is_fast", False):
-        with panics_as_errors():
+        with PanicsAsErrors():
             yield
         return
     with turn_of(tokenizer):

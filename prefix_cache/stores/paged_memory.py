@@ -21,7 +21,10 @@ one state: layer after layer, tensor after tensor, each aligned.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +32,8 @@ from prefix_cache.specs.kv_cache_config import KVCacheConfig
 from prefix_cache.specs.kv_cache_spec import AttentionSpec, MambaSpec
 
 __all__ = ["LayerKVCache", "PageCopy", "PagedMemory"]
+
+SlotsT = TypeVar("SlotsT", Tensor, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +150,12 @@ class PagedMemory:
         """Fill the null page of all groups with zeros, after something was written to it."""
         self.buffer[: self.config.large_page_bytes].zero_()
 
-    def row_mapping(self, group_id: int, slot_mapping: Tensor) -> Tensor:
+    def row_mapping(self, group_id: int, slot_mapping: SlotsT) -> SlotsT:
         """Turn slots (``block_id * block_size + offset``) into row indices of layer 0's keys.
 
         Args:
-            slot_mapping: ``(num_tokens,)`` integers.
+            group_id: of an attention group.
+            slot_mapping: ``(num_tokens,)`` integers, in numpy or a tensor.
 
         Returns:
             ``(num_tokens,)`` of the same type and device.

@@ -138,7 +138,7 @@ class StageOutputCache:
         matched = self._match_stores(num_tokens, tensors)
         if not matched:
             return
-        tags = self._generations.index_select(0, slot_mapping // self.block_size)
+        tags = self._generations.index_select(0, slot_mapping.floor_divide(self.block_size))
         for store, rows in matched:
             store.rows.index_copy_(0, slot_mapping, rows)
             store.flat_tags.index_copy_(0, slot_mapping, tags)

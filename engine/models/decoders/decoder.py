@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -85,7 +84,7 @@ class DecoderModel(CausalModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids ``(n,)`` to embeddings ``(n, hidden_size)``."""
-        embeds = F.embedding(input_ids, self.embedding)
+        embeds = self.embedding.index_select(0, input_ids)
         return embeds if self.embedding_scale is None else embeds.mul_(self.embedding_scale)
 
     def forward(

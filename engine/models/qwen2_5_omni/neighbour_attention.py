@@ -86,7 +86,7 @@ def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
     around = 0 if seen == _ITSELF else block_size
     if around or fill:
         rows = F.pad(rows, (0, 0) * (rows.ndim - 2) + (around, fill + around))
-    blocks = rows.unflatten(1, (-1, block_size))
+    blocks: Tensor = rows.unflatten(1, (-1, block_size))
     if around:
         num_blocks = blocks.shape[1] - 2
         blocks = torch.cat([blocks[:, place : place + num_blocks] for place in seen], dim=2)

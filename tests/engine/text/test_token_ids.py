@@ -18,7 +18,7 @@ from transformers import (
 from engine.text import written_patterns
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.token_ids import token_ids
-from engine.text.tokenizer import load_tokenizer, panics_as_errors, tokenizers_turn
+from engine.text.tokenizer import PanicsAsErrors, load_tokenizer, tokenizers_turn
 from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
 from tests.support.tokenizers import TOKENIZERS
 
@@ -81,14 +81,14 @@ def test_a_pattern_that_tries_too_often_is_told_as_an_error() -> None:
     with pytest.raises(BaseException, match="retry-limit") as caught:
         tokenizer(text)
     assert not isinstance(caught.value, Exception)
-    for guard in (panics_as_errors(), tokenizers_turn(tokenizer)):
+    for guard in (PanicsAsErrors(), tokenizers_turn(tokenizer)):
         with pytest.raises(ValueError, match="cannot take this"), guard:
             tokenizer(text)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, KeyError])
 def test_nothing_else_is_taken_for_a_panic(kind: type[BaseException]) -> None:
-    with pytest.raises(kind), panics_as_errors():
+    with pytest.raises(kind), PanicsAsErrors():
         raise kind
 
 
