@@ -86,13 +86,14 @@ class StateMetadata:
         write_pages: ``(num_reqs,)`` int64 on the device: the page that takes the state after the
             request's last token of this step; may be the one that is read.
         has_state: ``(num_reqs,)`` booleans on the device; False: the request begins with zeros.
+            None: all go on from the states that are read.
     """
 
     query_start_loc: Tensor
     num_decodes: int
     read_pages: Tensor
     write_pages: Tensor
-    has_state: Tensor
+    has_state: Tensor | None
 
     @property
     def num_reqs(self) -> int:

@@ -61,13 +61,17 @@ class StateLayer:
             New tensors ``(num_reqs, *shape)``, in the order of the spec.
         """
         metadata = self.metadata(step)
+        read = tuple(states.index_select(0, metadata.read_pages) for states in self._states)
+        has_state = metadata.has_state
+        if has_state is None:
+            return read
         return tuple(
             torch.where(
-                metadata.has_state.view(-1, *(1,) * (states.ndim - 1)),
-                states.index_select(0, metadata.read_pages),
+                has_state.view(-1, *(1,) * (states.ndim - 1)),
+                states,
                 torch.zeros((), dtype=states.dtype, device=states.device),
             )
-            for states in self._states
+            for states in read
         )
 
     def write(self, step: AttentionStep, *states: Tensor) -> None:

@@ -93,6 +93,7 @@ def _states(
 ) -> StateMetadata:
     """The pages of each request's last computed token, and of this step's last token."""
     computed, seq_lens = inputs.num_computed_tokens, inputs.seq_lens
+    has_state = computed > 0
     requests = np.arange(len(seq_lens))
     table = group.block_table.astype(np.int64)
     read = table[requests, np.maximum(computed - 1, 0) // spec.block_size]
@@ -100,7 +101,7 @@ def _states(
     return StateMetadata(
         query_start_loc=shared.query_start_loc,
         num_decodes=shared.num_decodes,
-        read_pages=torch.from_numpy(np.where(computed > 0, read, 0)).to(device),
+        read_pages=torch.from_numpy(np.where(has_state, read, 0)).to(device),
         write_pages=torch.from_numpy(write).to(device),
-        has_state=torch.from_numpy(computed > 0).to(device),
+        has_state=None if has_state.all() else torch.from_numpy(has_state).to(device),
     )

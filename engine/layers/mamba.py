@@ -19,7 +19,7 @@ from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.packed_layout import PackedLayout
 from engine.layers.recurrent_mixer import RecurrentConfig, RecurrentMixer
-from engine.layers.selective_scan import ScanInputs, selective_scan
+from engine.layers.selective_scan import ScanInputs, selective_scan, selective_step
 
 __all__ = ["MambaConfig", "MambaMixer"]
 
@@ -98,12 +98,13 @@ class MambaMixer(RecurrentMixer):
         b = self.b_norm(b.contiguous()).float()
         c = self.c_norm(c.contiguous()).float()
         u = u.float()
-        update = fused_state_update(x.device) if layout.num_decodes == layout.num_reqs else None
-        if update is not None:
+        inputs = ScanInputs(x=u, dt=dt, b=b, c=c)
+        if layout.num_decodes < layout.num_reqs:
+            y, ssm_state = selective_scan(inputs, self.a, ssm_state, layout.time_order)
+        elif (update := fused_state_update(x.device)) is not None:
             y = update(ssm_state, u, dt, self.a, b, c)
         else:
-            inputs = ScanInputs(x=u, dt=dt, b=b, c=c)
-            y, ssm_state = selective_scan(inputs, self.a, ssm_state, layout.time_order)
+            y, ssm_state = selective_step(inputs, self.a, ssm_state)
         self.state.write(step, conv_state, ssm_state)
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
         mixed: Tensor = self.out_proj(y.to(x.dtype))

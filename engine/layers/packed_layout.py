@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["Chunks", "HistoryRows", "PackedLayout", "TimeOrder"]
 
 _MAX_CHUNK = 64
+
+_IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,13 @@ class TimeOrder:
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> TimeOrder:
         """The order of sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) items."""
-        sequences = lengths.argsort(descending=True, stable=True)
-        places = torch.empty_like(sequences)
-        places[sequences] = torch.arange(len(lengths))
-        owners, times = _owners_and_times(lengths)
-        items = (times * len(lengths) + places[owners]).argsort()
-        batch_sizes = tuple(times.bincount().tolist())
-        return cls(sequences.to(device), items.to(device), batch_sizes)
+        sequences = np.argsort(-lengths.numpy(), kind="stable")
+        places = np.empty_like(sequences)
+        places[sequences] = np.arange(len(lengths))
+        owners, times = _owners_and_times(lengths.numpy())
+        items = np.argsort(times * len(lengths) + places[owners])
+        batch_sizes = tuple(np.bincount(times).tolist())
+        return cls(_on(device, sequences), _on(device, items), batch_sizes)
 
     def batches(self) -> Iterator[slice]:
         """The batches as ranges of :attr:`items`, in the order of time."""
@@ -94,11 +98,11 @@ class Chunks:
     def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
         """Cut sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) tokens."""
         size = min(_MAX_CHUNK, int(lengths.max()))
-        counts = (lengths + (size - 1)) // size
-        owners, times = _owners_and_times(lengths)
-        firsts = (counts.cumsum(0) - counts) * size
-        slots = firsts[owners] + times
-        return cls(size, int(counts.sum()), slots.to(device), TimeOrder.of(counts, device))
+        counts = (lengths.numpy() + (size - 1)) // size
+        owners, times = _owners_and_times(lengths.numpy())
+        firsts = (counts.cumsum() - counts) * size
+        slots, order = firsts[owners] + times, TimeOrder.of(torch.from_numpy(counts), device)
+        return cls(size, int(counts.sum()), _on(device, slots), order)
 
     def pad(self, tokens: Tensor) -> Tensor:
         """``(num_tokens, ...)`` to ``(count, size, ...)``, zeros where a chunk has room left."""
@@ -146,14 +150,15 @@ class PackedLayout:
     @cached_property
     def history_rows(self) -> HistoryRows:
         """Rows for a convolution over all requests at once."""
-        owners, _ = _owners_and_times(self._lengths)
-        tokens = torch.arange(self.num_tokens) + (owners + 1) * self.history
-        one = torch.arange(self.history)
-        before = torch.arange(self.num_reqs) * self.history
-        histories = (self._starts[:-1] + before)[:, None] + one
-        next_histories = (self._starts[1:] + before)[:, None] + one
-        rows = (tokens, histories.flatten(), next_histories.flatten())
-        return HistoryRows(*(indices.to(self.device) for indices in rows))
+        starts = self._starts.numpy()
+        owners, _ = _owners_and_times(self._lengths.numpy())
+        tokens = np.arange(len(owners)) + (owners + 1) * self.history
+        one = np.arange(self.history)
+        before = np.arange(self.num_reqs) * self.history
+        histories = (starts[:-1] + before)[:, None] + one
+        next_histories = (starts[1:] + before)[:, None] + one
+        rows = (tokens, histories.reshape(-1), next_histories.reshape(-1))
+        return HistoryRows(*(_on(self.device, indices) for indices in rows))
 
     @cached_property
     def time_order(self) -> TimeOrder:
@@ -166,8 +171,12 @@ class PackedLayout:
         return Chunks.of(self._lengths[self.num_decodes :], self.device)
 
 
-def _owners_and_times(lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _owners_and_times(lengths: _IntArray) -> tuple[_IntArray, _IntArray]:
     """Each item's sequence, and its place in it."""
-    owners = torch.arange(len(lengths)).repeat_interleave(lengths)
-    firsts = lengths.cumsum(0) - lengths
-    return owners, torch.arange(len(owners)) - firsts[owners]
+    owners = np.arange(len(lengths)).repeat(lengths)
+    firsts = lengths.cumsum() - lengths
+    return owners, np.arange(len(owners)) - firsts[owners]
+
+
+def _on(device: torch.device, indices: _IntArray) -> Tensor:
+    return torch.from_numpy(indices).to(device, non_blocking=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.layers.packed_layout import TimeOrder
 
-__all__ = ["ScanInputs", "selective_scan"]
+__all__ = ["ScanInputs", "selective_scan", "selective_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,22 @@ class ScanInputs:
     dt: Tensor
     b: Tensor
     c: Tensor
+
+
+def selective_step(inputs: ScanInputs, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each request; see :func:`selective_scan` for what is computed.
+
+    Args:
+        inputs: token i is request i's.
+        a: ``(channels, state_size)`` float32, negative.
+        states: ``(num_reqs, channels, state_size)`` float32 before the step, changed in place.
+
+    Returns:
+        ``y`` ``(num_reqs, channels)``, and the states after the tokens.
+    """
+    states.mul_(torch.exp(inputs.dt[:, :, None] * a))
+    states.addcmul_((inputs.x * inputs.dt)[:, :, None], inputs.b[:, None, :])
+    return torch.bmm(states, inputs.c[:, :, None]).squeeze(-1), states
 
 
 def selective_scan(

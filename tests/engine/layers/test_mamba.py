@@ -261,13 +261,13 @@ def state_layer(num_pages: int) -> tuple[StateLayer, Tensor]:
     return layer, pages
 
 
-def state_step(read: list[int], write: list[int], has_state: list[bool]) -> AttentionStep:
+def state_step(read: list[int], write: list[int], has_state: list[bool] | None) -> AttentionStep:
     metadata = StateMetadata(
         query_start_loc=torch.arange(len(read) + 1, dtype=torch.int32),
         num_decodes=len(read),
         read_pages=torch.tensor(read),
         write_pages=torch.tensor(write),
-        has_state=torch.tensor(has_state),
+        has_state=None if has_state is None else torch.tensor(has_state),
     )
     return AttentionStep([None], [metadata])
 
@@ -278,10 +278,11 @@ def test_a_request_that_begins_reads_zeros_whatever_its_page_held():
     assert torch.equal(states, torch.zeros(2, 2))
 
 
-def test_a_kept_state_is_unchanged_by_the_request_that_continues_it():
+@pytest.mark.parametrize("has_state", [[True, True], None])
+def test_a_kept_state_is_unchanged_by_the_request_that_continues_it(has_state: list[bool] | None):
     layer, pages = state_layer(5)
     pages[1], pages[3] = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    step = state_step([3, 1], [2, 1], [True, True])
+    step = state_step([3, 1], [2, 1], has_state)
     (states,) = layer.read(step)
     assert states.tolist() == [[3.0, 4.0], [1.0, 2.0]]
     layer.write(step, states.add_(10))
