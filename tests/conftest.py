@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.examples import LONG, USUAL
 from tests.support.order import first_things_first
 from tests.support.programs import leaves_out_programs, needs_cluster
+from tests.support.shared_compiling import compile_own_share
 from tests.support.standstill import StandstillWatch
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
 # What is imported while tests are collected stays to the end: the garbage collector need not walk
 # it, then or later.
 gc.disable()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    about = getattr(session.config, "workerinput", None)  # of pytest-xdist, in its workers
+    if about is not None and session.config.args == session.config.getini("testpaths"):
+        compile_own_share(int(about["workerid"].removeprefix("gw")), about["workercount"])
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.generator.generator_request import GeneratorRequest, WindowSizes
 from engine.generator.window_gathering import WindowGathering
+from tests.support.examples import examples
 
 SIZES = WindowSizes(first=4, chunk=8, left=2, right=2)
 FIRST, SECOND = 7, 15  # codes after which an utterance's windows can run
@@ -116,6 +117,7 @@ def test_nobody_waits_for_long(vocoder: Vocoder, num_codes: int, expected: int) 
 Arrival = tuple[int, int, bool]
 
 
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans())), max_size=30)
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni.server.openai.answers import (
@@ -16,6 +16,7 @@ from omni.server.openai.answers import (
     TextEvent,
     as_event,
 )
+from tests.support.examples import examples
 
 
 def chunk(text: str, model: str = "m", *, speaks: bool = True) -> ChatChunk:
@@ -28,6 +29,7 @@ def chunk(text: str, model: str = "m", *, speaks: bool = True) -> ChatChunk:
     )
 
 
+@settings(max_examples=examples(50))
 @given(text=st.text(), model=st.text(), speaks=st.booleans())
 def test_an_event_of_a_text_is_as_if_it_were_written_whole(text: str, model: str, speaks: bool):
     event = TextEvent(lambda given: chunk(given, model, speaks=speaks)).of(text)
