@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
-from tests.support.order import first_things_first
+from tests.support.order import FORKING, first_things_first
 from tests.support.programs import leaves_out_programs, needs_cluster
 from tests.support.shared_compiling import compile_own_share
 from tests.support.standstill import StandstillWatch
@@ -91,7 +91,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     about: dict[str, int] = getattr(config, "workerinput", {})  # of pytest-xdist, in its workers
-    items[:] = first_things_first(items, about.get("workercount", 1))
+    # Where programs run as well, the same files take too long for one worker.
+    together = FORKING if leaves_out_programs(config.option.markexpr) else ()
+    items[:] = first_things_first(items, about.get("workercount", 1), together)
 
 
 @pytest.hookimpl(tryfirst=True)
