@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,15 @@ def run(engine: EncoderEngine, prompts: Sequence[Any], **options: Any) -> list[E
     return [done[f"r{index}"] for index in range(len(prompts))]
 
 
+@cache
+def oracle(model: str) -> Any:
+    return AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
 def alone(model: str, **inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     """The oracle: transformers on one input, without padding."""
-    output = AutoModel.from_pretrained(model, dtype=torch.float32).eval()(**inputs)
+    output = oracle(model)(**inputs)
     pooled = output.get("pooler_output")
     return output.last_hidden_state[0], None if pooled is None else pooled[0]
 

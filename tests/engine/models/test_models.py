@@ -71,11 +71,11 @@ def sequences(vocab_size: int = 768) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def reference(folder: str | Path, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states after the final norm, and logits, of one sequence."""
+def reference(folder: str | Path) -> list[tuple[Tensor, Tensor]]:
+    """Hidden states after the final norm, and logits, of each sequence alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    output = model(input_ids=ids[None], output_hidden_states=True)
-    return output.hidden_states[-1][0], output.logits[0]
+    outputs = [model(input_ids=ids[None], output_hidden_states=True) for ids in sequences()]
+    return [(output.hidden_states[-1][0], output.logits[0]) for output in outputs]
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -85,8 +85,7 @@ def test_hidden_states_and_logits_equal_transformers(name: str, backend: str, tm
     folder = build_causal_lm(tmp_path, family, with_tokenizer=False, **settings)
     model = load(folder)
     packed = run_packed(model, sequences(), STEPS, backend=backend)
-    for ids, hidden in zip(sequences(), packed, strict=True):
-        expected_hidden, expected_logits = reference(folder, ids)
+    for hidden, (expected_hidden, expected_logits) in zip(packed, reference(folder), strict=True):
         torch.testing.assert_close(hidden, expected_hidden, atol=1e-4, rtol=0)
         logits = model.compute_logits(hidden)
         torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-5)

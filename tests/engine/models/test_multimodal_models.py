@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine.models.multimodal import MultiModalModel
 from engine.requests.multimodal_input import MultiModalInput
 from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
-from tests.support.greedy_reference import assert_greedy
+from tests.support.greedy_reference import GreedyAnswer, assert_greedy
 from tests.support.multimodal_run import (
     Features,
     ImagePrompt,
@@ -35,6 +35,7 @@ from tests.support.multimodal_run import (
 from tests.support.native_kernels import needs_kernels
 
 MAX_LEN = 96
+NUM_TOKENS = 12
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     "llava": build_llava,
     "llava of all rows over qwen2": partial(build_llava, strategy="full", model_type="qwen2"),
@@ -85,6 +86,11 @@ class Family:
     theirs: MultiModalReference
     prompts: list[ImagePrompt]
 
+    @cached_property
+    def answers(self) -> list[GreedyAnswer]:
+        """Theirs to the prompts; chunks and backends are compared with the same."""
+        return [self.theirs.greedy(prompt, NUM_TOKENS) for prompt in self.prompts]
+
 
 @pytest.fixture(scope="module", params=BUILDERS)
 def family(
@@ -131,9 +137,8 @@ def run(
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("chunk", [5, MAX_LEN])
 def test_tokens_and_hidden_states_equal_transformers(family: Family, chunk: int, backend: str):
-    answers, rows = run(family.model, family.prompts, chunk, 12, backend)
-    for prompt, answer, hidden in zip(family.prompts, answers, rows, strict=True):
-        expected = family.theirs.greedy(prompt, 12)
+    answers, rows = run(family.model, family.prompts, chunk, NUM_TOKENS, backend)
+    for expected, answer, hidden in zip(family.answers, answers, rows, strict=True):
         if assert_greedy(expected, answer):
             torch.testing.assert_close(hidden, expected.hidden_states, atol=1e-4, rtol=0)
 
@@ -143,7 +148,7 @@ def test_what_follows_an_image_at_the_end_equals_full_passes(family: Family):
     # full pass, which goes on after the largest number.
     square, wide = image(family.model, 1), image(family.model, 2, wide=True)
     prompt = join([text(2, 6), wide, text(2, 7), square], family.model)
-    (answer,), (hidden,) = run(family.model, [prompt], 5, 12, "torch")
+    (answer,), (hidden,) = run(family.model, [prompt], 5, NUM_TOKENS, "torch")
     expected = family.theirs.hidden_states(prompt, answer[:-1])
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=0)
     assert_greedy_choices(family.theirs.logits(expected[len(prompt) - 1 :]), answer)
@@ -166,7 +171,7 @@ def test_the_answer_depends_on_the_image(family: Family):
     ids = text(4, 8)
     prompts = [join([ids, image(family.model, seed), ids], family.model) for seed in (1, 2)]
     assert prompts[0].token_ids == prompts[1].token_ids
-    (first, second), _ = run(family.model, prompts, MAX_LEN, 12, "torch")
+    (first, second), _ = run(family.model, prompts, MAX_LEN, NUM_TOKENS, "torch")
     assert first != second
     assert len(set(first)) > 4
 

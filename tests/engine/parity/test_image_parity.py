@@ -65,9 +65,11 @@ def test_mixed_requests_equal_transformers(
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     reference = Reference(folder)
-    for _ in ("cold", "warm"):
-        for images, output in zip(shown, engine.generate(prompts, greedy), strict=True):
-            expected = reference.answer(output.prompt_token_ids, images)
+    cold, warm = engine.generate(prompts, greedy), engine.generate(prompts, greedy)
+    for images, first, again in zip(shown, cold, warm, strict=True):
+        assert again.prompt_token_ids == first.prompt_token_ids
+        expected = reference.answer(first.prompt_token_ids, images)
+        for output in (first, again):
             assert list(output.outputs[0].token_ids) == expected
     encoder = engine.stats().encoder_cache
     assert encoder is not None and encoder.encoded == 3
