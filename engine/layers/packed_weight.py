@@ -36,11 +36,13 @@ class OneDnnWeight(PackedWeight):
     def __init__(self, weight: Tensor) -> None:
         # No row count is given: the layout is then good for any number of rows.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        # The overload itself: it would be looked for at every call.
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self.nbytes = weight.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`PackedWeight`."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        output: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return output
 
 

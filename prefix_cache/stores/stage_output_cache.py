@@ -26,6 +26,9 @@ from torch import Tensor
 
 __all__ = ["StageOutputCache"]
 
+# No row has this tag.
+_NOBODYS = -1
+
 
 @dataclass(frozen=True, slots=True)
 class _TokenStore:
@@ -184,11 +187,12 @@ class StageOutputCache:
         )
         # Row by row, not block by block: torch copies wide slices (32,768 elements) on one thread.
         slots = self.slots(blocks)[wanted_rows]
+        current = self._current(blocks)
         gathered: dict[str, Tensor] = {}
         for name, store in self._stores.items():
             if names is not None and name not in names:
                 continue
-            if not self._valid_rows(store, blocks).view(-1)[wanted_rows].all():
+            if not _valid_rows(store, blocks, current).view(-1)[wanted_rows].all():
                 continue
             gathered[name] = store.rows.index_select(0, slots)
         return gathered
@@ -200,15 +204,19 @@ class StageOutputCache:
             block_ids: the sequence's block table.
             names: tensors wanted, by default :attr:`wanted`. One never seen has no valid rows.
         """
+        if not block_ids:
+            return 0
         wanted = self.wanted if names is None else names
         valid = torch.ones((len(block_ids), self.block_size), dtype=torch.bool)
         blocks = torch.tensor(block_ids, dtype=torch.int64)
+        current = self._current(blocks)
         for name in wanted:
             store = self._stores.get(name)
             if store is None:
                 return 0
-            valid &= self._valid_rows(store, blocks)
-        return int(valid.view(-1).long().cumprod(0).sum())
+            valid &= _valid_rows(store, blocks, current)
+        # As a rule all are.
+        return valid.numel() if valid.all() else int(valid.view(-1).long().cumprod(0).sum())
 
     def num_valid_blocks(
         self, block_ids: Sequence[int], names: Collection[str] | None = None
@@ -216,12 +224,12 @@ class StageOutputCache:
         """Leading blocks in which every row is valid; see :meth:`num_valid_rows`."""
         return self.num_valid_rows(block_ids, names) // self.block_size
 
-    def _valid_rows(self, store: _TokenStore, blocks: Tensor) -> Tensor:
-        """``(len(blocks), block_size)`` bool: rows that belong to what the block holds now."""
+    def _current(self, blocks: Tensor) -> Tensor:
+        """The tag of rows that belong to what a block holds now, ``(len(blocks), 1)``."""
         current = self._generations.index_select(0, blocks).unsqueeze(1)
         # A block never handed out, the null block among them, has generation 0, like the tag of
         # a row never written: equal, but no block's row.
-        return (store.tags.index_select(0, blocks) == current) & (current > 0)
+        return current.masked_fill_(current == 0, _NOBODYS)
 
     def _match_stores(
         self, num_tokens: int, tensors: Mapping[str, Tensor]
@@ -260,3 +268,8 @@ class StageOutputCache:
             tags=tags,
             flat_tags=tags.view(-1),
         )
+
+
+def _valid_rows(store: _TokenStore, blocks: Tensor, current: Tensor) -> Tensor:
+    """``(len(blocks), block_size)`` bool: rows that have the tag that is current."""
+    return store.tags.index_select(0, blocks) == current
