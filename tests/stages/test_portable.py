@@ -19,23 +19,18 @@ from stages import (
     StageInputs,
     TransformContext,
     register_transform,
-    requires,
     text_as_prompt,
 )
 from stages.portable import check_portable, import_name, load_by_name, portable_transform
 from stages.transforms import registry
 from stages.transforms.registry import locate_transform, resolve_transform
+from tests.support.declared_transform import declared
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
 
 
 def plain(anything: TransformContext) -> Prompt:
     return TextPrompt(anything.request_id)
-
-
-@requires("hidden_states")
-def declared(context: TransformContext) -> Prompt:
-    return TextPrompt(context.request_id)
 
 
 def shadowed(context: TransformContext) -> Prompt:
