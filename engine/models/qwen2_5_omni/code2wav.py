@@ -86,6 +86,9 @@ class Code2Wav(GeneratorModel):
         embedding: nn.Module = self.dit.input_embed
         self._voices = _Voices(self.dit.input_embed.spk_encoder)
         embedding.spk_encoder = self._voices
+        # What depends on the codes or on their number alone is alike in all evaluations of a pass.
+        self._kept = _OncePerPass(self.dit.text_embed), _OncePerPass(self.dit.rotary_embed)
+        self.dit.text_embed, self.dit.rotary_embed = self._kept
         self._voices_file = checkpoint.path / SPEAKERS_FILE
         self._speakers = load_speakers(checkpoint.path)
         self.speakers = self._speakers.names
@@ -152,6 +155,8 @@ class Code2Wav(GeneratorModel):
         scale = params.guidance_scale
         guided = scale >= _NO_GUIDANCE
         self._voices.choose(speakers, with_silence=guided)
+        for each in self._kept:
+            each.begin()
         conditioning = torch.cat([speaker.conditioning for speaker in speakers]).to(self.device)
         conditions = {
             "quantized_code": codes,
@@ -197,6 +202,31 @@ class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
     def _create_block_diff(self, hidden_states: Tensor) -> Tensor:
         # A layer compares these distances to those it looks: its "mask" says which it sees.
         return torch.tensor(NEIGHBOURS)
+
+
+class _OncePerPass(nn.Module):
+    """Stands in for a module that transformers runs anew, on equal tensors, in every evaluation.
+
+    Args:
+        module: what it does must depend on nothing else that changes within a pass than on the
+            options that it is given by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._made: dict[tuple[tuple[str, Any], ...], Any] = {}
+
+    def begin(self) -> None:
+        """Forget what was made: another pass begins."""
+        self._made = {}
+
+    def forward(self, *tensors: Tensor, **options: Any) -> Any:
+        """What the module makes of the pass's tensors and these options."""
+        key = tuple(options.items())
+        if key not in self._made:
+            self._made[key] = self.module(*tensors, **options)
+        return self._made[key]
 
 
 class _Voices(nn.Module):

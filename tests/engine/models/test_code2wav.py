@@ -165,6 +165,25 @@ def test_a_voice_is_encoded_once(folder: str, speakers: Speakers) -> None:
     assert read == [2, 2]
 
 
+def test_what_codes_alone_decide_is_made_once_in_a_pass_and_anew_in_the_next(
+    folder: str, speakers: Speakers
+) -> None:
+    vocoder = open_vocoder(folder)
+    made: list[str] = []
+    for name in ("text_embed", "rotary_embed"):
+        module = getattr(vocoder.dit, name).module
+        module.register_forward_pre_hook(lambda *_, name=name: made.append(name))
+    of_a_pass = ["text_embed", "text_embed", "rotary_embed"]  # codes, and their absence
+    for codes in (random_codes(5), random_codes(5, seed=1), random_codes(9)):
+        found = make(vocoder, [codes], [speakers.default], FAST)
+        assert made == of_a_pass
+        made.clear()
+        assert torch.equal(found, make(open_vocoder(folder), [codes], [speakers.default], FAST))
+    unguided = FAST.model_copy(update={"guidance_scale": 0.0})
+    make(vocoder, [random_codes(5)], [speakers.default], unguided)
+    assert made == ["text_embed", "rotary_embed"]
+
+
 @pytest.mark.parametrize("seed", [0, 5])
 def test_noise_is_that_of_transformers_and_the_same_in_every_window(seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
