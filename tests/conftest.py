@@ -105,6 +105,13 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def nothing_older_collected() -> None:
+    """For a module whose tests collect garbage: each looks through what is new since it began."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def checkpoint_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which this run keeps seeded checkpoints and kernels; one for all its workers.

@@ -27,6 +27,8 @@ from stages.remote.segments import SegmentPool, SharedTensors
 from stages.stage import StageOutput
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("nothing_older_collected")
+
 CODEC = Codec()
 
 

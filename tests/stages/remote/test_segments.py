@@ -27,6 +27,8 @@ from stages.remote.segments import (
     SharedTensors,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_older_collected")
+
 MIB = 2**20
 
 
