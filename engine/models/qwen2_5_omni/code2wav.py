@@ -88,7 +88,8 @@ class Code2Wav(GeneratorModel):
         embedding.spk_encoder = self._voices
         # What depends on the codes or on their number alone is alike in all evaluations of a pass.
         self._kept = _OncePerPass(self.dit.text_embed), _OncePerPass(self.dit.rotary_embed)
-        self.dit.text_embed, self.dit.rotary_embed = self._kept
+        flow: nn.Module = self.dit
+        flow.text_embed, flow.rotary_embed = self._kept
         self._voices_file = checkpoint.path / SPEAKERS_FILE
         self._speakers = load_speakers(checkpoint.path)
         self.speakers = self._speakers.names
