@@ -338,7 +338,7 @@ def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
     engine = build(
         short_chunks,
         num_blocks=14,
-        max_model_len=48,
+        max_model_len=52,  # the longest: 16 tokens, a tail of 2, two videos of 12, 9 generated
         max_num_batched_tokens=16,
         max_num_encoder_tokens=13,
         encoder_cache_bytes=18 * ROW_BYTES,
