@@ -6,6 +6,7 @@ Run it on a quiet machine::
     python -m benchmarks.server_cost --pipeline small --rounds 5
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 9
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 9 --turns 4
+    python -m benchmarks.server_cost --pipeline omni_speech --rounds 40 --turns 4 --ways streamed
 
 What asks over HTTP is a process of its own, as any client is, and shares the cores; with
 ``--together`` it shares the server's process as well, whose one lock makes the client's cost a part
@@ -14,10 +15,11 @@ of the figure. Text is streamed token by token, by the model of 0.1 B of
 are at most 5 % for the former and 2 % for the voice pipeline.
 
 Requests that come one after the other share smaller batches, whoever takes them in. So there are
-three ways in process:
+several ways in process, of which ``--ways`` takes those that are named:
 
 - ``in one call``: all at once, which run in lockstep;
 - ``in process``: by a coroutine for each, of which some begin a step later than others;
+- ``streamed``: likewise, and each takes what comes piece by piece, as HTTP hands it on;
 - ``at its times``: likewise, each as long after the first as it came to the pipeline over HTTP in
   the same round. What HTTP takes beyond this one is the server itself.
 
@@ -69,6 +71,7 @@ from omni.server.serving.settings import ServerSettings
 __all__ = ["main"]
 
 _CONCURRENCIES = (1, 2, 4, 8, 16)
+_WAYS = ("in one call", "in process", "streamed", "at its times")
 _PROMPT = 256
 _RESAMPLED = 2000
 _ACCEPTING_S = 0.05
@@ -81,6 +84,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1, help="of each of the requests' clients")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--ways", nargs="+", choices=_WAYS, default=_WAYS, help="in process, to compare with"
+    )
     parser.add_argument("--together", action="store_true", help="clients in the server's process")
     given = parser.parse_args()
     speaks = given.pipeline not in ("text", "small")
@@ -260,21 +266,27 @@ class _Comparison:
         self._times: list[float] = []
         self._clients_s = 0.0
         self._server = Path(f"/proc/self/task/{server.native_id}/schedstat")
-        self._ways: dict[str, Callable[[int], Callable[[], object]]] = {
+        ways: dict[str, Callable[[int], Callable[[], object]]] = {
             "in one call": lambda number: partial(self._in_one_call, number),
-            "in process": lambda number: partial(self._by_coroutines, number),
+            "in process": lambda number: partial(self._by_coroutines, self._whole, number),
+            "streamed": lambda number: partial(self._by_coroutines, self._streamed, number),
             "over HTTP": lambda number: partial(
                 self._noting_times, clients(_numbers(self._num, number), self._turns)
             ),
             "at its times": lambda number: lambda: asyncio.run(self._at_times(number)),
         }
+        self._others = [name for name in _WAYS if name in given.ways]
+        self._ways = {
+            name: way for name, way in ways.items() if name in ("over HTTP", *self._others)
+        }
 
     def run(self) -> None:
         """Measure and print."""
         seen: dict[str, list[_Cost]] = {name: [] for name in self._ways}
-        names = list(self._ways)
+        names = [name for name in self._ways if name != "at its times"]
+        last = [name for name in self._ways if name == "at its times"]  # needs those of HTTP
         for number in range(-1, self._rounds):  # the first is for warming up
-            for name in names if number % 2 else [*reversed(names[:-1]), names[-1]]:
+            for name in [*(names if number % 2 else reversed(names)), *last]:
                 with self._omni.paused() as pipeline:
                     for stage in pipeline.stages.values():
                         stage.reset_prefix_cache()
@@ -306,7 +318,7 @@ class _Comparison:
                 f"{thread:.2f} by the thread that asks or serves; {clients:.2f} by clients apart"
             )
         print("over HTTP more than ..., medians of the rounds' own ratios:")
-        for other in ("at its times", "in process", "in one call"):
+        for other in reversed(self._others):
             pairs = list(zip(seen["over HTTP"], seen[other], strict=True))
             time_ = _Ratios([over.seconds / within.seconds for over, within in pairs])
             cpu_ = _Ratios([over.cpu_s / within.cpu_s for over, within in pairs])
@@ -326,10 +338,14 @@ class _Comparison:
         numbers = _numbers(self._num * self._turns, number)
         return self._omni.generate(list(map(self._ask.request, numbers)))
 
-    def _by_coroutines(self, number: int) -> None:
-        async def ask(number: int) -> object:
-            return await self._omni.agenerate(self._ask.request(number))
+    async def _whole(self, number: int) -> None:
+        await self._omni.agenerate(self._ask.request(number))
 
+    async def _streamed(self, number: int) -> None:
+        async for _ in self._omni.astream(self._ask.request(number)):
+            pass
+
+    def _by_coroutines(self, ask: Callable[[int], Awaitable[None]], number: int) -> None:
         async def client(first: int) -> None:
             for turn in range(self._turns):
                 await ask(first + turn * self._num)

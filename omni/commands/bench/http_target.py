@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +56,7 @@ class HttpTarget:
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S
             ),
             timeout=None,
+            verify=_certificates(),
         )
 
     async def __aenter__(self) -> Self:
@@ -171,6 +173,12 @@ class HttpTarget:
         if wanted not in names:
             raise ValueError(f"--model: the server has no {wanted!r:.80}; it has {known}")
         return wanted
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Whom to trust; to read them takes longer than most requests."""
+    return httpx2.create_ssl_context()
 
 
 def _names(response: httpx2.Response) -> list[str] | None:

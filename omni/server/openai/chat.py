@@ -23,7 +23,13 @@ from omni.server.openai.answers import (
     as_json,
 )
 from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.spoken_sound import check_voice, encoded, pcm16, speaking_stage
+from omni.server.openai.spoken_sound import (
+    TRANSCRIPT_GAP_S,
+    check_voice,
+    encoded,
+    pcm16,
+    speaking_stage,
+)
 from omni.server.openai.written_text import (
     LogprobWriter,
     Written,
@@ -131,7 +137,8 @@ class Chat:
         told = [_Told() for _ in range(self._n)]
         output: StageOutput | None = None
         piece, goes_on = b"", False
-        async with Feeds(self._pipeline, [self._request], "messages") as feeds:
+        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
+        async with Feeds(self._pipeline, [self._request], "messages", text_gap_s=gap) as feeds:
             async for update in feeds.updates():
                 output = update.output.stages.get(self._stage, output)
                 sounds = update.sounds.get(self._voice) if self._voice is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.spoken_sound import check_voice, pcm16, speaking_stage
+from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S, check_voice, pcm16, speaking_stage
 from omni.server.openai.written_text import text_stage
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import Feeds, Update
@@ -84,7 +84,8 @@ class RealtimeResponse:
         """
         await send("response.created", response=self.described("in_progress"))
         await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
-        async with Feeds(self._pipeline, [self._request], "conversation") as feeds:
+        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
+        async with Feeds(self._pipeline, [self._request], "conversation", text_gap_s=gap) as feeds:
             async for update in feeds.updates():
                 await self._tell(update, send)
                 if update.has_finished(self._stage, self._voice):

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
     from engine import Waveform
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["check_voice", "encoded", "pcm16", "speaking_stage", "wav_stream_header"]
+__all__ = [
+    "TRANSCRIPT_GAP_S",
+    "check_voice",
+    "encoded",
+    "pcm16",
+    "speaking_stage",
+    "wav_stream_header",
+]
+
+TRANSCRIPT_GAP_S = 0.03
+"""For how long the text of an answer that is spoken may wait for the next token: it is read along
+with the sound. Each event is a call of the system and wakes the client."""
 
 _UNKNOWN_BYTES = 0xFFFFFFFF
 
