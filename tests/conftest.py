@@ -107,7 +107,10 @@ def pytest_runtestloop() -> None:
 
 @pytest.fixture(scope="module")
 def nothing_older_collected() -> None:
-    """For a module whose tests collect garbage: each looks through what is new since it began."""
+    """For a module whose tests collect garbage: each looks through what is new since it began.
+
+    What is there already is never looked through again, as what was imported.
+    """
     gc.collect()
     gc.freeze()
 

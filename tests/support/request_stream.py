@@ -138,6 +138,7 @@ class Alone:
         output_names: of the tensors that are wanted; None takes all that the model emits.
         atol: what rounding does to them when a request runs in another batch.
         part: of the model, if the checkpoint holds several.
+        rtol: likewise, in parts of what they are.
     """
 
     def __init__(
@@ -146,8 +147,9 @@ class Alone:
         output_names: Collection[str] | None = None,
         atol: float = 1e-5,
         part: str | None = None,
+        rtol: float = 0.0,
     ) -> None:
-        self.atol = atol
+        self.atol, self.rtol = atol, rtol
         engine = LLMEngine(
             EngineConfig(
                 model=checkpoint,
@@ -167,7 +169,9 @@ alone_with = cache(Alone)
 """One for all tests of a process that ask for the same: each answer is computed once."""
 
 
-def assert_same(cached: RequestOutput, uncached: RequestOutput, atol: float = 1e-5) -> None:
+def assert_same(
+    cached: RequestOutput, uncached: RequestOutput, atol: float = 1e-5, rtol: float = 0.0
+) -> None:
     """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
     for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
         if ours.token_ids != theirs.token_ids:
@@ -184,7 +188,7 @@ def assert_same(cached: RequestOutput, uncached: RequestOutput, atol: float = 1e
         assert ours.text == theirs.text
         assert ours.tensors.keys() == theirs.tensors.keys()
         for name, rows in theirs.tensors.items():
-            torch.testing.assert_close(ours.tensors[name], rows, atol=atol, rtol=0)
+            torch.testing.assert_close(ours.tensors[name], rows, atol=atol, rtol=rtol)
 
 
 def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
@@ -212,7 +216,7 @@ def _played(
             if output.finished:
                 ask = live.pop(output.request_id)
                 done[output.request_id] = output
-                assert_same(output, alone.answer(ask), alone.atol)
+                assert_same(output, alone.answer(ask), alone.atol, alone.rtol)
         engine.check_integrity()
 
     for number, (event, argument) in enumerate(script):

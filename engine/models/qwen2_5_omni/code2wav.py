@@ -156,8 +156,7 @@ class Code2Wav(GeneratorModel):
         scale = params.guidance_scale
         guided = scale >= _NO_GUIDANCE
         self._voices.choose(speakers, with_silence=guided)
-        for each in self._kept:
-            each.begin()
+        self._forget_pass()
         conditioning = torch.cat([speaker.conditioning for speaker in speakers]).to(self.device)
         conditions = {
             "quantized_code": codes,
@@ -176,8 +175,15 @@ class Code2Wav(GeneratorModel):
             return conditioned + (conditioned - free) * scale
 
         solver = RungeKutta4ODESolver(function=velocity, initial_value=noise)
-        mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
+        try:
+            mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
+        finally:
+            self._forget_pass()
         return mel
+
+    def _forget_pass(self) -> None:
+        for each in self._kept:
+            each.forget()
 
 
 class _Networks(nn.Module):
@@ -218,8 +224,8 @@ class _OncePerPass(nn.Module):
         self.module = module
         self._made: dict[tuple[tuple[str, Any], ...], Any] = {}
 
-    def begin(self) -> None:
-        """Forget what was made: another pass begins."""
+    def forget(self) -> None:
+        """Let go of what was made: the pass is over."""
         self._made = {}
 
     def forward(self, *tensors: Tensor, **options: Any) -> Any:

@@ -19,7 +19,7 @@ NEIGHBOURS = (-1, 0, 1)
 """Blocks that a block may see, counted from itself."""
 
 _ITSELF = (NEIGHBOURS.index(0),)
-# To lay out a block's keys costs about as much as to score them once more.
+# To lay out a block's keys takes a CPU about as long as to score them once more.
 _COST_OF_CUTTING = 2
 # All layers and passes over one length share their masks; streams have few lengths.
 _KEPT_MASKS = 32

@@ -59,20 +59,20 @@ class _Feed:
     sounds: dict[str, list[Waveform]] = field(default_factory=dict)
     error: BaseException | None = None
     is_over: bool = False
-    done: int = -1
+    num_finished: int | None = None  # of its stages; None before anything came
 
     def put(self, output: OmniOutput) -> bool:
         """Keep it; tell whether it is more than text that goes on."""
         self.meter.note(output)
         self.output = output
         self.is_over = output.finished
-        before, self.done, has_sound = self.done, 0, False
+        before, self.num_finished, has_sound = self.num_finished, 0, False
         for name, stage in output.stages.items():
-            self.done += stage.finished
+            self.num_finished += stage.finished
             if stage.audio_delta is not None:
                 has_sound = True
                 self.sounds.setdefault(name, []).append(stage.audio_delta)
-        return has_sound or self.is_over or self.done != before
+        return has_sound or self.is_over or self.num_finished != before
 
     def take(self, index: int) -> Update | None:
         if self.output is None:
@@ -97,9 +97,9 @@ class Feeds:
         pipeline: which to run them on.
         requests: each with its id.
         prompt_param: what the client called the prompt.
-        text_gap_s: for how long text that goes on may wait for more to be handed out with, once
-            the reader has looked less than that ago. The first output, sound and whatever ends
-            wait for nothing, and take along the text that does.
+        text_gap_s: for how long text that goes on may wait for more to be handed out with, if the
+            reader was told of anything less than that ago. The first output, sound and whatever
+            ends wait for nothing, and take along the text that does.
 
     Raises:
         ApiError: on entering, the pipeline is not ready, or too many requests wait.
@@ -116,7 +116,7 @@ class Feeds:
         self._pipeline = pipeline
         self._prompt_param = prompt_param
         self._text_gap_s = text_gap_s
-        self._looked_s = 0.0
+        self._told_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._requests = tuple(requests)
         self._feeds: list[_Feed] = []
@@ -149,13 +149,13 @@ class Feeds:
     ) -> None:
         for task in self._tasks:
             task.cancel()
-        self._stop_timer()
         for feed in self._feeds:
             self._pipeline.turn_queue.leave(feed.place)
             # One that has ended keeps its status; a reader may leave others once it has enough.
             feed.meter.end("ok" if kind is None else "aborted")
         # An error that a task ended with was raised by updates(), or its reader has left.
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._stop_timer()
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield what is new until every request has ended.
@@ -196,7 +196,7 @@ class Feeds:
             self._tell_reader()
             return
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._looked_s + self._text_gap_s:
+        if loop.time() >= self._told_s + self._text_gap_s:
             self._tell_reader()
         elif self._timer is None:
             self._timer = loop.call_later(self._text_gap_s, self._tell_reader)
@@ -209,7 +209,7 @@ class Feeds:
     def _tell_reader(self) -> None:
         if self._text_gap_s:
             self._stop_timer()
-            self._looked_s = asyncio.get_running_loop().time()
+            self._told_s = asyncio.get_running_loop().time()
         self._has_news = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

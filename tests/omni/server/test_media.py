@@ -18,8 +18,10 @@ from PIL import Image
 from omni import AudioPrompt, ChatPrompt, OmniRequest, TextPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput
+from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.live_server import LiveServer
+from tests.support.text_gaps import note_text_gaps
 
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 16}}
 
@@ -153,6 +155,22 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
     assert text == transcript == expected["thinker"].text
     samples = np.frombuffer(expected["code2wav"].audio.encoded("pcm16"), "<i2").astype(int)
     assert np.abs(np.frombuffer(b"".join(pieces), "<i2") - samples).max() <= 1
+
+
+def test_text_waits_for_more_beside_speech_alone(
+    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
+):
+    gaps = note_text_gaps(monkeypatch)
+    for spoken in ({}, {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}):
+        for _ in client.chat.completions.create(
+            model="omni_speech",
+            messages=question(),
+            stream=True,
+            extra_body={"stages": SHORT},
+            **spoken,
+        ):
+            pass
+    assert gaps == [0.0, TRANSCRIPT_GAP_S]
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
