@@ -13,6 +13,7 @@ Jobs:
 * ``engine``, ``shared``: a Qwen2 of 0.1 B, 16 requests of 256 + 64 tokens, which share none or 192;
 * ``encoder_decoder``: a BART of 50 M, 16 requests of 128 tokens in and 64 out;
 * ``pipeline``: Qwen2.5-Omni's three stages on a checkpoint of 94 M, 4 requests, streaming;
+* ``voice``: ``omni_speech`` as it is shipped, 16 requests;
 * ``rows``: writing and gathering the mirrored rows of a step, from the stage-output cache;
 * ``help``, ``validate``: ``omni --help`` and ``omni validate two_step``, seconds of CPU time.
 """
@@ -26,10 +27,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-JOBS = ("engine", "shared", "encoder_decoder", "pipeline", "rows", "help", "validate")
+JOBS = ("engine", "shared", "encoder_decoder", "pipeline", "voice", "rows", "help", "validate")
 _READY = "ready"
 
 
@@ -68,26 +70,29 @@ def text_job(model: str, length: int, num_shared: int, largest_id: int) -> Calla
     return run
 
 
-def pipeline_job() -> Callable[[], float]:
+_LARGER: Mapping[str, Any] = {
+    **{
+        place: value
+        for name in ("thinker", "talker", "code2wav")
+        for place, value in (
+            (f"stages.{name}.model", "seeded:qwen2_5_omni-benchmark"),
+            (f"stages.{name}.placement.threads", None),
+        )
+    },
+    "stages.thinker.sampling.max_tokens": 24,
+    "stages.thinker.sampling.ignore_eos": True,
+    "stages.talker.sampling.max_tokens": 96,
+    "stages.talker.sampling.ignore_eos": True,
+}
+
+
+def speech_job(overrides: Mapping[str, Any], num_requests: int) -> Callable[[], float]:
     from omni import ChatPrompt, Omni, OmniRequest, PipelineConfig
 
-    config = PipelineConfig.load(
-        "omni_speech",
-        {
-            **{
-                f"stages.{name}.model": "seeded:qwen2_5_omni-benchmark"
-                for name in ("thinker", "talker", "code2wav")
-            },
-            "stages.thinker.sampling.max_tokens": 24,
-            "stages.thinker.sampling.ignore_eos": True,
-            "stages.talker.sampling.max_tokens": 96,
-            "stages.talker.sampling.ignore_eos": True,
-        },
-    )
-    omni = Omni(config)
+    omni = Omni(PipelineConfig.load("omni_speech", overrides))
     requests = [
         OmniRequest(ChatPrompt(({"role": "user", "content": f"Say the number {number}."},)))
-        for number in range(4)
+        for number in range(num_requests)
     ]
 
     def run() -> float:
@@ -142,7 +147,8 @@ MAKE: dict[str, Callable[[], Callable[[], float]]] = {
     "engine": lambda: text_job("seeded:qwen2-benchmark", 256, 0, 31_000),
     "shared": lambda: text_job("seeded:qwen2-benchmark", 256, 192, 31_000),
     "encoder_decoder": lambda: text_job("seeded:bart-benchmark", 128, 0, 700),
-    "pipeline": pipeline_job,
+    "pipeline": lambda: speech_job(_LARGER, 4),
+    "voice": lambda: speech_job({}, 16),
     "rows": rows_job,
     "help": lambda: command_job("--help"),
     "validate": lambda: command_job("validate", "two_step"),

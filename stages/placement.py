@@ -45,8 +45,9 @@ class Placement(Settings):
     Attributes:
         replicas: workers that run the stage side by side; each has the model, and a cache of its
             own. As many as ``devices`` if only these are given.
-        threads: CPU threads of each worker; None shares the machine's cores out among the
-            pipeline's workers.
+        threads: CPU threads of each worker, or inline of the stage's steps; None shares the
+            machine's cores out among the pipeline's workers, and inline takes as many as PyTorch
+            does (all cores, or ``OMP_NUM_THREADS``).
         device: of each worker, such as ``cpu``, ``cuda`` or ``cuda:1``, in the place of the
             engine's own; with several replicas, ``cuda`` gives each a device to itself.
         devices: one for each replica, in the place of ``device``.
@@ -139,12 +140,11 @@ class Placement(Settings):
         Returns:
             The key, and what is wrong there; None if nothing is.
         """
-        if kind == "inline" and (key := self._first_of("replicas", "threads")):
-            shared = "one worker" if key == "replicas" else "its threads"
-            return key, (
-                f"{getattr(self, key)} is for workers, and with runtime.kind: inline all stages "
-                f"share {shared}; it needs runtime: {{kind: processes}} (or --runtime processes), "
-                "or leave it out"
+        if kind == "inline" and self.replicas > 1:
+            return "replicas", (
+                f"{self.replicas} is for workers, and with runtime.kind: inline all stages share "
+                "one worker; it needs runtime: {kind: processes} (or --runtime processes), or "
+                "leave it out"
             )
         if kind != "ray" and (key := self._first_of(*_OF_A_CLUSTER)):
             return key, (
@@ -158,7 +158,7 @@ class Placement(Settings):
     @staticmethod
     def not_of(kind: RuntimeKind) -> tuple[str, ...]:
         """The keys that a runtime does not have."""
-        of_workers = ("replicas", "threads", "devices")
+        of_workers = ("replicas", "devices")
         return {"inline": of_workers + _OF_A_CLUSTER, "processes": _OF_A_CLUSTER, "ray": ()}[kind]
 
     def _first_of(self, *keys: str) -> str | None:

@@ -40,7 +40,7 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     count = "1 core" if cores == 1 else f"{cores} cores"
     heading = f"Where the stages run ({kind}, {count}):"
     if kind == "inline":
-        boxes = _box("this process: all stages by turns, in one thread", _inline_lines(config))
+        boxes = _box("this process: all stages by turns", _inline_lines(config))
     else:
         told = "takes requests, and hands on handles: what stages compute goes past it"
         here = _box("this process", [told])
@@ -52,7 +52,9 @@ def _inline_lines(config: PipelineConfig) -> list[str]:
     lines = []
     for name in config.topological_order():
         stage = config.stages[name]
-        lines += [f"{name}, {_device(stage)}", *(f"  {edge}" for edge in _edges(config, name))]
+        count = stage.placement.threads
+        of = "" if count is None else f"{_many(count, 'thread', 'threads')}, "
+        lines += [f"{name}, {of}{_device(stage)}", *(f"  {edge}" for edge in _edges(config, name))]
     return lines
 
 

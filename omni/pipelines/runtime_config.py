@@ -33,8 +33,8 @@ class RuntimeConfig(Settings):
     """Where the stages of a pipeline run. What comes out is the same everywhere.
 
     Attributes:
-        kind: ``inline`` runs all stages by turns in one thread of this process, ``processes`` each
-            in processes of its own on this machine, ``ray`` in the actors of a Ray cluster.
+        kind: ``inline`` runs all stages by turns in this process, ``processes`` each in processes
+            of its own on this machine, ``ray`` in the actors of a Ray cluster.
         address: of the Ray cluster to join, which this machine is a node of: ``host:port``, or
             ``auto`` for one that runs here; None joins one that runs here, or starts one.
         tensor_transport: of a Ray cluster, by which tensors go from stage to stage:

@@ -9,6 +9,7 @@ from engine.interface.log_fields import log_fields, package_logger
 from stages.stage import Stage, StageOutput
 from stages.worker.broken_stage import BrokenStage
 from stages.worker.stay import Stay
+from stages.worker.step_threads import StepThreads
 
 __all__ = ["Blamed", "GuardedStage"]
 
@@ -34,10 +35,15 @@ class GuardedStage:
         self.stage = stage
         self.inside: dict[str, Stay] = {}
         self._broken = BrokenStage(stage)
+        self._threads = StepThreads.of(stage)
         # What is to be told to requests that it lost when it was built anew.
         self._lost: dict[str, str] = {}
         # What its last step raised, if it did and the stage was not broken by that alone.
         self._raised: str | None = None
+
+    def own_thread(self) -> None:
+        """See :meth:`~stages.worker.step_threads.StepThreads.own_thread`."""
+        self._threads.own_thread()
 
     def begin(self, stay: Stay) -> Prepare:
         """Begin to hand the stage a request, whose prompt is made.
@@ -85,7 +91,7 @@ class GuardedStage:
             Its outputs; and ``request_id -> error`` of those requests that it has lost, which all
             are still inside.
         """
-        with log_fields(self.stage.name):
+        with log_fields(self.stage.name), self._threads:
             return self._step()
 
     def _step(self) -> tuple[list[StageOutput], Mapping[str, str]]:

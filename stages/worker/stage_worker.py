@@ -72,6 +72,7 @@ class StageWorker(StageLink):
     def prepare_aside(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._preparations = Preparations(self._on_news)
+        self._guarded.own_thread()
 
     @property
     def has_work(self) -> bool:

@@ -45,7 +45,7 @@ def test_every_default_of_a_placement_is_shown() -> None:
     assert isinstance(stages, dict)
     assert stages["talker"]["placement"] == {
         "replicas": 1,
-        "threads": None,
+        "threads": 1,
         "device": None,
         "devices": None,
         "num_cpus": None,
@@ -80,7 +80,11 @@ def drawn(cores: int = 4, **overrides: object) -> str:
 
 
 def test_each_stage_has_a_box_with_its_workers_and_what_comes_in() -> None:
-    overrides = {"runtime.kind": "processes", "stages.talker.placement.replicas": 2}
+    overrides = {
+        "runtime.kind": "processes",
+        "stages.thinker.placement.threads": None,
+        "stages.talker.placement.replicas": 2,
+    }
     assert drawn(cores=5, **overrides).startswith(
         """\
 Where the stages run (processes, 5 cores):
@@ -103,6 +107,8 @@ Where the stages run (processes, 5 cores):
 def test_inline_all_stages_share_one_box() -> None:
     told = drawn()
     assert told.count("┌") == 1
+    assert "thinker, 1 thread, device cpu" in told
+    assert "thinker, device cpu" in drawn(**{"stages.thinker.placement.threads": None})
     assert "◄~~ talker: its output, every 8 tokens; 2 of them may wait" in told
     assert "Where the stages run (inline, 1 core):" in drawn(cores=1)
 
