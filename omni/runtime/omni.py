@@ -17,9 +17,10 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
-from omni.runtime.driver import Driver, Ticket
+from omni.runtime.driver import Driver, Sink, Ticket
 from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
+from omni.runtime.paced_news import PacedNews
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.trace import Trace
 from omni.runtime.uncollected import uncollected
@@ -140,12 +141,26 @@ class Omni:
             yield output
 
     async def agenerate(
-        self, requests: Requests, *, on_progress: Callable[[OmniOutput], object] | None = None
+        self,
+        requests: Requests,
+        *,
+        on_progress: Callable[[OmniOutput], object] | None = None,
+        text_gap_s: float = 0.0,
     ) -> list[OmniOutput]:
         """The same as :meth:`generate` for coroutines, of which several may run at once.
 
         ``on_progress`` is called in the event loop. Cancelling the coroutine aborts what is still
         running; what ``on_progress`` raises does so as well, and is raised here.
+
+        Args:
+            requests: as there.
+            on_progress: as there.
+            text_gap_s: ``on_progress`` need not hear of a request's text more often than so many
+                seconds apart. It is passed over outputs with nothing but more text, whose ``delta``
+                it does not see. What it gets has all the text so far; sound never waits.
+
+        Raises:
+            ValueError: ``requests`` or ``text_gap_s`` is none.
         """
         self._ownership.check()
         batch = as_requests(requests)
@@ -168,12 +183,20 @@ class Omni:
             if not running:
                 is_over.set_result(None)
 
+        mail = self._mails.here()
+        paced = [
+            PacedNews(mail, partial(_post, take, position), text_gap_s)
+            for position in range(len(batch) if text_gap_s else 0)
+        ]
+        sinks = [each.put for each in paced] or _sinks(batch, partial(mail.post, take))
         try:
-            self._submit(batch, partial(self._mails.here().post, take), running)
+            self._submit(batch, sinks, running)
             if running:
                 await is_over
         finally:
             is_over.cancel()  # what comes from here on is not taken
+            for each in paced:
+                each.close()
             self._driver.discard(running.values())
         return [output for output in last if output is not None]
 
@@ -187,7 +210,8 @@ class Omni:
         news: asyncio.Queue[_News] = asyncio.Queue()
         running: dict[int, Ticket] = {}
         try:
-            self._submit(batch, partial(self._mails.here().post, news.put_nowait), running)
+            post = partial(self._mails.here().post, news.put_nowait)
+            self._submit(batch, _sinks(batch, post), running)
             while running:
                 yield _take(await news.get(), running)[1]
         finally:
@@ -248,7 +272,7 @@ class Omni:
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
-            self._submit(batch, news.put, running)
+            self._submit(batch, _sinks(batch, news.put), running)
             while running:
                 yield _take(news.get(), running)
         finally:
@@ -257,16 +281,13 @@ class Omni:
     def _submit(
         self,
         batch: Sequence[OmniRequest],
-        post: Callable[[_News], object],
+        sinks: Sequence[Sink],
         running: dict[int, Ticket],
     ) -> None:
         with self._driver.together():
-            for position, request in enumerate(batch):
-                running[position] = self._driver.submit(
-                    request,
-                    request.request_id or f"omni-{uuid.uuid4().hex}",
-                    partial(_post, post, position),
-                )
+            for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
+                name = request.request_id or f"omni-{uuid.uuid4().hex}"
+                running[position] = self._driver.submit(request, name, sink)
 
 
 def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
@@ -287,6 +308,11 @@ def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -
 
 def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
     return config.order if isinstance(config, Pipeline) else config.topological_order()
+
+
+def _sinks(batch: Sequence[OmniRequest], post: Callable[[_News], object]) -> list[Sink]:
+    """One for each request, that posts its news with its position."""
+    return [partial(_post, post, position) for position in range(len(batch))]
 
 
 def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:

@@ -22,7 +22,7 @@ __all__ = [
     "wav_stream_header",
 ]
 
-TRANSCRIPT_GAP_S = 0.03
+TRANSCRIPT_GAP_S = 0.1
 """For how long the text of an answer that is spoken may wait for the next token: it is read along
 with the sound. Each event is a call of the system and wakes the client."""
 

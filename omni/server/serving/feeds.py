@@ -59,20 +59,14 @@ class _Feed:
     sounds: dict[str, list[Waveform]] = field(default_factory=dict)
     error: BaseException | None = None
     is_over: bool = False
-    num_finished: int | None = None  # of its stages; None before anything came
 
-    def put(self, output: OmniOutput) -> bool:
-        """Keep it; tell whether it is more than text that goes on."""
+    def put(self, output: OmniOutput) -> None:
         self.meter.note(output)
         self.output = output
         self.is_over = output.finished
-        before, self.num_finished, has_sound = self.num_finished, 0, False
         for name, stage in output.stages.items():
-            self.num_finished += stage.finished
             if stage.audio_delta is not None:
-                has_sound = True
                 self.sounds.setdefault(name, []).append(stage.audio_delta)
-        return has_sound or self.is_over or self.num_finished != before
 
     def take(self, index: int) -> Update | None:
         if self.output is None:
@@ -97,9 +91,8 @@ class Feeds:
         pipeline: which to run them on.
         requests: each with its id.
         prompt_param: what the client called the prompt.
-        text_gap_s: for how long text that goes on may wait for more to be handed out with, if the
-            reader was told of anything less than that ago. The first output, sound and whatever
-            ends wait for nothing, and take along the text that does.
+        text_gap_s: updates with nothing but more text may be so many seconds apart: see
+            :meth:`~omni.runtime.omni.Omni.agenerate`.
 
     Raises:
         ApiError: on entering, the pipeline is not ready, or too many requests wait.
@@ -116,8 +109,6 @@ class Feeds:
         self._pipeline = pipeline
         self._prompt_param = prompt_param
         self._text_gap_s = text_gap_s
-        self._told_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
         self._requests = tuple(requests)
         self._feeds: list[_Feed] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,7 +146,6 @@ class Feeds:
             feed.meter.end("ok" if kind is None else "aborted")
         # An error that a task ended with was raised by updates(), or its reader has left.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._stop_timer()
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield what is new until every request has ended.
@@ -183,7 +173,8 @@ class Feeds:
             await feed.place.turn()
             self._pipeline.check_stages()  # it may have waited long
             feed.meter.begin()
-            await omni.agenerate(request, on_progress=partial(self._put, feed))
+            put = partial(self._put, feed)
+            await omni.agenerate(request, on_progress=put, text_gap_s=self._text_gap_s)
         except Exception as error:  # told by updates()
             feed.error, feed.is_over = error, True
             feed.meter.end("failed")
@@ -192,24 +183,10 @@ class Feeds:
             self._tell_reader()
 
     def _put(self, feed: _Feed, output: OmniOutput) -> None:
-        if feed.put(output) or not self._text_gap_s:
-            self._tell_reader()
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._told_s + self._text_gap_s:
-            self._tell_reader()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._text_gap_s, self._tell_reader)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        feed.put(output)
+        self._tell_reader()
 
     def _tell_reader(self) -> None:
-        if self._text_gap_s:
-            self._stop_timer()
-            self._told_s = asyncio.get_running_loop().time()
         self._has_news = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

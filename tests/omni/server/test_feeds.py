@@ -1,4 +1,4 @@
-"""What a reader gets of a request, and when: text may wait for more of it, nothing else does."""
+"""What a reader gets of a request: the newest state, and all the sound."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from omni.server.serving.served_pipeline import ServedPipeline
 from omni.server.serving.turn_queue import TurnQueue
 from stages import StageOutput
 
-FOR_EVER = 3600.0
-
 
 @dataclass
 class _Pipeline:
@@ -29,6 +27,7 @@ class _Pipeline:
     meters: Meters = field(default_factory=lambda: Meters(()))
     turn_queue: TurnQueue = field(default_factory=lambda: TurnQueue(1, 1))
     put: Callable[[OmniOutput], object] = lambda _: None
+    text_gap_s: float | None = None
 
     @property
     def omni(self) -> _Pipeline:
@@ -37,17 +36,17 @@ class _Pipeline:
     def check_stages(self) -> None:
         """All have workers."""
 
-    async def agenerate(self, _: AskedRequest, *, on_progress: Callable[[OmniOutput], Any]) -> None:
-        self.put = on_progress
+    async def agenerate(
+        self, _: AskedRequest, *, on_progress: Callable[[OmniOutput], Any], text_gap_s: float
+    ) -> None:
+        self.put, self.text_gap_s = on_progress, text_gap_s
         await asyncio.Event().wait()
 
 
-def _said(
-    text: str, *, is_written: bool = False, sound: int = 0, is_over: bool = False
-) -> OmniOutput:
+def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniOutput:
     delta = Waveform(torch.zeros(sound), 8) if sound else None
     stages = {
-        "writer": StageOutput("r", "writer", finished=is_written, text=text),
+        "writer": StageOutput("r", "writer", finished=is_over, text=text),
         "speaker": StageOutput("r", "speaker", finished=is_over, audio_delta=delta),
     }
     return OmniOutput("r", stages, is_over)
@@ -74,13 +73,7 @@ def _text(update: Update) -> str | None:
     return update.output.stages["writer"].text
 
 
-async def _is_silent(reading: asyncio.Task[Update]) -> bool:
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return not reading.done()
-
-
-def test_each_text_is_handed_out_at_once_where_none_may_wait():
+def test_a_reader_gets_each_update_as_it_comes():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
         for text in ("a", "ab", "abc"):
             pipeline.put(_said(text))
@@ -89,35 +82,23 @@ def test_each_text_is_handed_out_at_once_where_none_may_wait():
     _read(0.0, act)
 
 
-def test_text_waits_for_sound_for_the_end_of_a_stage_and_for_its_own_end():
+def test_a_slow_reader_gets_the_newest_text_and_all_the_sound():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        pipeline.put(_said("a"))
-        assert _text(await look()) == "a", "the first one waits for nothing"
-        for text, was_written, is_written, sound in (
-            ("b", False, False, 3),
-            ("c", False, True, 0),
-            ("d", True, True, 2),
-        ):
-            reading = asyncio.ensure_future(look())
-            pipeline.put(_said(text, is_written=was_written))
-            assert await _is_silent(reading)
-            pipeline.put(_said(2 * text, is_written=is_written, sound=sound))
-            update = await reading
-            assert _text(update) == 2 * text
-            sounds = update.sounds.get("speaker", ())
-            assert sum(len(each.samples) for each in sounds) == sound
-        reading = asyncio.ensure_future(look())
-        pipeline.put(_said("the end", is_written=True, is_over=True))
-        assert _text(await reading) == "the end"
+        for text, sound in (("a", 2), ("ab", 0), ("abc", 3)):
+            pipeline.put(_said(text, sound=sound))
+        update = await look()
+        assert _text(update) == "abc"
+        assert [len(each.samples) for each in update.sounds["speaker"]] == [2, 3]
+        pipeline.put(_said("the end", is_over=True))
+        update = await look()
+        assert _text(update) == "the end"
+        assert not update.sounds
 
-    _read(FOR_EVER, act)
+    _read(0.0, act)
 
 
-def test_text_after_which_nothing_comes_is_handed_out_all_the_same():
-    async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        pipeline.put(_said("a"))
-        await look()
-        pipeline.put(_said("ab"))
-        assert _text(await look()) == "ab"
+def test_how_long_text_may_wait_is_up_to_the_pipeline():
+    async def act(pipeline: _Pipeline, _: Callable[[], Coroutine[Any, Any, Update]]) -> None:
+        assert pipeline.text_gap_s == 0.25
 
-    _read(0.02, act)
+    _read(0.25, act)
