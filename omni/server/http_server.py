@@ -93,7 +93,7 @@ class HttpServer:
         """Serve until a signal comes, or :meth:`stop` is called.
 
         The first signal lets running requests finish, for as long as the limits say; the second
-        does not wait.
+        ends them, each with an error that says why; the third does not even wait for that.
 
         Raises:
             Exception: what kept a pipeline from being loaded.
@@ -127,8 +127,11 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._pipelines = pipelines
         self.on_start: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_ending = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.on_start()
 
@@ -147,9 +150,17 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.force_exit = True
+            if self._is_ending or self._loop is None:
+                self.force_exit = True
+            else:
+                self._is_ending = True
+                self._loop.call_soon_threadsafe(self._end_requests)
         self.should_exit = True
         self._pipelines.is_stopping = True
+
+    def _end_requests(self) -> None:
+        for task in tuple(self.server_state.tasks):
+            task.cancel()
 
 
 def _cannot_bind(host: str, port: int, error: OSError) -> str:

@@ -130,7 +130,7 @@ async def while_connected(
         The work's result; None if the client has gone.
 
     Raises:
-        ApiError: with status 504: time is up.
+        ApiError: with status 504: time is up; with 503: the server ends without waiting for it.
         Exception: whatever the work raises.
     """
     task = asyncio.ensure_future(work)
@@ -150,6 +150,12 @@ async def while_connected(
             # Clients try again by themselves, which would take as long.
             headers={"x-should-retry": "false"},
         )
+    except asyncio.CancelledError:  # nothing but the server's end cancels what answers
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the server was stopped before the request was done",
+            code="stopping",
+        ) from None
     finally:
         for each in (task, gone):
             each.cancel()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import pytest
 from typer.testing import CliRunner
@@ -116,3 +121,48 @@ def test_a_signal_ends_it_well_even_while_it_loads(number: signal.Signals):
         told = process.stderr.read()
         assert process.wait(PATIENCE_S) == 0, told
         assert "Traceback" not in told
+
+
+def _status(url: str) -> int | None:
+    """Of an answer; None if nobody answers any more."""
+    try:
+        with urlopen(url, timeout=PATIENCE_S) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+    except (URLError, ConnectionError):
+        return None
+
+
+def test_a_second_signal_ends_what_runs_with_a_word_to_its_client():
+    command = [sys.executable, "-m", "omni", "serve", "two_step", "--port", "0"]
+    body = {
+        "model": "two_step",
+        "stream": True,
+        "messages": [{"role": "user", "content": "Once upon a time"}],
+        "stages": {
+            "writer": {"max_tokens": 2},
+            "reader": {"max_tokens": 1500, "ignore_eos": True},
+        },
+    }
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        try:
+            url = process.stderr.readline().split()[-1]
+            while _status(f"{url}/health") != HTTPStatus.OK:
+                time.sleep(0.05)
+            asked = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+            asked.add_header("Content-Type", "application/json")
+            with urlopen(asked, timeout=PATIENCE_S) as answer:
+                assert b"content" in next(answer)
+                process.send_signal(signal.SIGINT)
+                while _status(f"{url}/health") is not None:
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGINT)
+                *_, last = (line for line in answer if line.strip())
+            told = process.stderr.read()
+            assert process.wait(PATIENCE_S) == 0, told
+        finally:
+            process.kill()
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stopping"
+    assert "Traceback" not in told
