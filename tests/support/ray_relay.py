@@ -107,19 +107,22 @@ class RelayedWorkers:
         end.handle.lose(self._loses)
         self._ends.append(end)
         listener = Listener(on_message, on_end)
-        return ActorConnection(end.handle, self.household, spec.label, listener)
-
-    def kill(self) -> None:
-        """End all workers, also those that a link has given up: no process ends with them."""
-        for end in self._ends:
-            end.handle.end.remote()
+        return _RelayedConnection(end.handle, self.household, spec.label, listener)
 
     def join(self) -> None:
-        """Wait for the threads of all workers, which have been told to end."""
+        """Wait for the threads of all workers, which have been told to end, or killed."""
         for end in self._ends:
             for thread in end.threads:
                 thread.join(PATIENCE_S)
                 assert not thread.is_alive()
+
+
+class _RelayedConnection(ActorConnection):
+    """A connection whose actor ends when it is killed, though no process ends with it."""
+
+    def _kill(self) -> None:
+        super()._kill()
+        self._actor.end.remote()
 
 
 class _LocalWorker(ActorWorker):

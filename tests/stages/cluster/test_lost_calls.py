@@ -25,7 +25,6 @@ def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterato
     starting = StartingStage(FakeStage("a"), [spec], workers.connect, WorkerPolicy(max_retries=0))
     with Omni(Pipeline([starting.wait()])) as omni:
         yield omni
-    workers.kill()
     workers.join()
 
 
@@ -58,3 +57,11 @@ def test_an_actor_that_gets_nothing_is_given_up(
         "stage 'a': its worker did not get what was sent to it 2 times while it had this request; "
         "it was run once"
     )
+
+
+def test_one_that_is_killed_before_it_has_said_a_word_ends(ray_cluster: SessionCluster) -> None:
+    workers = RelayedWorkers(ray_cluster.relay, lambda spec: (FakeStage("a"), None))
+    spec = WorkerSpec("a", "", "", None, ())
+    for end in (lambda each: each.close(0.0), lambda each: each.kill("it is not needed")):
+        end(workers.connect(spec, lambda message: None, lambda reason: None))
+    workers.join()
