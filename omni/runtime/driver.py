@@ -14,6 +14,7 @@ from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
+from omni.runtime.text_pacing import TextPacing
 
 __all__ = ["Driver", "Sink", "Ticket"]
 
@@ -31,6 +32,7 @@ class Ticket:
     request: OmniRequest
     request_id: str
     sink: Sink
+    text_gap_s: float = 0.0
 
 
 class Driver:
@@ -61,6 +63,7 @@ class Driver:
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
+        self._pacing: TextPacing[Ticket] = TextPacing()
         self._group: int | None = None
         self._groups = count()
         orchestrator.prepare_aside(self._wake)
@@ -70,18 +73,21 @@ class Driver:
         """See :class:`~engine.interface.forks.Renewable`: callers give up requests in forks too."""
         self._changed = threading.Condition()
 
-    def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
+    def submit(
+        self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
+    ) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
 
         Args:
             request: what to run.
             request_id: under which id.
             sink: gets its outputs.
+            text_gap_s: see :class:`~omni.runtime.text_pacing.TextPacing`.
 
         Raises:
             RuntimeError: the driver was stopped or has crashed.
         """
-        ticket = Ticket(request, request_id, sink)
+        ticket = Ticket(request, request_id, sink, text_gap_s)
         with self._changed:
             self._check_open()
             if self._thread is None:
@@ -201,9 +207,12 @@ class Driver:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._run_commands()
-                for output in self._orchestrator.step():
-                    self._deliver(output)
+                is_commanded = self._run_commands()
+                if is_commanded or self._orchestrator.has_work:
+                    for output in self._orchestrator.step():
+                        self._deliver(output)
+                for ticket, output in self._pacing.due().items():
+                    self._tell_or_discard(ticket, output)
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
@@ -217,12 +226,13 @@ class Driver:
             self._busy = False
             self._changed.notify_all()
             while not self._has_work():
-                self._changed.wait(self._orchestrator.time_to_work)
+                times = (self._orchestrator.time_to_work, self._pacing.time_to_due)
+                self._changed.wait(min((each for each in times if each is not None), default=None))
             self._busy = True
             return not self._stopping
 
     def _has_work(self) -> bool:
-        if self._stopping:
+        if self._stopping or self._pacing.time_to_due == 0:
             return True
         return not self._pauses and (bool(self._commands) or self._orchestrator.has_work)
 
@@ -232,13 +242,19 @@ class Driver:
             return True
         return not self._commands and (bool(self._live) or not self._busy)
 
-    def _run_commands(self) -> None:
-        """Run them in order; each stays in the queue until it is done, for ``paused`` to see."""
+    def _run_commands(self) -> bool:
+        """Run them in order; each stays in the queue until it is done, for ``paused`` to see.
+
+        Returns:
+            Whether there were any.
+        """
+        are_any = bool(self._commands)
         while self._commands:
             self._commands[0]()
             with self._changed:
                 self._commands.popleft()
                 self._changed.notify_all()
+        return are_any
 
     def _add(self, ticket: Ticket, group: int | None) -> None:
         request = replace(ticket.request, request_id=ticket.request_id)
@@ -261,6 +277,7 @@ class Driver:
 
     def _discard(self, tickets: Collection[Ticket]) -> None:
         for ticket in tickets:
+            self._pacing.forget(ticket)
             if self._live.get(ticket.request_id) is ticket:
                 del self._live[ticket.request_id]
                 self._orchestrator.abort(ticket.request_id)
@@ -271,6 +288,11 @@ class Driver:
         ticket = self._live[output.request_id]
         if output.finished:
             del self._live[output.request_id]
+        paced = self._pacing.admit(ticket, ticket.text_gap_s, output)
+        if paced is not None:
+            self._tell_or_discard(ticket, paced)
+
+    def _tell_or_discard(self, ticket: Ticket, output: OmniOutput) -> None:
         if not self._tell(ticket, output):
             self._discard([ticket])
 

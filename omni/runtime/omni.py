@@ -20,8 +20,8 @@ from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
 from omni.runtime.driver import Driver, Sink, Ticket
 from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
-from omni.runtime.paced_news import PacedNews
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
+from omni.runtime.text_pacing import check_gap
 from omni.runtime.trace import Trace
 from omni.runtime.uncollected import uncollected
 from stages import StageStats
@@ -156,13 +156,14 @@ class Omni:
             requests: as there.
             on_progress: as there.
             text_gap_s: ``on_progress`` need not hear of a request's text more often than so many
-                seconds apart. It is passed over outputs with nothing but more text, whose ``delta``
-                it does not see. What it gets has all the text so far; sound never waits.
+                seconds apart. Text that comes in between is in the ``delta`` of the next output;
+                sound never waits.
 
         Raises:
             ValueError: ``requests`` or ``text_gap_s`` is none.
         """
         self._ownership.check()
+        check_gap(text_gap_s)
         batch = as_requests(requests)
         last: list[OmniOutput | None] = [None] * len(batch)
         running: dict[int, Ticket] = {}
@@ -183,20 +184,13 @@ class Omni:
             if not running:
                 is_over.set_result(None)
 
-        mail = self._mails.here()
-        paced = [
-            PacedNews(mail, partial(_post, take, position), text_gap_s)
-            for position in range(len(batch) if text_gap_s else 0)
-        ]
-        sinks = [each.put for each in paced] or _sinks(batch, partial(mail.post, take))
+        sinks = _sinks(batch, partial(self._mails.here().post, take))
         try:
-            self._submit(batch, sinks, running)
+            self._submit(batch, sinks, running, text_gap_s)
             if running:
                 await is_over
         finally:
             is_over.cancel()  # what comes from here on is not taken
-            for each in paced:
-                each.close()
             self._driver.discard(running.values())
         return [output for output in last if output is not None]
 
@@ -283,11 +277,12 @@ class Omni:
         batch: Sequence[OmniRequest],
         sinks: Sequence[Sink],
         running: dict[int, Ticket],
+        text_gap_s: float = 0.0,
     ) -> None:
         with self._driver.together():
             for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
-                running[position] = self._driver.submit(request, name, sink)
+                running[position] = self._driver.submit(request, name, sink, text_gap_s)
 
 
 def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
