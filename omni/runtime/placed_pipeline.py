@@ -29,7 +29,7 @@ __all__ = ["build_pipeline", "place_pipeline", "worker_specs"]
 
 
 def build_pipeline(
-    config: PipelineConfig, connect: Connect | None = None, *, is_traced: bool = False
+    config: PipelineConfig, connect: Connect[WorkerSpec] | None = None, *, is_traced: bool = False
 ) -> Pipeline:
     """Build a pipeline; its stages are in this process, or in workers that are started for them.
 
@@ -150,7 +150,7 @@ class _Ground:
         close: to be called when all have ended.
     """
 
-    connect: Connect
+    connect: Connect[WorkerSpec]
     close: Callable[[], object] = lambda: None
 
 

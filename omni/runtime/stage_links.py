@@ -9,6 +9,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.runtime.trace import Trace
 from omni.runtime.traced_link import TracedLink
 from stages import Stage
+from stages.worker.distant_stage import DistantStage
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.stage_worker import StageWorker
@@ -92,7 +93,7 @@ def check_workers(pipeline: Pipeline) -> None:
         ValueError: one has none; says which and why.
     """
     for name, stage in pipeline.stages.items():
-        why = why_lost(stage.worker_states()) if isinstance(stage, LinkedStage) else None
+        why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
         if why is not None:
             error = f"stage {name!r}: {why}"
             raise ValueError(error) from RuntimeError(error)  # it is not the asker's to mend

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from stages.remote.control import WorkerSpec
+__all__ = ["Connect", "Connection", "NoPlaceError", "Spec", "WorkerGone"]
 
-__all__ = ["Connect", "Connection", "NoPlaceError", "WorkerGone"]
+
+class Spec(Protocol):
+    """What a worker is told to build."""
+
+    @property
+    def label(self) -> str:
+        """What its process and its threads are called."""
+        ...
+
+    @property
+    def called(self) -> str:
+        """What the worker is one of, in messages."""
+        ...
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """What it runs."""
+        ...
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it tells what it does when."""
+        ...
+
+
+_Spec = TypeVar("_Spec", bound=Spec, contravariant=True)
 
 
 class WorkerGone(ConnectionError):
@@ -55,12 +80,12 @@ class Connection(ABC):
         """Have the worker end by itself, and end it if it has not after that many seconds."""
 
 
-class Connect(Protocol):
+class Connect(Protocol[_Spec]):
     """Starts a worker."""
 
     def __call__(
         self,
-        spec: WorkerSpec,
+        spec: _Spec,
         on_message: Callable[[Any], None],
         on_end: Callable[[str], None],
     ) -> Connection:

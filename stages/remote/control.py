@@ -64,8 +64,18 @@ class WorkerSpec:
 
     @property
     def label(self) -> str:
-        """What the worker is called in messages and logs."""
+        """What its process and its threads are called."""
         return self.name if self.num_replicas == 1 else f"{self.name}[{self.replica}]"
+
+    @property
+    def called(self) -> str:
+        """What the worker is one of, in messages."""
+        return f"stage {self.label!r}"
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """What it runs."""
+        return (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +101,13 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The stage is there, and commands are taken."""
+    """What the worker runs is there, and commands are taken.
 
-    facts: StageFacts
+    Attributes:
+        facts: of each of its stages.
+    """
+
+    facts: Mapping[str, StageFacts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +209,13 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life, with what the stage has counted."""
+    """A sign of life.
 
-    stats: StageStats
+    Attributes:
+        stats: what stages of the worker have counted.
+    """
+
+    stats: Mapping[str, StageStats]
 
 
 WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | News | Idle | Beat | Logged

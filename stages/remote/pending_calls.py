@@ -20,11 +20,11 @@ class PendingCalls:
     """Answers to come, by the number of the call. Safe to use from any thread.
 
     Args:
-        label: of the worker, for messages.
+        called: what the worker is one of, for messages.
     """
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, called: str) -> None:
+        self._called = called
         self._numbers = count()
         self._answers: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -48,18 +48,18 @@ class PendingCalls:
         elif returned.error_type == "ValueError":
             answer.set_exception(ValueError(returned.error))
         else:
-            told = f"stage {self._label!r}: {returned.error_type}: {returned.error}"
+            told = f"{self._called}: {returned.error_type}: {returned.error}"
             answer.set_exception(RuntimeError(told))
 
     def fail(self, reason: str, number: int | None = None) -> None:
         """The worker answers no more: one call, or all that there are.
 
         Args:
-            reason: why, in words that go on after the stage's name.
+            reason: why, in words that go on after what it is called.
             number: of the call; None for all.
         """
         with self._lock:
             gone = list(self._answers) if number is None else [number]
             answers = [self._answers.pop(each) for each in gone if each in self._answers]
         for answer in answers:
-            answer.set_exception(WorkerEndedError(f"stage {self._label!r}: {reason}"))
+            answer.set_exception(WorkerEndedError(f"{self._called}: {reason}"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.interface.log_fields import LogFields
 from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.codec import Codec
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import WorkerSpec
 from stages.remote.segments import SegmentPool
@@ -69,8 +70,9 @@ class ProcessConnection(Connection):
     """One worker in a process, and the channel to it.
 
     Args:
-        process: that runs :func:`worker_main`.
+        process: that runs :func:`worker_main`, or another function that speaks as it does.
         on_message, on_end: see :class:`~stages.remote.connection.Connect`.
+        codec: that it speaks; None for :func:`~stages.remote.wire.wire_codec`.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class ProcessConnection(Connection):
         process: WorkerProcess,
         on_message: Callable[[Any], None],
         on_end: Callable[[str], None],
+        codec: Codec | None = None,
     ) -> None:
         self._process = process
         self._on_end = on_end
         self._killed_for: str | None = None
         self._is_closed = threading.Event()
-        self._channel = Channel(process.sock, wire_codec(), _POOL, process.name)
+        self._channel = Channel(process.sock, codec or wire_codec(), _POOL, process.name)
         self._channel.start(on_message, self._channel_ended)
 
     @property

@@ -158,7 +158,7 @@ class RemoteLink(StageLink):
 
     def _enter(self, enter: Enter) -> None:
         self._listen()  # a worker may be back, and nobody have asked for news since it was lost
-        enter = self._seeds.seeded(enter, self._lives[0].facts)
+        enter = self._seeds.seeded(enter, (self._lives[0].facts or {}).get(self._name))
         visit = Visit.of(enter, next(self._tickets), self._edges)
         self._visits[enter.request_id] = self._by_ticket[visit.ticket] = visit
         self._place(visit)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from engine import SamplingParams
 from stages.remote.connection import Connect
-from stages.remote.control import Built, NotBuilt, StageFacts, WorkerSpec
+from stages.remote.control import StageFacts, WorkerSpec
 from stages.remote.remote_link import RemoteLink
-from stages.remote.worker_life import Ended, WorkerLife
-from stages.stage import StageInputs, StageOutput, StageRequest, StageStats
+from stages.remote.told_stage import StageShape, ToldStage
+from stages.remote.worker_life import WorkerLife, wait_until_built
+from stages.stage import StageStats
 from stages.worker.stage_link import LinkedStage, StageLink
 from stages.worker.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["RemoteStage", "StartingStage", "WorkerPolicy"]
 
 _ANSWER_S = 0.2
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,6 @@ class WorkerPolicy:
     stall_timeout_s: float = 120.0
 
 
-class _Shape(Protocol):
-    """What of a stage's configuration its pipeline has to know."""
-
-    @property
-    def inputs(self) -> StageInputs | None: ...
-
-    @property
-    def final_output(self) -> tuple[str, ...]: ...
-
-
 class StartingStage:
     """Workers that were told to build a stage; several stages are built side by side.
 
@@ -62,9 +49,9 @@ class StartingStage:
 
     def __init__(
         self,
-        config: _Shape,
+        config: StageShape,
         specs: Sequence[WorkerSpec],
-        connect: Connect,
+        connect: Connect[WorkerSpec],
         policy: WorkerPolicy,
     ) -> None:
         self._config, self._specs, self._policy = config, tuple(specs), policy
@@ -83,7 +70,7 @@ class StartingStage:
         with ExitStack() as ended:
             ended.callback(self.close)
             for life in self._lives:
-                self._wait_for(life)
+                wait_until_built(life, self._has_news)
             stage = RemoteStage(self._config, self._lives, self._specs[0].edges, self._policy)
             ended.pop_all()
         return stage
@@ -93,22 +80,8 @@ class StartingStage:
         for life in self._lives:
             life.close()
 
-    def _wait_for(self, life: WorkerLife) -> None:
-        while True:
-            self._has_news.clear()
-            for message in life.news():
-                match message:
-                    case Built():
-                        return
-                    case NotBuilt():
-                        raise ValueError(message.error)
-                    case Ended():
-                        raise ValueError(f"its worker {message.reason}, before it was built")
-            while not self._has_news.wait(_LOOK_S):  # one that hangs says nothing for ever
-                life.check_alive()
 
-
-class RemoteStage(LinkedStage):
+class RemoteStage(ToldStage, LinkedStage):
     """Answers for a stage what is asked between requests; its workers do the rest.
 
     Args:
@@ -120,25 +93,16 @@ class RemoteStage(LinkedStage):
 
     def __init__(
         self,
-        config: _Shape,
+        config: StageShape,
         lives: Sequence[WorkerLife],
         edges: tuple[Any, ...],
         policy: WorkerPolicy,
     ) -> None:
-        super().__init__(
-            lives[0].spec.name,
-            inputs=config.inputs,
-            outputs=getattr(config, "outputs", None),
-            final_output=config.final_output,
-        )
+        name, facts = _only_facts(lives[0])
+        super().__init__(name, config, facts)
         self._lives = tuple(lives)
-        self._link = RemoteLink(self.name, lives, edges, policy.max_retries)
-        facts = lives[0].facts
-        assert facts is not None, "its workers have built it"
-        self._facts: StageFacts = facts
-        self.has_cache = facts.has_cache
+        self._link = RemoteLink(name, lives, edges, policy.max_retries)
         self._enable_prefix_caching = facts.enable_prefix_caching
-        self._checked: set[str] = set()
 
     @property
     def link(self) -> StageLink:
@@ -146,7 +110,7 @@ class RemoteStage(LinkedStage):
         return self._link
 
     def worker_states(self) -> tuple[WorkerState, ...]:
-        """See :class:`~stages.worker.stage_link.LinkedStage`."""
+        """See :class:`~stages.worker.distant_stage.DistantStage`."""
         return tuple(life.state for life in self._lives)
 
     @property
@@ -154,69 +118,8 @@ class RemoteStage(LinkedStage):
         """Its workers, one for each replica."""
         return self._lives
 
-    @property
-    def hidden_size(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """See :class:`~stages.stage.Stage`."""
-        import torch  # only here: a link needs none of it
-
-        return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.sampling
-
-    @property
-    def seed(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.seed
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.speakers
-
-    @property
-    def takes_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.takes_chunks
-
-    @property
-    def gives_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.gives_chunks
-
-    def check_sampling(self, params: SamplingParams) -> None:
-        """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
-
-        A worker that does not answer at once is not waited for: it refuses the request itself.
-        """
-        key = params.model_dump_json(exclude={"seed"})
-        if key in self._checked:
-            return
-        try:
-            self._first_up().call("check_sampling", params, timeout_s=_ANSWER_S)
-        except (RuntimeError, TimeoutError):
-            return
-        if len(self._checked) < 1000:
-            self._checked.add(key)
-
-    def add_request(self, request: StageRequest) -> None:
-        """Its workers take requests, from its link alone."""
-        raise RuntimeError(f"stage {self.name!r} runs in workers of its own; use its link")
-
-    def step(self) -> list[StageOutput]:
-        """Its workers step by themselves."""
-        raise RuntimeError(f"stage {self.name!r} runs in workers of its own, which step it")
-
-    def abort(self, request_id: str) -> None:
-        """Its workers drop requests, told by its link alone."""
-        raise RuntimeError(f"stage {self.name!r} runs in workers of its own; use its link")
+    def _ask_sampling(self, params: SamplingParams) -> None:
+        self._first_up().call("check_sampling", params, timeout_s=_ANSWER_S)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -250,11 +153,7 @@ class RemoteStage(LinkedStage):
 
     def replica_stats(self) -> tuple[StageStats, ...]:
         """The same, worker by worker."""
-        return tuple(life.stats() for life in self._lives)
-
-    def describe(self) -> Mapping[str, Any]:
-        """What a worker resolved and reserved."""
-        return dict(self._facts.description)
+        return tuple(life.stats()[self.name] for life in self._lives)
 
     def close(self) -> None:
         """End its workers."""
@@ -264,3 +163,10 @@ class RemoteStage(LinkedStage):
 
     def _first_up(self) -> WorkerLife:
         return next((life for life in self._lives if life.is_up), self._lives[0])
+
+
+def _only_facts(life: WorkerLife) -> tuple[str, StageFacts]:
+    """What the worker of one stage told of it, with its name."""
+    assert life.facts is not None, "its workers have built it"
+    ((name, facts),) = life.facts.items()
+    return name, facts

@@ -44,8 +44,8 @@ class WorkerCalls:
         except Exception as error:  # it is raised again at the other end
             return Returned(call.number, None, str(error), type(error).__name__)
 
-    def _stats(self) -> StageStats:
-        return self._stage.stats()
+    def _stats(self) -> Mapping[str, StageStats]:
+        return {self._stage.name: self._stage.stats()}
 
     def _check_sampling(self, params: SamplingParams) -> None:
         self._stage.check_sampling(params)

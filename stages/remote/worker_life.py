@@ -7,21 +7,21 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.interface.described_error import described
-from stages.remote.connection import Connect, Connection, NoPlaceError, WorkerGone
-from stages.remote.control import Beat, Built, Call, GaveUp, Returned, StageFacts, WorkerSpec
+from stages.remote.connection import Connect, Connection, NoPlaceError, Spec, WorkerGone
+from stages.remote.control import Beat, Built, Call, GaveUp, NotBuilt, Returned, StageFacts
 from stages.remote.pending_calls import PendingCalls, WorkerEndedError
 from stages.remote.worker_counts import WorkerCounts
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 from stages.worker.worker_state import WorkerState
 
-__all__ = ["MOST_STARTS", "Ended", "WorkerLife"]
+__all__ = ["MOST_STARTS", "Ended", "WorkerLife", "wait_until_built"]
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
@@ -31,6 +31,7 @@ MOST_STARTS = 6
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
 _GRACE_S = 5.0
 _BEAT_PATIENCE_S = 0.5
+_LOOK_S = 0.5
 _STATS_PATIENCE_S = 2.0
 
 
@@ -66,7 +67,7 @@ class WorkerLife:
             do counts as dead.
     """
 
-    def __init__(self, spec: WorkerSpec, connect: Connect, stall_timeout_s: float) -> None:
+    def __init__(self, spec: Spec, connect: Connect[Any], stall_timeout_s: float) -> None:
         self.spec = spec
         self._connect = connect
         self._stall_timeout_s = stall_timeout_s
@@ -79,13 +80,13 @@ class WorkerLife:
         self._is_up = False
         self._is_closed = False
         self._num_starts = 0
-        self._calls = PendingCalls(spec.label)
+        self._calls = PendingCalls(spec.called)
         self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[str, Call] = {}
         self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
-        self.facts: StageFacts | None = None
-        self._counts = WorkerCounts()
+        self.facts: Mapping[str, StageFacts] | None = None
+        self._counts = WorkerCounts(spec.stage_names)
         self._state = WorkerState("starting")
 
     def tell_news(self, on_news: Callable[[], object]) -> None:
@@ -212,8 +213,8 @@ class WorkerLife:
                 if not self._is_up:
                     raise
 
-    def stats(self) -> StageStats:
-        """What its workers have counted; of one that does not answer, what it told last."""
+    def stats(self) -> Mapping[str, StageStats]:
+        """What its workers have counted, by stage; without an answer what was told last."""
         life, answer = self._life, None
         with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
             answer = self.call("stats", timeout_s=_STATS_PATIENCE_S)
@@ -340,9 +341,33 @@ class WorkerLife:
         if not is_final:
             told = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # it is told once
-                _logger.warning("the worker of stage %r %s; %s", self.spec.label, reason, told)
+                _logger.warning("the worker of %s %s; %s", self.spec.called, reason, told)
             tries = min(self._num_starts, MOST_STARTS + 10)
             delay_s = min(_FIRST_DELAY_S * 2**tries, _LONGEST_DELAY_S)
             self._timer = threading.Timer(delay_s, self.start)
             self._timer.daemon = True
             self._timer.start()
+
+
+def wait_until_built(life: WorkerLife, has_news: threading.Event) -> None:
+    """Wait for the first worker.
+
+    Args:
+        life: that was started.
+        has_news: is set when it has news.
+
+    Raises:
+        ValueError: what it is to build cannot be built, or it has ended.
+    """
+    while True:
+        has_news.clear()
+        for message in life.news():
+            match message:
+                case Built():
+                    return
+                case NotBuilt():
+                    raise ValueError(message.error)
+                case Ended():
+                    raise ValueError(f"its worker {message.reason}, before it was built")
+        while not has_news.wait(_LOOK_S):  # one that hangs says nothing for ever
+            life.check_alive()

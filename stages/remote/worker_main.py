@@ -26,14 +26,14 @@ from stages.remote.control import (
 )
 from stages.remote.growing_output import OutputTails
 from stages.remote.worker_calls import WorkerCalls, facts_of
-from stages.stage import Stage, StageStats, Transform
+from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["Build", "WorkerLoop", "build_stage"]
+__all__ = ["Build", "WorkerLoop", "alive", "build_stage"]
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
@@ -56,6 +56,30 @@ def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
     config = kind.model_validate_json(spec.config)
     transform = None if spec.transform is None else load_by_name(spec.transform)
     return config.build_stage(spec.name), transform
+
+
+@contextmanager
+def alive(send: Callable[[Beat], None]) -> Iterator[None]:
+    """Give signs of life while this thread cannot: to load a model may take minutes.
+
+    Args:
+        send: them; it raises ``ConnectionError`` when nobody listens.
+    """
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with suppress(ConnectionError):
+            send(Beat({}))
+            while not is_over.wait(_BEAT_S):
+                send(Beat({}))
+
+    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class WorkerLoop:
@@ -113,7 +137,7 @@ class WorkerLoop:
     def run(self) -> None:
         """Build the stage and drive it until the end."""
         try:
-            with self._alive():
+            with alive(self._send):
                 stage, transform = self._build(self._spec)
             worker = self._worker(stage, transform)
             self._calls = WorkerCalls(stage)
@@ -126,32 +150,13 @@ class WorkerLoop:
             return
         worker.tell_news(self._wake)
         worker.prepare_aside()
-        self._send(Built(facts))
+        self._send(Built({self._spec.name: facts}))
         try:
             while not self._is_over:
                 self._turn(worker)
         finally:
             worker.close()
             stage.close()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Give signs of life while this thread cannot: to load a model may take minutes."""
-        is_over = threading.Event()
-
-        def beat() -> None:
-            with suppress(ConnectionError):
-                self._send(Beat(StageStats()))
-                while not is_over.wait(_BEAT_S):
-                    self._send(Beat(StageStats()))
-
-        thread = threading.Thread(target=beat, name="signs of life", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def _worker(self, stage: Stage, transform: Transform | None) -> StageWorker:
         if self._spec.is_traced:
@@ -247,7 +252,7 @@ class WorkerLoop:
 
     def _tell_counts(self, worker: StageWorker) -> None:
         self._counted_at = time.monotonic()
-        self._send(Beat(worker.stage.stats()))
+        self._send(Beat({self._spec.name: worker.stage.stats()}))
 
     def _forget(self, request_id: str) -> None:
         ticket = self._tickets.pop(request_id, None)

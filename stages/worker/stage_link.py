@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from stages.stage import Stage
 from stages.trace_events import Traced
+from stages.worker.distant_stage import DistantStage
 from stages.worker.messages import Command, Event
-from stages.worker.worker_state import WorkerState
 
 __all__ = ["LinkedStage", "StageLink"]
 
@@ -74,18 +73,10 @@ class StageLink(ABC):
         """Let go of what the link itself has; the stage is closed by its pipeline."""
 
 
-class LinkedStage(Stage):
-    """A stage that is driven elsewhere, and reached by a link of its own.
-
-    It answers what a stage is asked between requests (its facts, counters and settings);
-    ``add_request`` and ``step`` are its worker's.
-    """
+class LinkedStage(DistantStage):
+    """A stage that is driven elsewhere, and reached by a link of its own."""
 
     @property
     @abstractmethod
     def link(self) -> StageLink:
         """The way to its worker."""
-
-    @abstractmethod
-    def worker_states(self) -> tuple[WorkerState, ...]:
-        """How its workers are doing, by replica; waits for none of them."""

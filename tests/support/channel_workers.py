@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.codec import Codec
 from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
 from stages.remote.process_connection import ProcessConnection
@@ -16,7 +17,7 @@ from stages.remote.wire import wire_codec
 from stages.remote.worker_main import Build, WorkerLoop
 from stages.remote.worker_process import WorkerProcess
 
-__all__ = ["ChannelWorkers"]
+__all__ = ["ChannelWorkers", "ThreadAsProcess"]
 
 
 class ChannelWorkers:
@@ -28,13 +29,15 @@ class ChannelWorkers:
 
     def __init__(self, build: Build) -> None:
         self._build = build
-        self._workers: list[_ThreadAsProcess] = []
+        self._workers: list[ThreadAsProcess] = []
 
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
         """See :class:`~stages.remote.connection.Connect`."""
-        worker = _ThreadAsProcess(spec, self._build)
+        worker = ThreadAsProcess(
+            spec.label, wire_codec(), lambda send: WorkerLoop(spec, send, self._build)
+        )
         self._workers.append(worker)
         return ProcessConnection(cast(WorkerProcess, worker), on_message, on_end)
 
@@ -44,18 +47,36 @@ class ChannelWorkers:
             assert worker.wait(60)
 
 
-class _ThreadAsProcess:
-    """What a connection needs of a :class:`~stages.remote.worker_process.WorkerProcess`."""
+class Loop(Protocol):
+    """What a worker's process runs."""
+
+    def take(self, message: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class ThreadAsProcess:
+    """What a connection needs of a :class:`~stages.remote.worker_process.WorkerProcess`.
+
+    Args:
+        name: of the worker.
+        codec: that it speaks.
+        make: what it runs, of what sends.
+    """
 
     pid = 0
     exit_reason = "ended with exit status 0"
 
-    def __init__(self, spec: WorkerSpec, build: Build) -> None:
-        self.name = spec.label
+    def __init__(
+        self, name: str, codec: Codec, make: Callable[[Callable[[object], None]], Loop]
+    ) -> None:
+        self.name = name
         self.sock, theirs = socket.socketpair()
-        self._channel = Channel(theirs, wire_codec(), SegmentPool(), "the test")
-        self._loop = WorkerLoop(spec, self._channel.send, build)
-        self._thread = threading.Thread(target=self._run, name=f"worker {spec.label}", daemon=True)
+        self._channel = Channel(theirs, codec, SegmentPool(), "the test")
+        self._loop = make(self._channel.send)
+        self._thread = threading.Thread(target=self._run, name=f"worker {name}", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:

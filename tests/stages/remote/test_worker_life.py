@@ -15,7 +15,7 @@ from stages.remote.control import Built, Idle, StageFacts, WorkerSpec
 from stages.remote.worker_life import WorkerLife
 from tests.support.patience import wait_for
 
-BUILT = Built(StageFacts(None, None, None, None, False, False, None, True, True, (), {}))
+BUILT = Built({"a": StageFacts(None, None, None, None, False, False, None, True, True, (), {})})
 
 
 class Noted(Connection):
