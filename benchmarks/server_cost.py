@@ -8,10 +8,12 @@ Run it on a quiet machine::
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 9 --turns 4
     python -m benchmarks.server_cost --pipeline omni_speech --rounds 40 --turns 4 --ways streamed
 
-What asks over HTTP is a process of its own, as any client is, and shares the cores; with
-``--together`` it shares the server's process as well, whose one lock makes the client's cost a part
-of the figure. Text is streamed token by token, by the model of 0.1 B of
-``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The goals
+The server's pipeline runs in a process beside the server's, as that of ``omni serve`` does; with
+``--inline`` it runs in the server's own. What asks over HTTP is a process of its own, as any client
+is, and shares the cores; with ``--together`` it shares the server's process as well, whose one lock
+makes the client's cost a part of the figure. Text is streamed token by token, by the model of 0.1 B
+of ``engine_cpu.py`` (256 and 64 tokens) or a small one, whose steps take a few milliseconds. The
+goals
 are at most 5 % for the former and 2 % for the voice pipeline.
 
 Requests that come one after the other share smaller batches, whoever takes them in. So there are
@@ -31,7 +33,7 @@ ten of the medians lie of rounds that are drawn anew from these: what differs fr
 
 - time: what a load notices. Clients and the pipeline share the cores, so that the clients' CPU,
   told beside it, is a part of this cost;
-- CPU of this process, clients apart;
+- CPU of this process and of the one beside it, clients apart;
 - CPU of the thread that serves, less that of the thread that asks in process, as a part of all that
   requests take in process: the server's own cost and nothing else, which other work on the machine
   hardly disturbs.
@@ -58,6 +60,8 @@ from selectors import EVENT_READ, DefaultSelector
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
+
+import psutil
 
 from benchmarks.word_checkpoint import VOCAB_SIZE, word_checkpoint
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
@@ -87,6 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", choices=_WAYS, default=_WAYS, help="in process, to compare with"
     )
+    parser.add_argument("--inline", action="store_true", help="stages in the server's process")
     parser.add_argument("--together", action="store_true", help="clients in the server's process")
     given = parser.parse_args()
     speaks = given.pipeline not in ("text", "small")
@@ -100,7 +105,7 @@ def main() -> None:
 
 
 def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -> None:
-    server = PipelineServer([config], ServerSettings(port=0))
+    server = PipelineServer([config], ServerSettings(port=0), apart=not given.inline)
     loaded = threading.Event()
     # As omni serve does, in whose process nothing else runs either.
     server.on_loaded = partial(_note_loaded, loaded)
@@ -111,10 +116,13 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
     while not loaded.wait(0.05):
         if server.failure is not None:
             raise server.failure
-    omni = server.find(config.name).omni
+    served = server.find(config.name).omni
     ask = _Asker(port, asked)
-    with _apart(ask) if not given.together else nullcontext(partial(_connected, ask)) as clients:
-        _Comparison(omni, ask, clients, given, thread).run()
+    with (
+        nullcontext(served) if given.inline else Omni(config) as omni,
+        nullcontext(partial(_connected, ask)) if given.together else _apart(ask) as clients,
+    ):
+        _Comparison(omni, served, ask, clients, given, thread).run()
         for concurrency in _CONCURRENCIES if asked.speaks else ():
             first = clients(_numbers(concurrency, 99), 1)()
             print(
@@ -255,12 +263,15 @@ class _Comparison:
     def __init__(
         self,
         omni: Omni,
+        served: Omni,
         ask: _Asker,
         clients: _Clients,
         given: argparse.Namespace,
         server: threading.Thread,
     ) -> None:
-        self._omni = omni
+        self._omni, self._served = omni, served
+        children = psutil.Process().children(recursive=True)
+        self._beside = [_cpu_clock(each.pid) for each in children if each.name()[:5] == "omni "]
         self._ask = ask
         self._num, self._turns, self._rounds = given.requests, given.turns, given.rounds
         self._times: list[float] = []
@@ -287,9 +298,10 @@ class _Comparison:
         last = [name for name in self._ways if name == "at its times"]  # needs those of HTTP
         for number in range(-1, self._rounds):  # the first is for warming up
             for name in [*(names if number % 2 else reversed(names)), *last]:
-                with self._omni.paused() as pipeline:
-                    for stage in pipeline.stages.values():
-                        stage.reset_prefix_cache()
+                for each in {self._omni, self._served}:
+                    with each.paused() as pipeline:
+                        for stage in pipeline.stages.values():
+                            stage.reset_prefix_cache()
                 cost = self._cost(self._ways[name](number))
                 if number >= 0:
                     seen[name].append(cost)
@@ -332,7 +344,8 @@ class _Comparison:
     def _clocks(self) -> tuple[float, float, float]:
         """Seconds: of time, of CPU, and of CPU of the threads that ask or serve."""
         server = int(self._server.read_text().split()[0]) / 1e9
-        return time.perf_counter(), time.process_time(), server + time.thread_time()
+        cpu = time.process_time() + sum(map(time.clock_gettime, self._beside))
+        return time.perf_counter(), cpu, server + time.thread_time()
 
     def _in_one_call(self, number: int) -> object:
         numbers = _numbers(self._num * self._turns, number)
@@ -358,13 +371,13 @@ class _Comparison:
     def _noting_times(self, ask: Callable[[], _Answered]) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
         times: list[float] = []
-        agenerate = self._omni.agenerate
+        agenerate = self._served.agenerate
 
         def noting(*given: Any, **options: Any) -> Awaitable[object]:
             times.append(time.perf_counter())
             return agenerate(*given, **options)
 
-        with patch.object(self._omni, "agenerate", noting):
+        with patch.object(self._served, "agenerate", noting):
             answered = ask()
         self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]
@@ -377,6 +390,11 @@ class _Comparison:
 
         numbers = _numbers(self._num * self._turns, number)
         await asyncio.gather(*map(ask, numbers, self._times))
+
+
+def _cpu_clock(pid: int) -> int:
+    """The id of a process's CPU clock on Linux, which counts finer than psutil's ticks."""
+    return (~pid << 3) | 2
 
 
 class _Ratios:

@@ -110,7 +110,7 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
     for config in configs:
         check_runtime(config)
     settings = _settings(options)
-    server = PipelineServer(configs, settings)
+    server = PipelineServer(configs, settings, apart=True)
     server.on_loaded = keep_for_good  # nothing else runs in this process
     listener = bind(settings)
     names = ", ".join(server.pipelines)

@@ -6,36 +6,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import TypeAlias
 
 from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
+from omni.runtime.runner import Runner, Sink, Ticket
 from omni.runtime.text_pacing import TextPacing
 
-__all__ = ["Driver", "Sink", "Ticket"]
+__all__ = ["Driver"]
 
 _logger = package_logger(__name__)
 
-Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
-"""Gets a request's outputs, in the driver's thread; it must not block. After an output that is
-finished, or an exception, nothing follows."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """One submitted request; its id alone would not tell it from another caller's of that id."""
-
-    request: OmniRequest
-    request_id: str
-    sink: Sink
-    text_gap_s: float = 0.0
-
-
-class Driver:
+class Driver(Runner):
     """Owns an orchestrator and the thread that turns it.
 
     Callers hand requests in and get outputs through a sink::
@@ -48,10 +34,14 @@ class Driver:
 
     Args:
         orchestrator: for this driver alone.
+        on_turn: called in the thread after each of its turns.
     """
 
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    def __init__(
+        self, orchestrator: Orchestrator, on_turn: Callable[[], object] = lambda: None
+    ) -> None:
         self._orchestrator = orchestrator
+        self._on_turn = on_turn
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
@@ -76,17 +66,7 @@ class Driver:
     def submit(
         self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
     ) -> Ticket:
-        """Hand in a request; one that cannot run gets a finished output with an error.
-
-        Args:
-            request: what to run.
-            request_id: under which id.
-            sink: gets its outputs.
-            text_gap_s: see :class:`~omni.runtime.text_pacing.TextPacing`.
-
-        Raises:
-            RuntimeError: the driver was stopped or has crashed.
-        """
+        """See :class:`~omni.runtime.runner.Runner`."""
         ticket = Ticket(request, request_id, sink, text_gap_s)
         with self._changed:
             self._check_open()
@@ -100,11 +80,7 @@ class Driver:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have requests that are submitted meanwhile begin in one turn, none ahead of the others.
-
-        So that they share batches, and that one id given twice is found out however fast they run.
-        One that takes much longer to prepare than the others begins later.
-        """
+        """See :class:`~omni.runtime.runner.Runner`."""
         with self._changed:
             outer = self._group
             if outer is None:
@@ -115,12 +91,12 @@ class Driver:
                 self._group = outer
 
     def abort(self, request_id: str) -> None:
-        """End a request: its sink gets a last output. An unknown id is ignored."""
+        """See :class:`~omni.runtime.runner.Runner`."""
         with self._changed:
             self._command(lambda: self._abort(request_id, "aborted"))
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
-        """End requests whose callers are gone; those that ended are ignored."""
+        """See :class:`~omni.runtime.runner.Runner`."""
         gone = tuple(tickets)
         if not gone:  # nothing to wake the thread for
             return
@@ -130,12 +106,7 @@ class Driver:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold the thread back while another caller drives the stages; requests queue up.
-
-        Raises:
-            RuntimeError: requests are running, another thread drives the stages, or the driver was
-                stopped or has crashed.
-        """
+        """See :class:`~omni.runtime.runner.Runner`; another caller drives the stages meanwhile."""
         thread = threading.get_ident()
         with self._changed:
             # Aborts that were handed in before still have to reach the stages.
@@ -162,11 +133,7 @@ class Driver:
                 self._changed.notify_all()
 
     def check_can_wait(self) -> None:
-        """Refuse to let a thread wait for outputs that come only after it has gone on.
-
-        Raises:
-            RuntimeError: it drives the stages, as this driver's own or because they are lent to it.
-        """
+        """See :class:`~omni.runtime.runner.Runner`."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a transform or a stage cannot wait for requests of the pipeline that runs it: "
@@ -179,7 +146,7 @@ class Driver:
             )
 
     def stop(self) -> None:
-        """End all requests with an error and stop the thread. May be called again."""
+        """See :class:`~omni.runtime.runner.Runner`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -187,6 +154,16 @@ class Driver:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._orchestrator.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is in a turn."""
+        return self._busy
+
+    @property
+    def crash(self) -> BaseException | None:
+        """What ended its thread, if that was no call of :meth:`stop`."""
+        return self._crash
 
     def _wake(self) -> None:
         with self._changed:
@@ -213,9 +190,11 @@ class Driver:
                         self._deliver(output)
                 for ticket, output in self._pacing.due().items():
                     self._tell_or_discard(ticket, output)
+                self._on_turn()
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
+            self._on_turn()
         except BaseException as error:  # a SystemExit, too, must not leave callers waiting for ever
             _logger.exception("the pipeline's driver crashed")
             self._give_up(error)

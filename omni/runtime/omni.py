@@ -17,20 +17,22 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
-from omni.runtime.driver import Driver, Sink, Ticket
+from omni.runtime.driver import Driver
 from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
+from omni.runtime.runner import Runner, Sink, Ticket
 from omni.runtime.text_pacing import check_gap
 from omni.runtime.trace import Trace
 from omni.runtime.uncollected import uncollected
 from stages import StageStats
-from stages.worker.stage_link import LinkedStage
+from stages.worker.distant_stage import DistantStage
 from stages.worker.worker_state import WorkerState
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
 _News: TypeAlias = tuple[int, OmniOutput | BaseException]
+_Started: TypeAlias = tuple[Pipeline, Runner, Trace | None]
 
 
 class Omni:
@@ -56,9 +58,13 @@ class Omni:
             ``overrides`` ask for beside it is an error.
         trace: a file that gets a timeline of every request, for Perfetto or chrome://tracing; it
             is complete when this is closed.
+        apart: whether stages that run inline do so in one process of their own, for a program whose
+            own threads have enough to do, such as a server's: one interpreter computes at a time.
+            A process that dies is started again; the requests that it had fail.
 
     Raises:
-        ValueError: the config is wrong, or a stage cannot be built where it is to run.
+        ValueError: the config is wrong, or a stage cannot be built where it is to run; or what is
+            to run apart is no config, or is to be traced.
         OSError: the trace cannot be written.
         RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
@@ -70,6 +76,7 @@ class Omni:
         overrides: Mapping[str, Any] | None = None,
         runtime: str | RuntimeConfig | None = None,
         trace: str | Path | None = None,
+        apart: bool = False,
     ) -> None:
         given: object = config
         if not isinstance(given, str | Path | PipelineConfig | Pipeline):
@@ -83,26 +90,13 @@ class Omni:
             config = PipelineConfig.load(config, overrides=_placed(overrides or {}, runtime))
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
-        # Before any model is loaded: a file that cannot be written is found at once.
-        opened = None if trace is None else Trace(trace, _order(config))
-        try:
-            if isinstance(config, PipelineConfig):
-                with uncollected():
-                    config = build_pipeline(config, is_traced=trace is not None)
-            else:
-                config = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
-            self._ownership = Ownership("this Omni")
-            config.ownership.claim(self, "another Omni")
-        except BaseException:
-            if opened is not None:
-                opened.discard()
-            raise
-        self.pipeline = config
-        self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
+        self._ownership = Ownership("this Omni")
+        started = _started_apart(config, runtime, trace) if apart else None
+        self.pipeline, self._runner, opened = started or _driven(self, config, runtime, trace)
         self._mails = LoopMails()
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
-            self, _close, self._ownership, self._driver, self.pipeline, opened
+            self, _close, self._ownership, self._runner, self.pipeline, opened
         )
 
     def generate(
@@ -191,7 +185,7 @@ class Omni:
                 await is_over
         finally:
             is_over.cancel()  # what comes from here on is not taken
-            self._driver.discard(running.values())
+            self._runner.discard(running.values())
         return [output for output in last if output is not None]
 
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
@@ -209,12 +203,12 @@ class Omni:
             while running:
                 yield _take(await news.get(), running)[1]
         finally:
-            self._driver.discard(running.values())
+            self._runner.discard(running.values())
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets a last output. Unknown ids are ignored."""
         self._ownership.check()
-        self._driver.abort(request_id)
+        self._runner.abort(request_id)
 
     @contextmanager
     def paused(self) -> Generator[Pipeline, None, None]:
@@ -225,7 +219,7 @@ class Omni:
                 thread.
         """
         self._ownership.check()
-        with self._driver.paused():
+        with self._runner.paused():
             yield self.pipeline
 
     def stats(self) -> dict[str, StageStats]:
@@ -237,7 +231,7 @@ class Omni:
         return {
             name: stage.worker_states()
             for name, stage in self.pipeline.stages.items()
-            if isinstance(stage, LinkedStage)
+            if isinstance(stage, DistantStage)
         }
 
     def replica_stats(self) -> dict[str, tuple[StageStats, ...]]:
@@ -262,7 +256,7 @@ class Omni:
     def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniOutput], None, None]:
         """Every output with the position of its request in the batch."""
         self._ownership.check()
-        self._driver.check_can_wait()
+        self._runner.check_can_wait()
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
@@ -270,7 +264,7 @@ class Omni:
             while running:
                 yield _take(news.get(), running)
         finally:
-            self._driver.discard(running.values())
+            self._runner.discard(running.values())
 
     def _submit(
         self,
@@ -279,10 +273,60 @@ class Omni:
         running: dict[int, Ticket],
         text_gap_s: float = 0.0,
     ) -> None:
-        with self._driver.together():
+        with self._runner.together():
             for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
-                running[position] = self._driver.submit(request, name, sink, text_gap_s)
+                running[position] = self._runner.submit(request, name, sink, text_gap_s)
+
+
+def _started_apart(
+    config: PipelineConfig | Pipeline, runtime: str | RuntimeConfig | None, trace: str | Path | None
+) -> _Started | None:
+    """A pipeline in a process of its own; None if its stages have processes of their own anyway.
+
+    Raises:
+        ValueError: see :class:`Omni`.
+    """
+    given = config.runtime if isinstance(config, PipelineConfig) else runtime or "inline"
+    if RuntimeConfig.parse(given).kind != "inline":
+        return None
+    if isinstance(config, Pipeline):
+        raise ValueError("apart=True needs a config, of which another process can build the stages")
+    if trace is not None:
+        raise ValueError(
+            "trace: stages in one process of their own (apart=True) write none; leave one of the "
+            "two out, or take runtime='processes'"
+        )
+    from omni.runtime.apart.apart_pipeline import start_apart  # only what is asked for
+
+    return *start_apart(config), None
+
+
+def _driven(
+    owner: Omni,
+    config: PipelineConfig | Pipeline,
+    runtime: str | RuntimeConfig | None,
+    trace: str | Path | None,
+) -> _Started:
+    """A pipeline that a thread of this process drives, with its open trace.
+
+    Raises:
+        Exception: see :class:`Omni`.
+    """
+    # Before any model is loaded: a file that cannot be written is found at once.
+    opened = None if trace is None else Trace(trace, _order(config))
+    try:
+        if isinstance(config, PipelineConfig):
+            with uncollected():
+                pipeline = build_pipeline(config, is_traced=trace is not None)
+        else:
+            pipeline = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
+        pipeline.ownership.claim(owner, "another Omni")
+        return pipeline, Driver(Orchestrator(pipeline, trace=opened)), opened
+    except BaseException:
+        if opened is not None:
+            opened.discard()
+        raise
 
 
 def _placed(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:
@@ -324,9 +368,9 @@ def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
     return position, output
 
 
-def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trace | None) -> None:
+def _close(ownership: Ownership, runner: Runner, pipeline: Pipeline, trace: Trace | None) -> None:
     if not ownership.is_over:
         ownership.close()
         with nullcontext() if trace is None else trace:
-            driver.stop()
+            runner.stop()
             pipeline.close()

@@ -30,6 +30,7 @@ class LiveServer:
         api_keys: as of the settings.
         allow_origins: likewise.
         is_ready: whether to wait until the pipelines are loaded.
+        apart: whether inline pipelines run in processes of their own, as with ``omni serve``.
         limits: fields of the limits that are not to be the default.
     """
 
@@ -40,6 +41,7 @@ class LiveServer:
         api_keys: Sequence[str] = (),
         allow_origins: Sequence[str] = (),
         is_ready: bool = True,
+        apart: bool = False,
         **limits: float,
     ) -> None:
         loaded = [PipelineConfig.load(each) if isinstance(each, str) else each for each in configs]
@@ -49,7 +51,7 @@ class LiveServer:
             allow_origins=tuple(allow_origins),
             limits=ServerLimits(**limits),
         )
-        self.pipelines = PipelineServer(loaded, settings)
+        self.pipelines = PipelineServer(loaded, settings, apart=apart)
         self._http = HttpServer(self.pipelines, bind(settings))
         self.url = url_of(self._http.listener)
         self._is_ready = is_ready

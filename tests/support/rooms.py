@@ -42,6 +42,8 @@ stage_configs, omni.documents
 omni.seeded
 omni.pipelines, omni.requests
 omni.runtime
+omni.runtime.apart
+omni.runtime.omni
 omni.verification, omni.server.serving
 omni.server.openai
 omni.server, omni.commands.bench

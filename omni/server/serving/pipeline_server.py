@@ -32,6 +32,8 @@ class PipelineServer:
     Args:
         configs: the pipelines; their names are the models' for clients.
         settings: of the server.
+        apart: whether each pipeline whose stages run inline has a process of its own for them, so
+            that what serves and what computes do not wait for one interpreter.
 
     Attributes:
         settings: as given.
@@ -47,7 +49,9 @@ class PipelineServer:
         ValueError: there is none, or two have the same name.
     """
 
-    def __init__(self, configs: Sequence[PipelineConfig], settings: ServerSettings) -> None:
+    def __init__(
+        self, configs: Sequence[PipelineConfig], settings: ServerSettings, *, apart: bool = False
+    ) -> None:
         if not configs:
             raise ValueError("a server needs at least one pipeline")
         self.settings = settings
@@ -58,7 +62,7 @@ class PipelineServer:
                     f"two pipelines are named {config.name!r}; clients choose by name, so change "
                     "one with the key 'name' of its YAML file"
                 )
-            self.pipelines[config.name] = ServedPipeline(config, settings.limits)
+            self.pipelines[config.name] = ServedPipeline(config, settings.limits, apart=apart)
         self.meters = Meters(self.pipelines.values())
         self.meters.spans = spans_by_environment()
         for pipeline in self.pipelines.values():

@@ -50,6 +50,7 @@ class ServedPipeline:
     Args:
         config: which; its name is the model's for clients.
         limits: the server's.
+        apart: see :class:`~omni.runtime.omni.Omni`.
 
     Attributes:
         config: as given.
@@ -61,8 +62,11 @@ class ServedPipeline:
         meters: of the server, which sets them.
     """
 
-    def __init__(self, config: PipelineConfig, limits: ServerLimits) -> None:
+    def __init__(
+        self, config: PipelineConfig, limits: ServerLimits, *, apart: bool = False
+    ) -> None:
         self.config = config
+        self._apart = apart
         self.name: str = config.name
         self.created = int(time.time())
         running = limits.running_requests(config.stages.values())
@@ -84,7 +88,7 @@ class ServedPipeline:
         from omni.runtime.omni import Omni
 
         try:
-            omni = Omni(self.config)
+            omni = Omni(self.config, apart=self._apart)
             with ExitStack() as unless_ready:
                 unless_ready.callback(omni.close)
                 self._tokenizers = {
@@ -213,8 +217,8 @@ def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
     """The stage's own, or, of one whose workers are elsewhere, the same read here."""
-    from stages.worker.stage_link import LinkedStage
+    from stages.worker.distant_stage import DistantStage
 
-    if not isinstance(stage, LinkedStage):
+    if not isinstance(stage, DistantStage):
         return stage.tokenizer
     return config.resolved(name).load_tokenizer() if "text" in stage.final_output else None

@@ -44,7 +44,7 @@ def hold(lock, is_held, may_go):
 
 is_held, may_go = threading.Semaphore(0), threading.Event()
 locks = [
-    omni._driver._changed,
+    omni._runner._changed,
     omni.pipeline.ownership._claiming,
     turns._TURNS.lock_of(omni),
     turns._TURNS._adding,

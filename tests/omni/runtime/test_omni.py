@@ -6,29 +6,39 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
-from omni.runtime.driver import Driver, Ticket
+from omni.runtime.driver import Driver
+from omni.runtime.runner import Ticket
 from stages import StageOutput
+from tests.support.apart_threads import omni_apart
 from tests.support.fake_stage import FakeStage
 from tests.support.patience import PATIENCE_S
 
 ENDLESS = 10**9
 
 
-def make(*stages: FakeStage) -> Omni:
-    return Omni(Pipeline(stages))
+Make: TypeAlias = Callable[..., Omni]
+
+# What is apart ends by itself: see test_apart.
+inline_only = pytest.mark.parametrize("make", ["inline"], indirect=True)
+
+
+@pytest.fixture(params=["inline", "apart"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes an ``Omni`` of stages, which run in its own process or apart."""
+    return omni_apart if request.param == "apart" else lambda *stages: Omni(Pipeline(stages))
 
 
 @pytest.fixture
-def omni() -> Iterator[Omni]:
+def omni(make: Make) -> Iterator[Omni]:
     """Two stages, of which the second shows three pieces of text."""
     with make(FakeStage("a", final=False), FakeStage("b", ("a",), steps=3)) as made:
         yield made
@@ -104,7 +114,7 @@ def test_the_second_of_two_requests_of_one_id_fails_alone(
     assert "'same' belongs to a request that is still running" in str(outputs[1].error)
 
 
-def test_an_exception_in_the_callback_aborts_the_rest() -> None:
+def test_an_exception_in_the_callback_aborts_the_rest(make: Make) -> None:
     def give_up(output: OmniOutput) -> None:
         raise InterruptedError
 
@@ -120,7 +130,7 @@ def test_stream_shows_every_piece(omni: Omni) -> None:
     assert [output.finished for output in outputs] == [False, False, True]
 
 
-def test_leaving_a_stream_early_aborts_its_requests() -> None:
+def test_leaving_a_stream_early_aborts_its_requests(make: Make) -> None:
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         for output in omni.stream(["x", "y"]):
             assert not output.finished
@@ -129,7 +139,7 @@ def test_leaving_a_stream_early_aborts_its_requests() -> None:
         check_nothing_is_held(omni)
 
 
-def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it() -> None:
+def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it(make: Make) -> None:
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         first = omni.stream(OmniRequest("x", "same"))
         next(first)
@@ -141,7 +151,7 @@ def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it() -> None:
         check_nothing_is_held(omni)
 
 
-def test_abort_ends_the_wait_of_another_thread() -> None:
+def test_abort_ends_the_wait_of_another_thread(make: Make) -> None:
     with make(FakeStage("b", steps=ENDLESS)) as omni, ThreadPoolExecutor(1) as pool:
         started = threading.Event()
         waiting = pool.submit(
@@ -171,7 +181,7 @@ def test_coroutines_share_one_pipeline(omni: Omni) -> None:
     assert asyncio.run(several()) == [f"b(a(x{number}))" for number in range(8)]
 
 
-def test_cancelling_a_consumer_aborts_its_request_alone() -> None:
+def test_cancelling_a_consumer_aborts_its_request_alone(make: Make) -> None:
     async def scenario(omni: Omni) -> OmniOutput:
         entered = asyncio.Event()
 
@@ -215,7 +225,7 @@ def test_coroutines_wait_for_whole_answers(omni: Omni) -> None:
     assert third == []
 
 
-def test_a_coroutine_need_not_hear_of_all_text() -> None:
+def test_a_coroutine_need_not_hear_of_all_text(make: Make) -> None:
     seen: list[OmniOutput] = []
     all_of_it: list[OmniOutput] = []
 
@@ -233,7 +243,9 @@ def test_a_coroutine_need_not_hear_of_all_text() -> None:
     assert 2 <= len(mine) < len(all_of_it)
 
 
-def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_request_alone() -> None:
+def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_request_alone(
+    make: Make,
+) -> None:
     async def scenario(omni: Omni) -> list[OmniOutput]:
         begun = asyncio.Event()
         task = asyncio.create_task(omni.agenerate("x", on_progress=lambda _: begun.set()))
@@ -259,7 +271,7 @@ def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_reque
         check_nothing_is_held(omni)
 
 
-def test_close_fails_what_is_running_and_closes_the_stages() -> None:
+def test_close_fails_what_is_running_and_closes_the_stages(make: Make) -> None:
     stage = FakeStage("b", steps=ENDLESS)
     omni = make(stage)
     with ThreadPoolExecutor(1) as pool:
@@ -278,7 +290,7 @@ def test_close_fails_what_is_running_and_closes_the_stages() -> None:
         pass
 
 
-def test_an_unused_or_dropped_pipeline_is_closed() -> None:
+def test_an_unused_or_dropped_pipeline_is_closed(make: Make) -> None:
     others = set(threading.enumerate())
     stage = FakeStage("b", steps=1)
     with make(stage):
@@ -292,7 +304,8 @@ def test_an_unused_or_dropped_pipeline_is_closed() -> None:
     assert all(thread.name != "omni-driver" for thread in left)
 
 
-def test_a_crash_of_the_driver_reaches_every_consumer() -> None:
+@inline_only
+def test_a_crash_of_the_driver_reaches_every_consumer(make: Make) -> None:
     class Liar(FakeStage):
         @property
         def has_unfinished_requests(self) -> bool:
@@ -308,7 +321,8 @@ def test_a_crash_of_the_driver_reaches_every_consumer() -> None:
             pass
 
 
-def test_not_even_a_system_exit_in_a_users_code_leaves_callers_waiting() -> None:
+@inline_only
+def test_not_even_a_system_exit_in_a_users_code_leaves_callers_waiting(make: Make) -> None:
     class Quitter(FakeStage):
         def step(self) -> list[StageOutput]:
             raise SystemExit("enough")
@@ -319,6 +333,7 @@ def test_not_even_a_system_exit_in_a_users_code_leaves_callers_waiting() -> None
         assert isinstance(caught.value.__cause__, SystemExit)
 
 
+@inline_only
 def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
     omni: Omni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,14 +346,14 @@ def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
     assert text(outputs[1]) == "b(a(y))"
 
 
-def test_a_request_whose_outputs_nobody_takes_is_aborted() -> None:
+def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
     """Such as those of an event loop that was closed under its coroutines."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
 
         def refuse(output: OmniOutput | BaseException) -> None:
             raise RuntimeError("Event loop is closed")
 
-        omni._driver.submit(OmniRequest("x"), "gone", refuse)
+        omni._runner.submit(OmniRequest("x"), "gone", refuse)
         (output,) = omni.generate(OmniRequest("y", sampling={"nowhere": {}}))
         assert output.error is not None, "requests beside it are still answered"
         check_nothing_is_held_soon(omni)
@@ -346,7 +361,7 @@ def test_a_request_whose_outputs_nobody_takes_is_aborted() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
-    told: bool, caplog: pytest.LogCaptureFixture
+    make: Make, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A coroutine leaves its stream, then its loop closes, while an output is on its way."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
@@ -357,13 +372,13 @@ def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
             assert left.wait(PATIENCE_S)
             raise RuntimeError("Event loop is closed")
 
-        ticket = omni._driver.submit(OmniRequest("x"), "gone", refuse)
+        ticket = omni._runner.submit(OmniRequest("x"), "gone", refuse)
         assert first.wait(PATIENCE_S)
         if told:
-            omni._driver.discard([ticket])
+            omni._runner.discard([ticket])
         left.set()
         check_nothing_is_held_soon(omni)
-        assert not omni._driver._unwanted
+        assert not getattr(omni._runner, "_unwanted", None)
     assert ("the outputs of request 'gone' are not taken" in caplog.text) is not told
 
 
@@ -377,7 +392,7 @@ def test_requests_wait_while_the_pipeline_is_lent_out(omni: Omni) -> None:
         assert text(waiting.result(PATIENCE_S)[0]) == "b(a(x))"
 
 
-def test_a_busy_pipeline_is_not_lent_out() -> None:
+def test_a_busy_pipeline_is_not_lent_out(make: Make) -> None:
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         stream = omni.stream("x")
         next(stream)

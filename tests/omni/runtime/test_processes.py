@@ -222,3 +222,28 @@ def test_workers_end_with_whoever_started_them() -> None:
         os.kill(pids[0], signal.SIGSTOP)
         parent.kill()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def apart_pid(omni: Omni) -> int:
+    pid: int | None = omni._runner._life.pid  # type: ignore[attr-defined]
+    assert pid not in (None, os.getpid())
+    return pid or 0
+
+
+def test_one_process_for_all_stages_answers_as_this_one_and_is_started_again(
+    texts: list[OmniOutput],
+) -> None:
+    with Omni("two_step", apart=True) as omni:
+        assert_same(omni.generate(PROMPTS), texts)
+        hits = omni.generate(PROMPTS)
+        assert_same(hits, texts)
+        assert hits[0].stages["reader"].num_cached_tokens > 0
+        first = apart_pid(omni)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: omni.worker_states()["writer"][0].num_restarts == 1)
+        wait_for(lambda: omni.worker_states()["writer"][0].state == "up")
+        assert_same(omni.generate(PROMPTS), texts)
+        (state,) = omni.worker_states()["reader"]
+        assert state.last_end == "was killed by SIGKILL"
+        second = apart_pid(omni)
+    wait_for(lambda: not is_alive(first) and not is_alive(second))

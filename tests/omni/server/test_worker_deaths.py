@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import msgspec
 import openai
 import pytest
 
+from omni import ChatPrompt, Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.served_pipeline import ServedPipeline
 from stages.remote import worker_life
@@ -183,3 +185,59 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
     wait_until(lambda: health(unforgiving)[0] == 200)
     answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
     assert answer.choices[0].text
+
+
+def test_a_pipeline_apart_that_is_killed_fails_those_in_it_and_is_back(
+    checkpoint_cache: object,
+) -> None:
+    """As ``omni serve`` runs those that are inline: the server stays up, whatever happens there."""
+    with LiveServer([served(max_retries=1, kind="inline")], apart=True) as server:
+        client = server.client()
+        whole = [
+            client.completions.create(model="chat", prompt=prompt, max_tokens=100).choices[0].text
+            for prompt in PROMPTS
+        ]
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor() as pool:
+            streams = [pool.submit(read, server, prompt, begun) for prompt in PROMPTS]
+            assert [stream.result() for stream in streams] == whole
+            stream = pool.submit(lambda: list(pieces(server, PROMPTS[0], begun, 1800)))
+            for _ in range(len(PROMPTS) + 1):
+                begun.acquire()
+            pid = server.omni()._runner._life.pid  # type: ignore[attr-defined]
+            assert pid != os.getpid()
+            os.kill(pid, signal.SIGKILL)
+            told = "pipeline 'chat': its process was killed by SIGKILL while it had this request"
+            with pytest.raises(openai.APIError, match=told):
+                stream.result()
+        wait_until(lambda: writer_of(health(server)[1])["state"] == "up")
+        status, told_of = health(server)
+        assert (status, told_of["status"]) == (200, "ready")
+        worker = writer_of(told_of)
+        assert (worker["num_restarts"], worker["last_end"]) == (1, "was killed by SIGKILL")
+        answer = client.completions.create(model="chat", prompt=PROMPTS[0], max_tokens=100)
+        assert answer.choices[0].text == whole[0]
+        server.check_nothing_is_left()
+
+
+def test_a_voice_from_apart_is_that_of_the_pipeline(checkpoint_cache: object) -> None:
+    messages: Any = [{"role": "user", "content": "Say something."}]
+    with LiveServer(["omni_speech"], apart=True) as server, Omni("omni_speech") as omni:
+        (expected,) = omni.generate(OmniRequest(ChatPrompt(tuple(messages)), speaker="Chelsie"))
+        events = [
+            event.choices[0].delta
+            for event in server.client().chat.completions.create(
+                model="omni_speech",
+                messages=messages,
+                modalities=["text", "audio"],
+                audio={"voice": "Chelsie", "format": "pcm16"},
+                stream=True,
+            )
+            if event.choices
+        ]
+    said = [each.audio for each in events if getattr(each, "audio", None) is not None]
+    text = "".join(getattr(each, "transcript", None) or "" for each in said)
+    assert text == expected.stages["thinker"].text
+    sound = b"".join(base64.b64decode(getattr(each, "data", None) or "") for each in said)
+    audio = expected.stages["code2wav"].audio
+    assert audio is not None and sound == audio.encoded("pcm16")

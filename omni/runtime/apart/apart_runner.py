@@ -1,0 +1,260 @@
+"""Has requests run by a pipeline in a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from itertools import count
+from typing import TypeAlias
+
+from engine.interface.log_fields import package_logger
+from omni.requests.request import OmniOutput, OmniRequest
+from omni.runtime.apart.apart_messages import (
+    AbortById,
+    Discard,
+    Outputs,
+    Submission,
+    Submit,
+)
+from omni.runtime.apart.shown_outputs import ShortOutput, ShownRequest, unpacked
+from omni.runtime.orchestrator import refusal
+from omni.runtime.runner import Runner, Sink, Ticket
+from stages.remote.connection import WorkerGone
+from stages.remote.control import NotBuilt
+from stages.remote.worker_life import Ended, WorkerLife
+
+__all__ = ["ApartRunner"]
+
+_logger = package_logger(__name__)
+
+_LOOKED_EACH_S = 1.0
+
+_Letter: TypeAlias = tuple[Ticket, OmniOutput]
+
+
+class ApartRunner(Runner):
+    """Hands requests over to the process of a pipeline, and their outputs to those who asked.
+
+    A process that dies is started again; the requests that it had fail, and no others.
+
+    Args:
+        life: of the process, which is up; it is this runner's from now on.
+    """
+
+    def __init__(self, life: WorkerLife) -> None:
+        self._life = life
+        self._in_order = threading.RLock()  # over news, from taking them in to telling of them
+        self._lock = threading.RLock()  # over all below; no sink is called under it
+        self._numbers = count()
+        self._live: dict[int, tuple[Ticket, ShownRequest]] = {}
+        self._number_of: dict[Ticket, int] = {}
+        self._together: list[Submission] | None = None
+        self._held_back: list[Submission] = []
+        self._is_stopped = False
+        self._pauses = 0
+        self._lent_to: int | None = None
+        self._has_stopped = threading.Event()
+        life.tell_news(self._take_news)
+        self._take_news()
+        self._watch = threading.Thread(target=self._watch_life, name="omni-watch", daemon=True)
+        self._watch.start()
+
+    def submit(
+        self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
+    ) -> Ticket:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        ticket = Ticket(request, request_id, sink, text_gap_s)
+        with self._lock:
+            self._check_open()
+            number = next(self._numbers)
+            self._live[number] = ticket, ShownRequest(request_id)
+            self._number_of[ticket] = number
+            submission = Submission(number, _named(request, request_id), text_gap_s)
+            if self._together is not None:
+                self._together.append(submission)
+                return ticket
+            refused = self._send([submission])
+        self._tell(refused)
+        return ticket
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        refused: list[_Letter] = []
+        with self._lock:
+            if self._together is not None:  # within another such block
+                yield
+                return
+            self._together = []
+            try:
+                yield
+            finally:
+                submissions, self._together = self._together, None
+                refused = self._send(submissions)
+        self._tell(refused)
+
+    def abort(self, request_id: str) -> None:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        with self._lock:
+            self._try_to_send(AbortById(request_id))
+
+    def discard(self, tickets: Iterable[Ticket]) -> None:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        with self._lock:
+            numbers = [self._number_of.get(each) for each in tickets]
+            live = tuple(each for each in numbers if each is not None)
+            for number in live:
+                self._forget(number)
+            if live:
+                self._try_to_send(Discard(live))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See :class:`~omni.runtime.runner.Runner`; the stages are asked by calls."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._check_open()
+            num_running = len(self._live) - len(self._held_back)
+            if num_running:
+                raise RuntimeError(
+                    f"{num_running} requests are running; wait for them or abort them first"
+                )
+            if self._pauses and self._lent_to != thread:
+                raise RuntimeError(
+                    "the pipeline is lent to another thread (paused): wait until it has given it "
+                    "back"
+                )
+            self._pauses += 1
+            self._lent_to = thread
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                waiting: list[Submission] = []
+                if not self._pauses:
+                    waiting, self._held_back = self._held_back, []
+                refused = self._send(waiting)
+            self._tell(refused)
+
+    def check_can_wait(self) -> None:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        if self._pauses and self._lent_to == threading.get_ident():
+            raise RuntimeError(
+                "the pipeline is lent to this thread (paused), and runs no requests until that "
+                "ends: leave the with block first"
+            )
+
+    def stop(self) -> None:
+        """See :class:`~omni.runtime.runner.Runner`."""
+        with self._lock:
+            self._is_stopped = True
+        self._has_stopped.set()
+        self._life.close()
+        with self._in_order:
+            self._tell(self._end_all("the pipeline was closed before it finished"))
+
+    def _check_open(self) -> None:
+        if self._is_stopped:
+            raise RuntimeError("the pipeline is closed")
+
+    def _watch_life(self) -> None:
+        """End a process that hangs, of which nobody else would hear."""
+        while not self._has_stopped.wait(_LOOKED_EACH_S):
+            self._life.check_alive()
+
+    def _send(self, submissions: list[Submission]) -> list[_Letter]:
+        """Hand requests over, under the lock; the last outputs of those that cannot run."""
+        if self._pauses:
+            self._held_back += submissions
+            return []
+        live = tuple(each for each in submissions if each.number in self._live)
+        if not live:
+            return []
+        try:
+            self._life.send(Submit(live))
+        except WorkerGone:
+            return [self._ended(each.number, self._why_gone()) for each in live]
+        except (ValueError, MemoryError) as error:  # of what one of them has
+            if len(live) > 1:
+                return [letter for each in live for letter in self._send([each])]
+            (lonely,) = live
+            ticket, _ = self._forget(lonely.number)
+            return [(ticket, refusal(ticket.request_id, error))]
+        return []
+
+    def _why_gone(self) -> str:
+        state = self._life.state
+        goes_on = state.state in ("up", "starting", "waiting")
+        told = "is started again" if goes_on else "cannot be used any more"
+        return f"{self._life.spec.called} {told}: its process {state.last_end}"
+
+    def _try_to_send(self, message: object) -> None:
+        with suppress(WorkerGone):  # with whatever the message was about
+            self._life.send(message)
+
+    def _take_news(self) -> None:
+        """Tell what the process has to say, in order, in whatever thread hears of it."""
+        with self._in_order:
+            for message in self._life.news():
+                match message:
+                    case Outputs():
+                        for short in unpacked(message):
+                            self._tell(self._heard(short))
+                    case Ended():
+                        called = self._life.spec.called
+                        died = f"its process {message.reason} while it had this request"
+                        self._tell(self._end_all(f"{called}: {died}"))
+                    case NotBuilt():
+                        called = self._life.spec.called
+                        _logger.warning("%s cannot be built again: %s", called, message.error)
+
+    def _heard(self, short: ShortOutput) -> list[_Letter]:
+        shown, _ = short
+        with self._lock:
+            live = self._live.get(shown.number)
+            if live is None:  # nobody waits for it
+                return []
+            if shown.finished:
+                self._forget(shown.number)
+                if shown.error is None:
+                    self._life.note_success()
+        ticket, request = live
+        return [(ticket, request.whole(short))]
+
+    def _end_all(self, error: str) -> list[_Letter]:
+        """End the requests that the process has; when it is not started again, all."""
+        with self._lock:
+            waiting = set() if self._is_stopped else {each.number for each in self._held_back}
+            return [self._ended(each, error) for each in [*self._live] if each not in waiting]
+
+    def _ended(self, number: int, error: str) -> _Letter:
+        ticket, request = self._forget(number)
+        return ticket, request.ended(error)
+
+    def _forget(self, number: int) -> tuple[Ticket, ShownRequest]:
+        ticket, request = self._live.pop(number)
+        del self._number_of[ticket]
+        self._held_back = [each for each in self._held_back if each.number != number]
+        return ticket, request
+
+    def _tell(self, letters: Iterable[_Letter]) -> None:
+        for ticket, output in letters:
+            try:
+                ticket.sink(output)
+            except Exception:  # such as an event loop that was closed without telling us
+                # One that told us may have been closed before this thread came to hear of it.
+                if output.finished or ticket in self._number_of:
+                    about = {"request_id": ticket.request_id}
+                    _logger.exception(
+                        "the outputs of request %r are not taken", ticket.request_id, extra=about
+                    )
+                self.discard([ticket])
+
+
+def _named(request: OmniRequest, request_id: str) -> OmniRequest:
+    """A request with its id, of no class but the one that messages know."""
+    told = {each.name: getattr(request, each.name) for each in fields(OmniRequest)}
+    return OmniRequest(**told | {"request_id": request_id})
