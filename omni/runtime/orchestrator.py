@@ -186,6 +186,10 @@ class Orchestrator:
         self._links.flush()
         return [ended or self._live[each].snapshot() for each, ended in moved.items()]
 
+    def mend(self) -> str | None:
+        """Build stages anew that broke, between turns; which one is of no use any more, and why."""
+        return self._links.mend()
+
     def abort(self, request_id: str, reason: str = "aborted") -> OmniOutput | None:
         """End a request wherever it is and free what it holds.
 
@@ -317,10 +321,7 @@ class Orchestrator:
                 self._links[stream.source].send(CloseStream(live.request_id, name))
 
     def _give_way(self) -> None:
-        """Let the oldest request that rests go on, if the pipeline would stand still otherwise.
-
-        See :func:`~omni.runtime.live_request.next_to_lift`.
-        """
+        """Let a request that rests go on, if the pipeline would stand still: ``next_to_lift``."""
         if (found := next_to_lift(self._live.values(), self._pipeline.order)) is None:
             return
         live, name = found

@@ -66,6 +66,13 @@ class StageLinks(Mapping[str, StageLink]):
         for link in self._links.values():
             link.flush()
 
+    def mend(self) -> str | None:
+        """Build stages anew that broke; which one cannot be used any more, and why."""
+        for name, link in self._links.items():
+            if (why := link.mend()) is not None:
+                return f"stage {name!r}: {why}"
+        return None
+
     def check_idle(self) -> bool:
         """Whether nothing has moved in any stage since this was asked before."""
         return all([link.check_idle() for link in self._links.values()])

@@ -42,6 +42,14 @@ class StageLink(ABC):
         """What the worker did when, before the news that comes next; nothing from most links."""
         return []
 
+    def mend(self) -> str | None:
+        """Build a stage anew that broke, where the caller drives it and none of its requests is in.
+
+        Returns:
+            Why it cannot be used any more; None if it can, or if its worker sees to that.
+        """
+        return None
+
     @property
     @abstractmethod
     def has_work(self) -> bool:

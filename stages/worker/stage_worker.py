@@ -152,7 +152,7 @@ class StageWorker(StageLink):
         self._has_moved |= bool(self._news)
 
     def mend(self) -> str | None:
-        """See :meth:`~stages.worker.guarded_stage.GuardedStage.mend`."""
+        """See :class:`~stages.worker.stage_link.StageLink`."""
         return self._guarded.mend()
 
     def _enter(self, enter: Enter) -> None:

@@ -112,10 +112,12 @@ class PipelineHost:
     ) -> None:
         self._spec, self._send, self._build = spec, send, build
         self._pipeline: Pipeline | None = None
+        self._orchestrator: Orchestrator | None = None
         self._driver: Driver | None = None
         self._calls: Mapping[str, WorkerCalls] = {}
-        # None ends the process.
-        self._in_turn: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._in_turn: queue.SimpleQueue[Call | GaveUp | None] = (
+            queue.SimpleQueue()
+        )  # None: the end
         self._lock = threading.Lock()  # over the next one
         self._tickets: dict[int, Ticket | None] = {}
         # Of the driver's thread.
@@ -137,7 +139,8 @@ class PipelineHost:
             self._send(NotBuilt(told, is_told))
             return
         self._calls = {name: WorkerCalls(stage) for name, stage in pipeline.stages.items()}
-        driver = self._driver = Driver(Orchestrator(pipeline), self._end_turn)
+        orchestrator = self._orchestrator = Orchestrator(pipeline)
+        driver = self._driver = Driver(orchestrator, self._end_turn)
         try:
             self._send(Built(facts))
             self._watch(driver)
@@ -187,10 +190,12 @@ class PipelineHost:
                     num_turns = self._num_turns
                     self._send(Beat(self._stats()))
                 if (crash := driver.crash) is not None:
-                    self._send(GaveUp(f"its driver crashed by {type(crash).__name__}: {crash}"))
-                    return
+                    self._give_up(f"its driver crashed by {type(crash).__name__}: {crash}")
                 continue
             if call is None:
+                return
+            if isinstance(call, GaveUp):  # another process can do what this one cannot
+                self._send(call)
                 return
             with self._idle(call):
                 self._answer(call)
@@ -225,7 +230,8 @@ class PipelineHost:
 
     def _tell(self, number: int, output: OmniOutput | BaseException) -> None:
         """A sink: what a turn has to tell goes together."""
-        if isinstance(output, BaseException):  # the driver's own, of which the process ends
+        if isinstance(output, BaseException):
+            self._give_up(f"its driver crashed by {type(output).__name__}: {output}")
             return
         if output.finished:
             with self._lock:
@@ -239,6 +245,12 @@ class PipelineHost:
             self._tell_all(untold)
         while self._gone:
             self._shortener.forget(self._gone.popleft())
+        assert self._orchestrator is not None
+        if (why := self._orchestrator.mend()) is not None:
+            self._give_up(why)
+
+    def _give_up(self, reason: str) -> None:
+        self._in_turn.put(GaveUp(reason))
 
     def _tell_all(self, outputs: Sequence[ShortOutput]) -> None:
         try:
