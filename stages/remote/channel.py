@@ -189,7 +189,8 @@ class Channel:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended and all descriptors are closed; whether that is so."""
-        if self._thread is not None:
+        # The garbage collector may close the channel's owner in this very thread.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 

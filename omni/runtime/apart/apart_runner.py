@@ -98,7 +98,11 @@ class ApartRunner(Runner):
     def abort(self, request_id: str) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""
         with self._lock:
-            self._try_to_send(AbortById(request_id))
+            held_back = [e.number for e in self._held_back if e.request.request_id == request_id]
+            aborted = [self._ended(number, "aborted") for number in held_back]
+            if not aborted:
+                self._try_to_send(AbortById(request_id))
+        self._tell(aborted)
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""

@@ -6,8 +6,8 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -115,9 +115,8 @@ class PipelineHost:
         self._orchestrator: Orchestrator | None = None
         self._driver: Driver | None = None
         self._calls: Mapping[str, WorkerCalls] = {}
-        self._in_turn: queue.SimpleQueue[Call | GaveUp | None] = (
-            queue.SimpleQueue()
-        )  # None: the end
+        # None ends the process.
+        self._in_turn: queue.SimpleQueue[Call | GaveUp | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the next one
         self._tickets: dict[int, Ticket | None] = {}
         # Of the driver's thread.
@@ -125,6 +124,7 @@ class PipelineHost:
         self._untold: list[ShortOutput] = []
         self._gone: deque[int] = deque()  # filled by another one
         self._num_turns = 0
+        self._has_given_up = False
 
     def run(self) -> None:
         """Build the pipeline, and run what comes until the end."""
@@ -197,16 +197,11 @@ class PipelineHost:
             if isinstance(call, GaveUp):  # another process can do what this one cannot
                 self._send(call)
                 return
-            with self._idle(call):
-                self._answer(call)
-
-    @contextmanager
-    def _idle(self, call: Call) -> Iterator[None]:
-        try:
-            with self._running.paused():
-                yield
-        except RuntimeError as error:
-            self._send(Returned(call.number, None, str(error), "RuntimeError"))
+            try:
+                with driver.paused():
+                    self._answer(call)
+            except RuntimeError as error:  # requests are running
+                self._send(Returned(call.number, None, str(error), "RuntimeError"))
 
     def _answer(self, call: Call) -> None:
         name, method = _asked(call)
@@ -240,6 +235,8 @@ class PipelineHost:
 
     def _end_turn(self) -> None:
         self._num_turns += 1
+        if self._has_given_up:  # whoever is still waiting is told why by the user's side
+            return
         if self._untold:
             untold, self._untold = self._untold, []
             self._tell_all(untold)
@@ -250,6 +247,7 @@ class PipelineHost:
             self._give_up(why)
 
     def _give_up(self, reason: str) -> None:
+        self._has_given_up = True
         self._in_turn.put(GaveUp(reason))
 
     def _tell_all(self, outputs: Sequence[ShortOutput]) -> None:

@@ -349,7 +349,7 @@ def test_a_stage_that_is_of_no_use_any_more_is_built_anew_with_its_process() -> 
 
     with omni_apart(Spoilt("b"), make=lambda: [Spoilt("b")]) as omni:
         (failed,) = omni.generate("bad")
-        assert failed.error is not None
+        assert failed.error == "stage 'b': its step failed: ArithmeticError: boom"
         wait_for(lambda: omni.worker_states()["b"][0].num_restarts == 1 and life_of(omni).is_up)
         (state,) = omni.worker_states()["b"]
         assert state.last_end == (
@@ -372,6 +372,15 @@ def test_what_comes_while_it_is_not_up_is_told_why(monkeypatch: pytest.MonkeyPat
         )
 
 
+def test_a_stage_is_not_changed_while_requests_run() -> None:
+    with omni_apart(FakeStage("b", steps=ENDLESS)) as omni:
+        threads, _ = begun(omni)
+        with pytest.raises(RuntimeError, match="1 requests are running; wait for them"):
+            omni.pipeline.stages["b"].reset_prefix_cache()
+        assert omni.stats()["b"] is not None, "it can still be asked"
+    threads[0].join(PATIENCE_S)
+
+
 def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
@@ -386,6 +395,19 @@ def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         (output,) = omni.generate("x")
         gate.set()
         assert "gave no sign of life for" in str(output.error)
+
+
+def test_what_waits_for_the_stages_that_are_lent_out_can_be_aborted() -> None:
+    with omni_apart(FakeStage("b")) as omni:
+        ended: list[OmniOutput] = []
+        runner: Any = omni._runner
+        thread = threading.Thread(target=lambda: ended.extend(omni.generate(OmniRequest("x", "a"))))
+        with omni.paused():
+            thread.start()
+            wait_for(lambda: runner._held_back)
+            omni.abort("a")
+            thread.join(PATIENCE_S)
+        assert [each.error for each in ended] == ["aborted"]
 
 
 def test_what_comes_while_the_stages_are_lent_out_waits_and_survives_a_death() -> None:
