@@ -155,6 +155,14 @@ class Driver(Runner):
             self._thread.join()
         self._orchestrator.close()
 
+    def between_turns(self, work: Callable[[], None]) -> None:
+        """Have something done while no stage steps; it must not raise."""
+        with self._changed:
+            if self._thread is not None and self._thread.is_alive():
+                self._command(work)
+                return
+        work()
+
     @property
     def is_busy(self) -> bool:
         """Whether it is in a turn."""

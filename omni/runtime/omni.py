@@ -60,7 +60,8 @@ class Omni:
             is complete when this is closed.
         apart: whether stages that run inline do so in one process of their own, for a program whose
             own threads have enough to do, such as a server's: one interpreter computes at a time.
-            A process that dies is started again; the requests that it had fail.
+            A process that dies is started again, unless that was six times in a row; the requests
+            that it had fail.
 
     Raises:
         ValueError: the config is wrong, or a stage cannot be built where it is to run; or what is

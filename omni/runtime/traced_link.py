@@ -73,6 +73,10 @@ class TracedLink(StageLink):
         """See :class:`StageLink`."""
         return self._link.has_work
 
+    def mend(self) -> str | None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        return self._link.mend()
+
     def check_idle(self) -> bool:
         """See :class:`StageLink`."""
         return self._link.check_idle()

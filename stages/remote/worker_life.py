@@ -302,8 +302,11 @@ class WorkerLife:
                 if self._state.state == "waiting":  # it was not tried in vain for its own faults
                     self._num_starts = 1
                     self._state = replace(self._state, state="starting")
-                self._is_up = True
-                self._is_settled.set()
+                with self._lock:
+                    if self._connection is None:  # it was closed meanwhile
+                        return
+                    self._is_up = True
+                    self._is_settled.set()
         self._news.append((life, message))
         self._on_news()
 

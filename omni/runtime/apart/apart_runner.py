@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from dataclasses import fields
 from itertools import count
 from typing import TypeAlias
 
+from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.apart.apart_messages import (
@@ -22,7 +24,7 @@ from omni.runtime.apart.shown_outputs import ShortOutput, ShownRequest, unpacked
 from omni.runtime.orchestrator import refusal
 from omni.runtime.runner import Runner, Sink, Ticket
 from stages.remote.connection import WorkerGone
-from stages.remote.control import NotBuilt
+from stages.remote.control import Built, NotBuilt
 from stages.remote.worker_life import Ended, WorkerLife
 
 __all__ = ["ApartRunner"]
@@ -30,6 +32,7 @@ __all__ = ["ApartRunner"]
 _logger = package_logger(__name__)
 
 _LOOKED_EACH_S = 1.0
+_CLOSED = "the pipeline was closed before it finished"
 
 _Letter: TypeAlias = tuple[Ticket, OmniOutput]
 
@@ -37,7 +40,8 @@ _Letter: TypeAlias = tuple[Ticket, OmniOutput]
 class ApartRunner(Runner):
     """Hands requests over to the process of a pipeline, and their outputs to those who asked.
 
-    A process that dies is started again; the requests that it had fail, and no others.
+    A process that dies is started again; the requests that it had fail, and later ones wait for it.
+    One that dies six times in a row, without having finished any, is given up.
 
     Args:
         life: of the process, which is up; it is this runner's from now on.
@@ -45,8 +49,9 @@ class ApartRunner(Runner):
 
     def __init__(self, life: WorkerLife) -> None:
         self._life = life
-        self._in_order = threading.RLock()  # over news, from taking them in to telling of them
-        self._lock = threading.RLock()  # over all below; no sink is called under it
+        self._pid = os.getpid()
+        self.renew_locks()
+        renew_in_forks(self)
         self._numbers = count()
         self._live: dict[int, tuple[Ticket, ShownRequest]] = {}
         self._number_of: dict[Ticket, int] = {}
@@ -60,6 +65,11 @@ class ApartRunner(Runner):
         self._take_news()
         self._watch = threading.Thread(target=self._watch_life, name="omni-watch", daemon=True)
         self._watch.start()
+
+    def renew_locks(self) -> None:
+        """See :class:`~engine.interface.forks.Renewable`: callers give up requests in forks too."""
+        self._in_order = threading.RLock()  # over news, from taking them in to telling of them
+        self._lock = threading.RLock()  # over all that is below it; no sink is called under it
 
     def submit(
         self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
@@ -106,6 +116,8 @@ class ApartRunner(Runner):
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""
+        if os.getpid() != self._pid:  # they are the parent's, who may still want them
+            return
         with self._lock:
             numbers = [self._number_of.get(each) for each in tickets]
             live = tuple(each for each in numbers if each is not None)
@@ -137,10 +149,7 @@ class ApartRunner(Runner):
         finally:
             with self._lock:
                 self._pauses -= 1
-                waiting: list[Submission] = []
-                if not self._pauses:
-                    waiting, self._held_back = self._held_back, []
-                refused = self._send(waiting)
+                refused = self._send_held_back()
             self._tell(refused)
 
     def check_can_wait(self) -> None:
@@ -158,7 +167,7 @@ class ApartRunner(Runner):
         self._has_stopped.set()
         self._life.close()
         with self._in_order:
-            self._tell(self._end_all("the pipeline was closed before it finished"))
+            self._tell(self._end_all(_CLOSED))
 
     def _check_open(self) -> None:
         if self._is_stopped:
@@ -180,7 +189,10 @@ class ApartRunner(Runner):
         try:
             self._life.send(Submit(live))
         except WorkerGone:
-            return [self._ended(each.number, self._why_gone()) for each in live]
+            if self._is_stopped or self._life.state.state == "down":
+                return [self._ended(each.number, self._why_gone()) for each in live]
+            self._held_back += live  # until another one is built, or none is started any more
+            return []
         except (ValueError, MemoryError) as error:  # of what one of them has
             if len(live) > 1:
                 return [letter for each in live for letter in self._send([each])]
@@ -189,11 +201,17 @@ class ApartRunner(Runner):
             return [(ticket, refusal(ticket.request_id, error))]
         return []
 
+    def _send_held_back(self) -> list[_Letter]:
+        if self._pauses:
+            return []
+        waiting, self._held_back = self._held_back, []
+        return self._send(waiting)
+
     def _why_gone(self) -> str:
-        state = self._life.state
-        goes_on = state.state in ("up", "starting", "waiting")
-        told = "is started again" if goes_on else "cannot be used any more"
-        return f"{self._life.spec.called} {told}: its process {state.last_end}"
+        if self._is_stopped:
+            return _CLOSED
+        last_end = self._life.state.last_end
+        return f"{self._life.spec.called} cannot be used any more: its process {last_end}"
 
     def _try_to_send(self, message: object) -> None:
         with suppress(WorkerGone):  # with whatever the message was about
@@ -207,10 +225,16 @@ class ApartRunner(Runner):
                     case Outputs():
                         for short in unpacked(message):
                             self._tell(self._heard(short))
+                    case Built():
+                        with self._lock:
+                            refused = self._send_held_back()
+                        self._tell(refused)
                     case Ended():
                         called = self._life.spec.called
                         died = f"its process {message.reason} while it had this request"
-                        self._tell(self._end_all(f"{called}: {died}"))
+                        self._tell(self._end_those_inside(f"{called}: {died}"))
+                        if message.is_final:
+                            self._tell(self._end_all(self._why_gone()))
                     case NotBuilt():
                         called = self._life.spec.called
                         _logger.warning("%s cannot be built again: %s", called, message.error)
@@ -228,11 +252,14 @@ class ApartRunner(Runner):
         ticket, request = live
         return [(ticket, request.whole(short))]
 
-    def _end_all(self, error: str) -> list[_Letter]:
-        """End the requests that the process has; when it is not started again, all."""
+    def _end_those_inside(self, error: str) -> list[_Letter]:
         with self._lock:
-            waiting = set() if self._is_stopped else {each.number for each in self._held_back}
+            waiting = {each.number for each in self._held_back}
             return [self._ended(each, error) for each in [*self._live] if each not in waiting]
+
+    def _end_all(self, error: str) -> list[_Letter]:
+        with self._lock:
+            return [self._ended(each, error) for each in [*self._live]]
 
     def _ended(self, number: int, error: str) -> _Letter:
         ticket, request = self._forget(number)

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -95,8 +95,9 @@ class PipelineHost:
     """Runs the requests of a pipeline's user in another process. ::
 
         channel's thread ──► take(): requests to the driver, questions that only look answered
-                    └──► what changes stages: main thread, while no request runs
+                    └──► what changes stages: driver's thread, between its turns
         driver's thread ──► outputs of a turn, in one message
+        main thread ──► signs of life
 
     Args:
         spec: what to build.
@@ -115,8 +116,7 @@ class PipelineHost:
         self._orchestrator: Orchestrator | None = None
         self._driver: Driver | None = None
         self._calls: Mapping[str, WorkerCalls] = {}
-        # None ends the process.
-        self._in_turn: queue.SimpleQueue[Call | GaveUp | None] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[GaveUp | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the next one
         self._tickets: dict[int, Ticket | None] = {}
         # Of the driver's thread.
@@ -167,11 +167,11 @@ class PipelineHost:
                 if method in self._calls[name].at_once:
                     self._answer(message)
                 else:
-                    self._in_turn.put(message)
+                    self._running.between_turns(lambda: self._answer(message))
 
     def end(self) -> None:
         """Have :meth:`run` return soon."""
-        self._in_turn.put(None)
+        self._ends.put(None)
 
     @property
     def _running(self) -> Driver:
@@ -179,11 +179,11 @@ class PipelineHost:
         return self._driver
 
     def _watch(self, driver: Driver) -> None:
-        """Answer what may not be asked beside a step, and give signs of life while there is any."""
+        """Wait for the end, and give signs of life while there is any."""
         num_turns = -1
         while True:
             try:
-                call = self._in_turn.get(timeout=_BEAT_S)
+                end = self._ends.get(timeout=_BEAT_S)
             except queue.Empty:
                 # A step that hangs is none.
                 if num_turns != self._num_turns or not driver.is_busy:
@@ -192,20 +192,15 @@ class PipelineHost:
                 if (crash := driver.crash) is not None:
                     self._give_up(f"its driver crashed by {type(crash).__name__}: {crash}")
                 continue
-            if call is None:
-                return
-            if isinstance(call, GaveUp):  # another process can do what this one cannot
-                self._send(call)
-                return
-            try:
-                with driver.paused():
-                    self._answer(call)
-            except RuntimeError as error:  # requests are running
-                self._send(Returned(call.number, None, str(error), "RuntimeError"))
+            if end is not None:  # another process can do what this one cannot
+                self._send(end)
+            return
 
     def _answer(self, call: Call) -> None:
         name, method = _asked(call)
-        self._send(self._calls[name].answer(Call(call.number, method, call.arguments)))
+        answer = self._calls[name].answer(Call(call.number, method, call.arguments))
+        with suppress(ConnectionError):  # then nobody waits for it
+            self._send(answer)
 
     def _stats(self) -> Mapping[str, Any]:
         assert self._pipeline is not None
@@ -248,7 +243,7 @@ class PipelineHost:
 
     def _give_up(self, reason: str) -> None:
         self._has_given_up = True
-        self._in_turn.put(GaveUp(reason))
+        self._ends.put(GaveUp(reason))
 
     def _tell_all(self, outputs: Sequence[ShortOutput]) -> None:
         try:
@@ -268,6 +263,7 @@ class PipelineHost:
             self._send(packed([(ShownOutput(shown.number, {}, True, told), ())]))
 
     def _drop(self, number: int) -> None:
+        self._shortener.forget(number)
         with self._lock:
             ticket = self._tickets.pop(number, None)
         if ticket is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import msgspec
@@ -133,6 +133,8 @@ class ShownRequest:
     def whole(self, short: ShortOutput) -> OmniOutput:
         """The output that was shortened."""
         shown, beside = short
+        if shown.error is not None and not shown.stages:  # then there is what there was
+            return replace(self.ended(shown.error), refused=shown.refused, timeline=shown.timeline)
         self.stages = {
             name: self._whole(name, beside[each] if isinstance(each, int) else each)
             for name, each in shown.stages.items()

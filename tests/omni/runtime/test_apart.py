@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import fields
 from typing import Any
@@ -360,6 +361,61 @@ def test_a_stage_that_is_of_no_use_any_more_is_built_anew_with_its_process() -> 
         assert good.stages["b"].text == "b(y)"
 
 
+def test_what_comes_while_it_is_started_again_waits_for_it() -> None:
+    hosts = ApartThreads()
+    with hosts.omni(fake_speech(INLINE)) as omni:
+        for number in range(3):
+            hosts.connections[number].kill("was killed by a test")
+            wait_for(lambda: life_of(omni).state.num_restarts > number)  # noqa: B023 - now
+            for output in omni.generate(["hm", "hello"]):
+                assert output.error is None
+
+
+def test_what_waits_for_one_that_never_comes_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ApartThreads()
+    with hosts.omni(fake_speech(INLINE)) as omni:
+        monkeypatch.setattr(worker_life, "MOST_STARTS", 2)
+
+        def fail(*_: object) -> None:
+            raise OSError("no more of them")
+
+        monkeypatch.setattr(life_of(omni), "_connect", fail)
+        hosts.connections[0].kill("was killed by a test")
+        wait_for(lambda: life_of(omni).state.num_restarts > 0)
+        (output,) = omni.generate("hm")
+        assert output.error == (
+            "pipeline 'fake_speech' cannot be used any more: its process could not be started: "
+            "OSError: no more of them"
+        )
+
+
+def test_what_waits_when_the_pipeline_is_closed_is_told() -> None:
+    omni = omni_apart(FakeStage("b"))
+    ended: list[OmniOutput] = []
+    runner: Any = omni._runner
+    thread = threading.Thread(target=lambda: ended.extend(omni.generate("x")))
+    with omni.paused():
+        thread.start()
+        wait_for(lambda: runner._held_back)
+        omni.close()
+        thread.join(PATIENCE_S)
+    assert [each.error for each in ended] == ["the pipeline was closed before it finished"]
+    with pytest.raises(RuntimeError, match="closed"):
+        omni.generate("y")
+
+
+def test_a_fork_that_gives_up_a_request_leaves_it_to_its_parent() -> None:
+    with omni_apart(FakeStage("b", steps=50)) as omni:
+        outputs = omni.stream("x")
+        next(outputs)
+        if not (pid := os.fork()):
+            outputs.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        (*_, last) = outputs
+        assert (last.finished, last.error) == (True, None)
+
+
 def test_what_comes_while_it_is_not_up_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_life, "MOST_STARTS", 1)
     hosts = ApartThreads()
@@ -372,12 +428,14 @@ def test_what_comes_while_it_is_not_up_is_told_why(monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_a_stage_is_not_changed_while_requests_run() -> None:
+def test_a_stage_can_be_changed_between_steps_of_its_requests() -> None:
     with omni_apart(FakeStage("b", steps=ENDLESS)) as omni:
-        threads, _ = begun(omni)
-        with pytest.raises(RuntimeError, match="1 requests are running; wait for them"):
-            omni.pipeline.stages["b"].reset_prefix_cache()
-        assert omni.stats()["b"] is not None, "it can still be asked"
+        threads, ended = begun(omni)
+        stage = omni.pipeline.stages["b"]
+        stage.enable_prefix_caching = False
+        assert not stage.enable_prefix_caching
+        assert omni.stats()["b"] is not None
+        assert not ended
     threads[0].join(PATIENCE_S)
 
 
