@@ -63,6 +63,7 @@ class Served:
             if time.monotonic() > end or self._process.poll() is not None:
                 raise RuntimeError("the server does not become ready")
             time.sleep(0.1)
+        self._processes = [self.process, *self.process.children(recursive=True)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,9 +80,9 @@ class Served:
         return psutil.Process(self._process.pid)
 
     def rss(self) -> int:
-        """Bytes that it holds in memory; workers of its own are not looked for, as that takes
-        long."""
-        return int(self.process.memory_info().rss)
+        """Bytes that it holds in memory, with the processes that it had when it became ready; what
+        they share is counted for each."""
+        return sum(int(each.memory_info().rss) for each in self._processes if each.is_running())
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -114,7 +115,7 @@ class Served:
 
 
 class MemoryWatch:
-    """Looks how much memory a server of one process holds, again and again, in a thread.
+    """Looks how much memory a server holds, again and again, in a thread.
 
     Args:
         served: the server.

@@ -25,6 +25,8 @@ several ways in process, of which ``--ways`` takes those that are named:
 - ``at its times``: likewise, each as long after the first as it came to the pipeline over HTTP in
   the same round. What HTTP takes beyond this one is the server itself.
 
+With ``--whole`` HTTP answers in one piece, when all is said: what ``in process`` does.
+
 With ``--turns`` each of the clients asks so many times, as soon as it is answered, as under a load
 that lasts; by one connection, that is there before the clock starts, as client libraries do.
 
@@ -46,6 +48,7 @@ import asyncio
 import json
 import multiprocessing
 import random
+import re
 import socket
 import statistics
 import threading
@@ -79,6 +82,7 @@ _WAYS = ("in one call", "in process", "streamed", "at its times")
 _PROMPT = 256
 _RESAMPLED = 2000
 _ACCEPTING_S = 0.05
+_LENGTH = re.compile(rb"^HTTP/1\.1 200 .*\r\ncontent-length: (\d+)\r\n", re.S)
 
 
 def main() -> None:
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", choices=_WAYS, default=_WAYS, help="in process, to compare with"
     )
+    parser.add_argument("--whole", action="store_true", help="HTTP does not stream")
     parser.add_argument("--inline", action="store_true", help="stages in the server's process")
     parser.add_argument("--together", action="store_true", help="clients in the server's process")
     given = parser.parse_args()
@@ -101,7 +106,7 @@ def main() -> None:
             is_large = given.pipeline == "text"
             model = str(word_checkpoint(Path(folder))) if is_large else "seeded:qwen2-medium"
             config = _text_pipeline(model)
-        _measure(config, given, _Asked(config.name, speaks, given.pipeline == "text"))
+        _measure(config, given, _Asked(config.name, speaks, given.pipeline == "text", given.whole))
 
 
 def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -> None:
@@ -123,7 +128,7 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
         nullcontext(partial(_connected, ask)) if given.together else _apart(ask) as clients,
     ):
         _Comparison(omni, served, ask, clients, given, thread).run()
-        for concurrency in _CONCURRENCIES if asked.speaks else ():
+        for concurrency in _CONCURRENCIES if asked.speaks and not asked.whole else ():
             first = clients(_numbers(concurrency, 99), 1)()
             print(
                 f"first sound at {concurrency:2}: median {statistics.median(first.first_s):.3f} s"
@@ -186,6 +191,7 @@ class _Client:
         self._end = b""
         self._has_begun = False
         self._asked_s = 0.0
+        self._num_left = 0
         self._socket = socket.create_connection(("127.0.0.1", ask.port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sockets.register(self._socket, EVENT_READ, self._read)
@@ -208,7 +214,13 @@ class _Client:
         self._end = (self._end + piece)[-100:]
         if not piece:
             raise RuntimeError(f"the answer is not whole: {self._end!r}")
-        if self._end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        if self._ask.whole:
+            self._num_left -= len(piece)
+            if (found := _LENGTH.search(piece)) is not None:
+                self._num_left = int(found[1]) - len(piece.partition(b"\r\n\r\n")[2])
+            if self._num_left == 0:
+                self.ask()
+        elif self._end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             self.ask()
 
 
@@ -422,11 +434,12 @@ def _numbers(count: int, round_number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked: of which model, for speech, by token ids."""
+    """What is asked: of which model, for speech, by token ids, to be answered in one piece."""
 
     model: str
     speaks: bool
     by_ids: bool
+    whole: bool
 
 
 class _Asker:
@@ -435,6 +448,7 @@ class _Asker:
     Attributes:
         port: where to ask.
         mark: what an answer has in it from its first sound, or token, on.
+        whole: whether it comes in one piece.
     """
 
     def __init__(self, port: int, asked: _Asked) -> None:
@@ -442,6 +456,7 @@ class _Asker:
         self.mark = b'"data":"' if asked.speaks else b"data: {"
         self._model = asked.model
         self._speaks = asked.speaks
+        self.whole = asked.whole
         self._by_ids = asked.by_ids
 
     def request(self, number: int) -> OmniRequest:
@@ -460,8 +475,8 @@ class _Asker:
         if self._speaks:
             path = "/v1/chat/completions"
             body = {"messages": self._messages(number), "modalities": ["text", "audio"]}
-            body["audio"] = {"format": "pcm16"}
-        content = json.dumps({"model": self._model, "stream": True, **body}).encode()
+            body["audio"] = {"format": "wav" if self.whole else "pcm16"}
+        content = json.dumps({"model": self._model, "stream": not self.whole, **body}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         return head.encode() + content
