@@ -66,6 +66,7 @@ from unittest.mock import patch
 
 import psutil
 
+from benchmarks.ratios import Ratios
 from benchmarks.word_checkpoint import VOCAB_SIZE, word_checkpoint
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
@@ -80,7 +81,6 @@ __all__ = ["main"]
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _WAYS = ("in one call", "in process", "streamed", "at its times")
 _PROMPT = 256
-_RESAMPLED = 2000
 _ACCEPTING_S = 0.05
 _LENGTH = re.compile(rb"^HTTP/1\.1 200 .*\r\ncontent-length: (\d+)\r\n", re.S)
 
@@ -344,9 +344,9 @@ class _Comparison:
         print("over HTTP more than ..., medians of the rounds' own ratios:")
         for other in reversed(self._others):
             pairs = list(zip(seen["over HTTP"], seen[other], strict=True))
-            time_ = _Ratios([over.seconds / within.seconds for over, within in pairs])
-            cpu_ = _Ratios([over.cpu_s / within.cpu_s for over, within in pairs])
-            own = _Ratios(
+            time_ = Ratios([over.seconds / within.seconds for over, within in pairs])
+            cpu_ = Ratios([over.cpu_s / within.cpu_s for over, within in pairs])
+            own = Ratios(
                 [1 + (over.thread_s - within.thread_s) / within.cpu_s for over, within in pairs]
             )
             print(f"  {other:12}: time {time_}")
@@ -407,25 +407,6 @@ class _Comparison:
 def _cpu_clock(pid: int) -> int:
     """The id of a process's CPU clock on Linux, which counts finer than psutil's ticks."""
     return (~pid << 3) | 2
-
-
-class _Ratios:
-    """Rounds' ratios of one way to another, printed as percent more."""
-
-    def __init__(self, ratios: Sequence[float]) -> None:
-        self._costs = sorted(100 * (ratio - 1) for ratio in ratios)
-
-    def __str__(self) -> str:
-        chance = random.Random(0)
-        medians = sorted(
-            statistics.median(chance.choices(self._costs, k=len(self._costs)))
-            for _ in range(_RESAMPLED)
-        )
-        low, high = medians[_RESAMPLED // 20], medians[-1 - _RESAMPLED // 20]
-        return (
-            f"{statistics.median(self._costs):.1f} % (nine in ten of the medians of rounds drawn "
-            f"anew: {low:.1f} to {high:.1f}; rounds: {self._costs[0]:.1f} to {self._costs[-1]:.1f})"
-        )
 
 
 def _numbers(count: int, round_number: int) -> list[int]:
