@@ -13,7 +13,7 @@ from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
-from omni.runtime.runner import Runner, Sink, Ticket
+from omni.runtime.runner import LENT_HERE, Runner, Sink, Ticket
 from omni.runtime.text_pacing import TextPacing
 
 __all__ = ["Driver"]
@@ -140,10 +140,7 @@ class Driver(Runner):
                 "give it a stage of its own, or an Omni of its own"
             )
         if self._pauses and self._lent_to == threading.get_ident():
-            raise RuntimeError(
-                "the pipeline is lent to this thread (paused), and runs no requests until that "
-                "ends: leave the with block first"
-            )
+            raise RuntimeError(LENT_HERE)
 
     def stop(self) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""

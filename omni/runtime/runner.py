@@ -10,7 +10,13 @@ from typing import TypeAlias
 
 from omni.requests.request import OmniOutput, OmniRequest
 
-__all__ = ["Runner", "Sink", "Ticket"]
+__all__ = ["LENT_HERE", "Runner", "Sink", "Ticket"]
+
+LENT_HERE = (
+    "the pipeline is lent to this thread (paused), and runs no requests until that ends: leave the "
+    "with block first"
+)
+"""To a thread that would wait for requests."""
 
 Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
 """Gets a request's outputs, in a thread of the runner; it must not block. After an output that is

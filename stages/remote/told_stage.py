@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,6 +107,7 @@ class ToldStage(DistantStage):
         if len(self._checked) < 1000:
             self._checked.add(key)
 
+    @abstractmethod
     def _ask_sampling(self, params: SamplingParams) -> None:
         """Ask a worker, for a moment.
 
@@ -114,7 +116,6 @@ class ToldStage(DistantStage):
             TimeoutError: it does not answer.
             ValueError: it refuses them.
         """
-        raise NotImplementedError
 
     def add_request(self, request: StageRequest) -> None:
         """Its worker takes requests, from whatever drives it alone."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from stages.portable import load_by_name
+from stages.remote.connection import Spec
 from stages.remote.control import (
     Beat,
     Built,
@@ -33,7 +34,7 @@ from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
 from stages.worker.stage_worker import StageWorker
 from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["Build", "WorkerLoop", "alive", "build_stage"]
+__all__ = ["Build", "WorkerLoop", "alive", "build_stage", "not_built"]
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
@@ -56,6 +57,13 @@ def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
     config = kind.model_validate_json(spec.config)
     transform = None if spec.transform is None else load_by_name(spec.transform)
     return config.build_stage(spec.name), transform
+
+
+def not_built(spec: Spec, error: Exception) -> NotBuilt:
+    """What a worker says that cannot build what it was told."""
+    _logger.debug("%s cannot be built", spec.called, exc_info=error)
+    is_told = isinstance(error, ValueError)
+    return NotBuilt(str(error) if is_told else f"{type(error).__name__}: {error}", is_told)
 
 
 @contextmanager
@@ -143,10 +151,7 @@ class WorkerLoop:
             self._calls = WorkerCalls(stage)
             facts = facts_of(stage)
         except Exception as error:  # told once, to whoever asked for the stage
-            _logger.debug("stage %r cannot be built", self._spec.name, exc_info=True)
-            is_told = isinstance(error, ValueError)
-            told = str(error) if is_told else f"{type(error).__name__}: {error}"
-            self._send(NotBuilt(told, is_told))
+            self._send(not_built(self._spec, error))
             return
         worker.tell_news(self._wake)
         worker.prepare_aside()

@@ -22,7 +22,7 @@ from omni.runtime.apart.apart_messages import (
 )
 from omni.runtime.apart.shown_outputs import ShortOutput, ShownRequest, unpacked
 from omni.runtime.orchestrator import refusal
-from omni.runtime.runner import Runner, Sink, Ticket
+from omni.runtime.runner import LENT_HERE, Runner, Sink, Ticket
 from stages.remote.connection import WorkerGone
 from stages.remote.control import Built, NotBuilt
 from stages.remote.worker_life import Ended, WorkerLife
@@ -155,10 +155,7 @@ class ApartRunner(Runner):
     def check_can_wait(self) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""
         if self._pauses and self._lent_to == threading.get_ident():
-            raise RuntimeError(
-                "the pipeline is lent to this thread (paused), and runs no requests until that "
-                "ends: leave the with block first"
-            )
+            raise RuntimeError(LENT_HERE)
 
     def stop(self) -> None:
         """See :class:`~omni.runtime.runner.Runner`."""

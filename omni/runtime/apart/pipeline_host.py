@@ -29,11 +29,11 @@ from omni.runtime.runner import Ticket
 from omni.runtime.uncollected import keep_for_good
 from stages import Stage
 from stages.remote.channel import Channel, ChannelClosed
-from stages.remote.control import Beat, Built, Call, GaveUp, NotBuilt, Returned
+from stages.remote.control import Beat, Built, Call, GaveUp, Returned
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_calls import WorkerCalls, facts_of
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import alive, build_stage
+from stages.remote.worker_main import alive, build_stage, not_built
 
 __all__ = ["PipelineHost", "build_stages", "host_main"]
 
@@ -133,10 +133,7 @@ class PipelineHost:
                 pipeline = self._pipeline = self._build(self._spec)
             facts = {name: facts_of(stage) for name, stage in pipeline.stages.items()}
         except Exception as error:  # told once, to whoever asked for the pipeline
-            _logger.debug("pipeline %r cannot be built", self._spec.name, exc_info=True)
-            is_told = isinstance(error, ValueError)
-            told = str(error) if is_told else f"{type(error).__name__}: {error}"
-            self._send(NotBuilt(told, is_told))
+            self._send(not_built(self._spec, error))
             return
         self._calls = {name: WorkerCalls(stage) for name, stage in pipeline.stages.items()}
         orchestrator = self._orchestrator = Orchestrator(pipeline)
