@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
@@ -97,7 +98,7 @@ class Omni:
         self._mails = LoopMails()
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
-            self, _close, self._ownership, self._runner, self.pipeline, opened
+            self, _close_forgotten, self._ownership, self._runner, self.pipeline, opened
         )
 
     def generate(
@@ -244,7 +245,8 @@ class Omni:
 
         May be called again. In a fork of the process that made this it does nothing.
         """
-        self._finalizer()
+        if (left := self._finalizer.detach()) is not None:
+            _close(*left[2])
 
     def __enter__(self) -> Self:
         """Use in a ``with`` statement to have it closed."""
@@ -375,3 +377,15 @@ def _close(ownership: Ownership, runner: Runner, pipeline: Pipeline, trace: Trac
         with nullcontext() if trace is None else trace:
             runner.stop()
             pipeline.close()
+
+
+def _close_forgotten(*what: Any) -> None:
+    """Close a pipeline that nobody refers to any more, or that is left when the interpreter ends.
+
+    The garbage collector may find it in one of the pipeline's own threads, whatever that is about
+    and whichever locks it has: closing waits for those, so it is left to another thread.
+    """
+    if threading.current_thread() is threading.main_thread():  # which has none of them
+        _close(*what)
+    else:
+        threading.Thread(target=_close, args=what, name="omni-close").start()

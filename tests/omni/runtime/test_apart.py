@@ -361,6 +361,22 @@ def test_a_stage_that_is_of_no_use_any_more_is_built_anew_with_its_process() -> 
         assert good.stages["b"].text == "b(y)"
 
 
+def test_one_that_is_forgotten_in_a_thread_that_has_its_locks_is_closed() -> None:
+    stage = FakeStage("b", steps=1)
+    owned = [omni_apart(stage)]
+    life = life_of(owned[0])
+
+    def forget() -> None:
+        with life._lock:
+            owned.clear()
+
+    thread = threading.Thread(target=forget, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it waits for itself"
+    wait_for(lambda: stage.closed)
+
+
 def test_what_comes_while_it_is_started_again_waits_for_it() -> None:
     hosts = ApartThreads()
     with hosts.omni(fake_speech(INLINE)) as omni:
