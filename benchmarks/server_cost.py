@@ -231,6 +231,7 @@ def _apart(ask: _Asker) -> Iterator[_Clients]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve_orders, args=(ask, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that waiting for a process that has died ends
     ours.recv()  # it has imported what it needs
 
     def run() -> _Answered:
