@@ -15,7 +15,7 @@ from stages.stage import OneOrMore, StageInputs, StageOutput
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
 if TYPE_CHECKING:
-    from engine import GeneratorEngine
+    from engine import GeneratorEngine, Waveform
 
 __all__ = ["GeneratorStage", "GeneratorStageConfig"]
 
@@ -130,9 +130,14 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
             error=output.error,
             num_prompt_tokens=output.num_codes,
             audio=output.waveform,
-            audio_delta=output.delta,
+            audio_delta=_made(output.delta),
             metrics=output.metrics,
         )
+
+
+def _made(delta: Waveform | None) -> Waveform | None:
+    """What is new; None if that is no sample, such as of codes that are still to be followed."""
+    return delta if delta is not None and delta.samples.shape[0] else None
 
 
 def _finish_reason(output: GeneratorOutput) -> FinishReason | None:

@@ -152,8 +152,8 @@ class Omni:
             requests: as there.
             on_progress: as there.
             text_gap_s: ``on_progress`` need not hear of a request's text more often than so many
-                seconds apart. Text that comes in between is in the ``delta`` of the next output;
-                sound never waits.
+                seconds apart. Text that comes in between is in the ``delta`` of the next output,
+                and stages that it enters or leaves are in that one's timeline; sound never waits.
 
         Raises:
             ValueError: ``requests`` or ``text_gap_s`` is none.

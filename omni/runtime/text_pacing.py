@@ -31,7 +31,7 @@ def check_gap(text_gap_s: object) -> None:
 
 
 class TextPacing(Generic[_Asker]):
-    """Keeps back outputs with nothing but more text, and puts them into what follows.
+    """Keeps back outputs with neither sound nor an end, and puts them into what follows.
 
     Each output that is handed on wakes whoever reads it, which takes time from the thread that
     drives the stages. Text that is read along with speech can come a few times a second ::
@@ -39,8 +39,9 @@ class TextPacing(Generic[_Asker]):
         comes        a   ab  abc  abcd  sound  abcde  abcdef     (each has all the text so far)
         handed on    a       abc        sound         abcdef     with the deltas since the last one
 
-    The first text waits for nothing, nor does an output with sound, one with which the request has
-    entered or left a stage, or the last. Not safe to call from several threads at once.
+    The first text waits for nothing, nor does an output with sound, or the last. Stages that the
+    request has entered or left meanwhile are told of along with the text. Not safe to call from
+    several threads at once.
 
     Args:
         clock: seconds, from wherever.
@@ -63,9 +64,9 @@ class TextPacing(Generic[_Asker]):
             return output
         kept = self._kept.pop(asker, None)
         if kept is not None:
-            output = _with_deltas_of(kept[1], output)
+            output = _with_news_of(kept[1], output)
         now = self._clock()
-        if _is_text_that_goes_on(output) and now < self._next_s.get(asker, now):
+        if _can_wait(output) and now < self._next_s.get(asker, now):
             self._kept[asker] = gap_s, output
             return None
         if output.finished:
@@ -99,18 +100,19 @@ class TextPacing(Generic[_Asker]):
         return due
 
 
-def _is_text_that_goes_on(output: OmniOutput) -> bool:
-    if output.finished or output.timeline:
+def _can_wait(output: OmniOutput) -> bool:
+    if output.finished:
         return False
     return all(stage.audio_delta is None for stage in output.stages.values())
 
 
-def _with_deltas_of(kept: OmniOutput, output: OmniOutput) -> OmniOutput:
-    """An output whose deltas begin with those of the one before."""
+def _with_news_of(kept: OmniOutput, output: OmniOutput) -> OmniOutput:
+    """An output with what the one before had to tell, which its own deltas go on from."""
     deltas = {name: stage.delta for name, stage in kept.stages.items() if stage.delta}
 
     def whole(name: str, stage: StageOutput) -> StageOutput:
         before = deltas.get(name)
         return with_fields(stage, delta=before + stage.delta) if before else stage
 
-    return replace(output, stages={name: whole(name, s) for name, s in output.stages.items()})
+    stages = {name: whole(name, stage) for name, stage in output.stages.items()}
+    return replace(output, stages=stages, timeline=output.timeline or kept.timeline)

@@ -16,7 +16,7 @@ from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import AskedRequest, Terms, asked
 from omni.server.serving.feeds import Feeds, Update
-from omni.server.serving.live_response import EventStream, LiveResponse
+from omni.server.serving.live_response import DONE, EventStream, LastPiece, LiveResponse
 from omni.server.serving.request_body import read_json
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class _Answer:
                 if news:
                     yield _event({"request_id": self._request_id, "stages": news})
         assert last is not None
-        yield _event(await asyncio.to_thread(self._line, last))
-        yield b"data: [DONE]\n\n"
+        yield LastPiece(_event(await asyncio.to_thread(self._line, last)) + DONE)
 
     def _line(self, update: Update) -> dict[str, Any]:
         from omni.requests.output_line import describe_stage  # only here, as above

@@ -220,8 +220,7 @@ class ApartRunner(Runner):
             for message in self._life.news():
                 match message:
                     case Outputs():
-                        for short in unpacked(message):
-                            self._tell(self._heard(short))
+                        self._tell_together(unpacked(message))
                     case Built():
                         with self._lock:
                             refused = self._send_held_back()
@@ -236,18 +235,35 @@ class ApartRunner(Runner):
                         called = self._life.spec.called
                         _logger.warning("%s cannot be built again: %s", called, message.error)
 
-    def _heard(self, short: ShortOutput) -> list[_Letter]:
-        shown, _ = short
+    def _tell_together(self, outputs: Iterable[ShortOutput]) -> None:
+        """Tell of outputs once all of them are put together.
+
+        The first that is told wakes whoever takes it, who would have to wait for the interpreter
+        while this thread goes on with the others.
+        """
+        heard: list[tuple[int, OmniOutput]] = []
+        try:
+            for short in outputs:
+                number = short[0].number
+                with self._lock:
+                    live = self._live.get(number)
+                if live is not None:  # else nobody waits for it
+                    heard.append((number, live[1].whole(short)))
+        finally:
+            for number, output in heard:
+                self._tell(self._letter(number, output))
+
+    def _letter(self, number: int, output: OmniOutput) -> list[_Letter]:
+        """To whoever waits for an output still: what was told before may have ended the wait."""
         with self._lock:
-            live = self._live.get(shown.number)
-            if live is None:  # nobody waits for it
+            live = self._live.get(number)
+            if live is None:
                 return []
-            if shown.finished:
-                self._forget(shown.number)
-                if shown.error is None:
+            if output.finished:
+                self._forget(number)
+                if output.error is None:
                     self._life.note_success()
-        ticket, request = live
-        return [(ticket, request.whole(short))]
+        return [(live[0], output)]
 
     def _end_those_inside(self, error: str) -> list[_Letter]:
         with self._lock:

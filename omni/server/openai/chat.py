@@ -28,6 +28,7 @@ from omni.server.openai.spoken_sound import (
     check_voice,
     encoded,
     pcm16,
+    sound_of,
     speaking_stage,
 )
 from omni.server.openai.written_text import (
@@ -40,6 +41,7 @@ from omni.server.openai.written_text import (
 )
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds, Update
+from omni.server.serving.live_response import DONE, LastPiece
 
 if TYPE_CHECKING:
     from engine import ChatPrompt, Waveform
@@ -48,10 +50,7 @@ if TYPE_CHECKING:
     from omni.server.serving.served_pipeline import ServedPipeline
     from stages import StageOutput
 
-__all__ = ["DONE", "Chat"]
-
-DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
+__all__ = ["Chat"]
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ class Chat:
     async def whole(self) -> Response:
         """The answer in one piece."""
         last: Update | None = None
-        async with Feeds(self._pipeline, [self._request], "messages") as feeds:
+        async with self._feeds() as feeds:
             async for update in feeds.updates():
                 last = update
                 if update.has_finished(self._stage, self._voice):
@@ -120,8 +119,9 @@ class Chat:
             for index, each in enumerate(completions_of(output, self._n))
         ]
         if self._voice is not None:
-            sound = last.output.stages[self._voice].audio
-            choices[0].message.audio = await self._file(sound, output.text or "")
+            sound = sound_of(last.output, self._voice)
+            if sound is not None:  # else the text is the answer, as in a stream
+                choices[0].message.audio = await self._file(sound, output.text or "")
         answer = ChatAnswer(
             id=self._id,
             object="chat.completion",
@@ -137,8 +137,7 @@ class Chat:
         told = [_Told() for _ in range(self._n)]
         output: StageOutput | None = None
         piece, goes_on = b"", False
-        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
-        async with Feeds(self._pipeline, [self._request], "messages", text_gap_s=gap) as feeds:
+        async with self._feeds() as feeds:
             async for update in feeds.updates():
                 output = update.output.stages.get(self._stage, output)
                 sounds = update.sounds.get(self._voice) if self._voice is not None else None
@@ -160,7 +159,11 @@ class Chat:
         options = self._body.stream_options
         if options is not None and options.include_usage:
             piece += as_event(self._chunk([], usage_of([output])))
-        yield piece + DONE
+        yield LastPiece(piece + DONE)
+
+    def _feeds(self) -> Feeds:
+        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
+        return Feeds(self._pipeline, [self._request], "messages", text_gap_s=gap)
 
     def _text_of(self, output: StageOutput, told: _Told) -> bytes:
         """The event of text that goes on, if there is any."""
@@ -217,7 +220,7 @@ class Chat:
             sampling_rate=sounds[0].sampling_rate,
         )
 
-    async def _file(self, sound: Waveform | None, transcript: str) -> ChatAudio:
+    async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None
         content = await encoded(sound, self._body.audio.format)
         return ChatAudio(
@@ -225,7 +228,7 @@ class Chat:
             data=content,
             transcript=transcript,
             expires_at=self._created,
-            sampling_rate=sound.sampling_rate if sound is not None else 0,
+            sampling_rate=sound.sampling_rate,
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:

@@ -16,7 +16,6 @@ from omni.server.openai.answers import (
     as_event,
     as_json,
 )
-from omni.server.openai.chat import DONE
 from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.written_text import (
@@ -29,6 +28,7 @@ from omni.server.openai.written_text import (
 )
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
+from omni.server.serving.live_response import DONE, LastPiece
 
 if TYPE_CHECKING:
     from omni.server.openai.completion_request import CompletionRequest
@@ -105,9 +105,11 @@ class Completions:
                 choice = self._new(at, written, told[at])
                 if choice is not None:
                     yield as_event(self._with_usage(self._answer([choice]), None))
+        end = DONE
         if self._tells_usage:
-            yield as_event(self._with_usage(self._answer([]), usage_of(list(last.values()))))
-        yield DONE
+            usage = usage_of(list(last.values()))
+            end = as_event(self._with_usage(self._answer([]), usage)) + DONE
+        yield LastPiece(end)
 
     def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
         return outputs_of_stage(self._pipeline, self._requests, "prompt", self._stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,12 +11,15 @@ from starlette.responses import Response
 
 from engine import ChatPrompt
 from omni.server.openai.spoken_sound import (
+    TRANSCRIPT_GAP_S,
     check_voice,
     encoded,
     pcm16,
+    sound_of,
     speaking_stage,
     wav_stream_header,
 )
+from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import Feeds, Update
 from omni.server.serving.request_body import ApiModel
@@ -97,24 +101,41 @@ class Speech:
         async for update in self._updates():
             last = update
         assert last is not None
-        content = await encoded(last.output.stages[self._stage].audio, self._format)
-        return Response(content, media_type=self.media_type)
+        sound = sound_of(last.output, self._stage)
+        if sound is None:
+            raise _no_sound()
+        return Response(await encoded(sound, self._format), media_type=self.media_type)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it is made; a file of it does not know its length at the beginning."""
-        has_begun = self._format == "pcm"
+        has_begun = False
         async for update in self._updates():
-            sounds = update.sounds.get(self._stage, ())
-            if sounds and not has_begun:
-                has_begun = True
-                yield wav_stream_header(sounds[0].sampling_rate)
-            if sounds:
-                yield pcm16(sounds)
+            sounds = update.sounds.get(self._stage)
+            if not sounds:
+                continue
+            piece = pcm16(sounds)
+            if not has_begun and self._format == "wav":
+                piece = wav_stream_header(sounds[0].sampling_rate) + piece
+            has_begun = True
+            yield piece
+        if not has_begun:
+            raise _no_sound()
 
     async def _updates(self) -> AsyncIterator[Update]:
-        async with Feeds(self._pipeline, [self._request], "input") as feeds:
+        gap = TRANSCRIPT_GAP_S  # of what nobody is told of, but the meters
+        async with Feeds(self._pipeline, [self._request], "input", text_gap_s=gap) as feeds:
             async for update in feeds.updates():
                 yield update
                 made = update.output.stages.get(self._stage)
                 if made is not None and made.finished:
                     return
+
+
+def _no_sound() -> ApiError:
+    """What tells that the pipeline made none."""
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "the model made no sound",
+        code="no_sound",
+        headers={"x-should-retry": "false"},  # clients try again by themselves
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from omni.server.serving.api_error import ApiError
@@ -12,12 +11,14 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from engine import Waveform
     from omni.pipelines.pipeline import Pipeline
+    from omni.requests.request import OmniOutput
 
 __all__ = [
     "TRANSCRIPT_GAP_S",
     "check_voice",
     "encoded",
     "pcm16",
+    "sound_of",
     "speaking_stage",
     "wav_stream_header",
 ]
@@ -53,15 +54,16 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
         raise ApiError.bad_request(f"{param}: {error}", param=param) from error
 
 
-async def encoded(sound: Waveform | None, kind: str) -> bytes:
-    """A sound as a file of a kind, or ``pcm16``; made in another thread.
-
-    Raises:
-        ApiError: with status 500: the pipeline made no sound.
-    """
-    if sound is None:
-        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model made no sound")
+async def encoded(sound: Waveform, kind: str) -> bytes:
+    """A sound as a file of a kind, or ``pcm16``; made in another thread."""
     return await asyncio.to_thread(sound.encoded, kind)
+
+
+def sound_of(output: OmniOutput, stage: str) -> Waveform | None:
+    """All that a stage has spoken; None if that is nothing."""
+    made = output.stages.get(stage)
+    sound = made.audio if made is not None else None
+    return sound if sound is not None and sound.duration_s else None
 
 
 def pcm16(sounds: Sequence[Waveform]) -> bytes:

@@ -91,7 +91,7 @@ class Feeds:
         pipeline: which to run them on.
         requests: each with its id.
         prompt_param: what the client called the prompt.
-        text_gap_s: updates with nothing but more text may be so many seconds apart: see
+        text_gap_s: updates without new sound may be so many seconds apart: see
             :meth:`~omni.runtime.omni.Omni.agenerate`.
 
     Raises:

@@ -16,13 +16,30 @@ from omni.server.serving.api_error import ApiError
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["DIRECT_SEND", "EventStream", "LiveResponse", "LiveStream", "while_connected"]
+__all__ = [
+    "DIRECT_SEND",
+    "DONE",
+    "EventStream",
+    "LastPiece",
+    "LiveResponse",
+    "LiveStream",
+    "while_connected",
+]
 
 _logger = package_logger(__name__)
 
 DIRECT_SEND = "omni.direct_send"
 """Key of a scope, under which the door leaves the ``send`` that it got. Between it and an answer
 stand four more, that look at how an answer begins, and pass each of its pieces on."""
+
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+class LastPiece(bytes):
+    """One that no other follows: it and the answer's end are sent in one call of the system, each
+    of which wakes the client."""
 
 
 class LiveResponse(Response):
@@ -49,7 +66,8 @@ class LiveStream(Response):
     """An answer in pieces. What fails before the first one is answered with a status of its own.
 
     Args:
-        pieces: closed when the client goes or time is up.
+        pieces: closed when the client goes or time is up, and after a :class:`LastPiece`, which
+            may be missing.
         timeout_s: of all of them.
         media_type: what they are.
     """
@@ -81,6 +99,7 @@ class LiveStream(Response):
             )
 
     async def _send(self, send: Send, direct: Send) -> None:
+        last = b""
         async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 if not self._has_begun:
@@ -92,8 +111,13 @@ class LiveStream(Response):
                             "headers": self.raw_headers,
                         }
                     )
+                if isinstance(piece, LastPiece):
+                    last = piece
+                    break
                 await direct({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        # After the pieces are closed: once an answer has ended its client counts as gone, which
+        # would cancel their closing, and a failure could not be told any more.
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _end(self, send: Send, error: ApiError) -> None:
         """Break off: without the last piece, the client knows that some are missing."""

@@ -1,4 +1,4 @@
-"""Text may wait for more of it, or for sound; nothing else waits, and none is lost."""
+"""Text may wait for more of it, or for sound, which never waits; none is lost."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Paced:
         self.pacing: TextPacing[str] = TextPacing(lambda: self.now)
         self.seen: list[OmniOutput] = []
         self.said: dict[str, str] = {}
+        self.timelines: dict[str, tuple[StageTime, ...]] = {}
 
     def comes(
         self,
@@ -47,7 +48,10 @@ class Paced:
             "writer": StageOutput(asker, "writer", is_over, text=text, delta=more),
             "speaker": StageOutput(asker, "speaker", is_over, audio_delta=delta),
         }
-        timeline = (StageTime("writer", 1.0),) if has_moved else ()
+        timeline: tuple[StageTime, ...] = ()
+        if has_moved:
+            timeline = (*self.timelines.get(asker, ()), StageTime("writer", 1.0))
+            self.timelines[asker] = timeline
         output = OmniOutput(asker, stages, is_over, timeline=timeline)
         handed_on = self.pacing.admit(asker, gap_s, output)
         self.seen += [] if handed_on is None else [handed_on]
@@ -83,10 +87,10 @@ def test_the_first_one_waits_for_nothing_and_text_after_it_does(paced: Paced) ->
 
 @pytest.mark.parametrize(
     "kind",
-    [{"sound": True}, {"has_moved": True}, {"is_over": True}],
-    ids=["sound", "a stage that it entered or left", "its end"],
+    [{"sound": True}, {"is_over": True}],
+    ids=["sound", "its end"],
 )
-def test_whatever_is_more_than_text_is_handed_on_at_once_and_what_was_kept_is_in_it(
+def test_sound_and_the_end_are_handed_on_at_once_and_what_was_kept_is_in_them(
     kind: dict[str, Any], paced: Paced
 ) -> None:
     paced.comes("a")
@@ -95,6 +99,18 @@ def test_whatever_is_more_than_text_is_handed_on_at_once_and_what_was_kept_is_in
     assert paced.told() == [("a", "a"), ("abc", "bc")]
     paced.passes(10 * GAP_S)
     assert len(paced.seen) == 2, "it was handed on"
+
+
+@pytest.mark.parametrize("end", [{"sound": True}, {"is_over": True}, {}])
+def test_stages_that_it_entered_are_told_with_what_follows(
+    end: dict[str, Any], paced: Paced
+) -> None:
+    paced.comes("a", has_moved=True)
+    paced.comes("b", has_moved=True)
+    paced.comes("c", **end)
+    paced.passes(GAP_S)
+    assert paced.told() == [("a", "a"), ("abc", "bc")]
+    assert [len(each.timeline) for each in paced.seen] == [1, 2]
 
 
 def test_no_output_without_text_makes_the_first_text_wait(paced: Paced) -> None:
@@ -132,7 +148,7 @@ def test_all_text_comes_once_in_order_and_none_waits_for_longer(
     for asker, more, kind, seconds in acts:
         before = len(paced.seen)
         paced.comes(more, asker=asker, gap_s=gap_s, **kind)
-        assert len(paced.seen) > before or (gap_s and not kind)
+        assert len(paced.seen) > before or (gap_s and "sound" not in kind)
         for each in ("r", "q"):
             if not paced.told(each) or paced.told(each)[-1][0] == paced.said.get(each):
                 kept_since.pop(each, None)
@@ -156,6 +172,9 @@ def test_all_text_comes_once_in_order_and_none_waits_for_longer(
     assert paced.pacing.time_to_due is None
     sounds = [each for each in paced.seen if each.stages["speaker"].audio_delta is not None]
     assert len(sounds) == sum("sound" in kind for _, _, kind, _ in acts)
+    for asker, timeline in paced.timelines.items():
+        times = [each.timeline for each in paced.seen if each.request_id == asker and each.timeline]
+        assert times[-1] == timeline and times == sorted(times, key=len), "all stays are told of"
 
 
 @pytest.mark.parametrize("gap_s", [-1.0, float("nan"), float("inf"), "0.1"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import urllib.request
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,26 @@ from omni import AudioPrompt, ChatPrompt, OmniRequest, TextPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput
 from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
+from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S
 from tests.support.text_gaps import note_text_gaps
 
+MODEL = {"model": "omni_speech"}
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 16}}
+
+
+def silent() -> PipelineConfig:
+    """A pipeline that speaks, whose talker ends with whatever it says first."""
+    return PipelineConfig.load(
+        "omni_speech",
+        overrides={
+            "name": "silent",
+            "stages.talker.sampling.stop_token_ids": list(range(264)),
+            "stages.thinker.sampling.max_tokens": 8,
+        },
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +49,7 @@ def media(checkpoint_cache: object) -> Iterator[LiveServer]:
     stage["engine"] = {"num_blocks": 128}  # type: ignore[assignment]
     stage["sampling"] = {"temperature": 0.0, "max_tokens": 8}  # type: ignore[assignment]
     seeing = PipelineConfig.model_validate({"name": "seeing", "stages": {"seer": stage}})
-    names = ["omni_speech", "transcribe_then_summarize", "encode_then_generate", seeing]
+    names = ["omni_speech", "transcribe_then_summarize", "encode_then_generate", seeing, silent()]
     with LiveServer(names) as server:
         yield server
 
@@ -157,20 +174,70 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
     assert np.abs(np.frombuffer(b"".join(pieces), "<i2") - samples).max() <= 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
 def test_text_waits_for_more_beside_speech_alone(
-    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
+    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ):
     gaps = note_text_gaps(monkeypatch)
-    for spoken in ({}, {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}):
-        for _ in client.chat.completions.create(
+    audio = {"format": "pcm16" if stream else "wav"}
+    for spoken in ({}, {"modalities": ["text", "audio"], "audio": audio}):
+        answer = client.chat.completions.create(
             model="omni_speech",
             messages=question(),
-            stream=True,
+            stream=stream,
             extra_body={"stages": SHORT},
             **spoken,
-        ):
-            pass
+        )
+        list(answer)
     assert gaps == [0.0, TRANSCRIPT_GAP_S]
+
+
+@pytest.mark.parametrize("kind", ["wav", "mp3"])
+def test_text_that_nobody_is_told_waits(
+    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    gaps = note_text_gaps(monkeypatch)
+    client.audio.speech.create(
+        model="omni_speech", input="Hello.", voice="Ethan", response_format=kind
+    )
+    assert gaps == [TRANSCRIPT_GAP_S]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", MODEL | {"messages": [{"role": "user", "content": "What?"}]}),
+        ("/v1/completions", MODEL | {"prompt": "What?", "stream_options": {"include_usage": True}}),
+        ("/v1/pipelines/omni_speech", {"prompt": "What?"}),
+    ],
+)
+def test_the_last_event_is_sent_with_the_end(
+    media: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+):
+    pieces: list[bytes] = []
+
+    async def noted(given: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for piece in given:
+            pieces.append(piece)
+            yield piece
+
+    begin = LiveStream.__init__
+
+    def init(stream: LiveStream, given: AsyncIterator[bytes], *rest: Any) -> None:
+        begin(stream, noted(given), *rest)
+
+    monkeypatch.setattr(LiveStream, "__init__", init)
+    request = urllib.request.Request(
+        media.url + path,
+        json.dumps({"stream": True, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert answer.read() == b"".join(pieces)
+    assert [isinstance(piece, LastPiece) for piece in pieces] == [False] * (len(pieces) - 1) + [
+        True
+    ]
+    assert pieces[-1].endswith(DONE) and len(pieces) > 1
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
@@ -188,6 +255,28 @@ def test_speech_is_a_file_of_the_kind_that_was_asked_for(media: LiveServer, clie
         return
     found = np.frombuffer(content, "<i2") if kind == "pcm" else heard(content)
     assert np.abs(found - samples).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
+def test_speech_that_is_silent_is_an_error(media: LiveServer, client: Any, kind: str):
+    with pytest.raises(openai.InternalServerError, match="the model made no sound"):
+        client.audio.speech.create(
+            model="silent", input="Say nothing.", voice="Ethan", response_format=kind
+        )
+
+
+def test_a_chat_whose_model_stays_silent_is_its_text(media: LiveServer, client: Any):
+    spoken: dict[str, Any] = {"modalities": ["text", "audio"]}
+    asked: dict[str, Any] = {"model": "silent", "messages": question()}
+    whole = client.chat.completions.create(**asked, **spoken, audio={"format": "mp3"})
+    streamed = client.chat.completions.create(
+        **asked, **spoken, audio={"format": "pcm16"}, stream=True
+    )
+    deltas = [choice.delta for chunk in streamed for choice in chunk.choices]
+    assert whole.choices[0].message.content == "".join(each.content or "" for each in deltas)
+    assert whole.choices[0].message.content
+    assert whole.choices[0].message.audio is None
+    assert not any("data" in (getattr(each, "audio", None) or {}) for each in deltas)
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "verbose_json"])
