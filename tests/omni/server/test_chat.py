@@ -1,7 +1,10 @@
-"""What the official client gets of a chat is what ``Omni`` gives in Python."""
+"""What the official client, and curl, get of a chat is what ``Omni`` gives in Python."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
 from stages import StageOutput
 from tests.support.live_server import LiveServer
+from tests.support.patience import PATIENCE_S
 
 HELLO: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant, and you count the clocks."},
@@ -91,6 +95,27 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(
     assert list(zip(texts, reasons, strict=True)) == expected
     assert roles == [1] * len(expected)
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_reads_a_stream_as_well(server: LiveServer):
+    body = {"model": "chat", "messages": HELLO, "stream": True}
+    flags = ["--silent", "--show-error", "--fail", "--no-buffer", "--noproxy", "*"]
+    flags += ["--max-time", str(PATIENCE_S), "--header", "Content-Type: application/json"]
+    done = subprocess.run(
+        ["curl", *flags, "--data", json.dumps(body), f"{server.url}/v1/chat/completions"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *events, last, rest = done.stdout.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len(chunks) > 2
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    expected = in_python(server, ChatPrompt(tuple(HELLO)), {})
+    assert "".join(delta.get("content", "") for delta in deltas) == expected.text
 
 
 def test_a_stream_comes_in_pieces_and_tells_no_usage_unasked(client: Any):
