@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.arriving_body import ArrivingBody
 from omni.server.serving.live_response import DIRECT_SEND
 
 if TYPE_CHECKING:
@@ -82,17 +83,18 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = uuid.uuid4().hex
-        answer = _Answer(send, request_id, self._allowed_origin(headers))
+        body = ArrivingBody(receive, headers, self._max_body_bytes)
+        answer = _Answer(send, body, request_id, self._allowed_origin(headers))
         try:
             self._check_origin(headers)
             if scope["type"] == "http" and _is_preflight(scope, headers):
                 await self._allow_preflight(scope, receive, answer.send)
                 return
             tenant = self._admit(scope["path"], headers)
-            self._check_length(headers)
+            body.check_length()
             client = Client(request_id, tenant, headers.get("traceparent"))
             # Whatever is posted is to be run. Under a load that is too much, what is refused must
-            # take nothing from what runs: its body is not even read.
+            # take nothing from what runs: its body is not even looked at.
             if scope["type"] == "http" and scope["method"] == "POST":
                 self._check_room(client)
         except ApiError as error:
@@ -100,9 +102,8 @@ class Guard:
         else:
             scope.setdefault("state", {})["client"] = client
             scope[DIRECT_SEND] = send
-            if scope["type"] == "http":
-                receive = _Bounded(receive, self._max_body_bytes).receive
-            await self._app(scope, receive, answer.send)
+            is_http = scope["type"] == "http"
+            await self._app(scope, body.receive if is_http else receive, answer.send)
         finally:
             answer.log(scope)
 
@@ -156,11 +157,6 @@ class Guard:
         }
         await Response(status_code=HTTPStatus.NO_CONTENT, headers=allowed)(scope, receive, send)
 
-    def _check_length(self, headers: Headers) -> None:
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._max_body_bytes:
-            raise _too_large(self._max_body_bytes)
-
 
 class _Keys:
     """Keys that are compared in constant time: all of them, whichever is right."""
@@ -178,31 +174,20 @@ class _Keys:
         return hashlib.sha256(b"tenant" + digest).hexdigest()[:32] if any(equal) else None
 
 
-class _Bounded:
-    """Passes a body on until it is too long, whatever its header said."""
-
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
-        self._receive = receive
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._max_bytes:
-            raise _too_large(self._max_bytes)
-        return message
-
-
 class _Answer:
-    """Puts the request's id into the answer, and notes what to log."""
+    """Puts the request's id into the answer, and notes what to log.
 
-    def __init__(self, send: Send, request_id: str, origin: str | None) -> None:
+    The answer ends when the whole request has come.
+    """
+
+    def __init__(self, send: Send, body: ArrivingBody, request_id: str, origin: str | None) -> None:
         self._send = send
+        self._body = body
         self._request_id = request_id
         self._origin = origin
         self._status: int | None = None
         self._began = time.monotonic()
+        self._ended: float | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -213,6 +198,12 @@ class _Answer:
             if self._origin is not None:
                 headers["access-control-allow-origin"] = self._origin
                 headers.add_vary_header("Origin")
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended = time.monotonic()
+            if self._body.is_coming:
+                await self._send({**message, "more_body": True})
+                await self._body.drop_rest()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 
     def log(self, scope: Scope) -> None:
@@ -224,7 +215,7 @@ class _Answer:
             method,
             scope["path"],
             self._status if self._status is not None else "closed",
-            time.monotonic() - self._began,
+            (self._ended or time.monotonic()) - self._began,
         )
 
 
@@ -281,11 +272,3 @@ def _is_local(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the body is larger than {max_bytes} bytes, the server's limit",
-        code="body_too_large",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import random
@@ -152,6 +153,32 @@ def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
         with connection(server) as client:
             client.sendall(head + b"%x\r\n" % 3000 + b"x" * 3000 + b"\r\n0\r\n\r\n")
             assert client.makefile("rb").readline().startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "size", "status"),
+    [
+        ("/v1/completions", "application/json", 5000, 413),
+        ("/v1/completions", "text/plain", 1500, 415),
+        ("/v1/nothing", "application/json", 1500, 404),
+    ],
+)
+def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
+    path: str, kind: str, size: int, status: int
+):
+    """Where the connection is closed at once instead, it is reset, and the answer may be lost."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}"
+    with (
+        LiveServer([gated_pipeline("early")], max_body_bytes=2048) as server,
+        connection(server) as client,
+    ):
+        client.sendall(f"{head}\r\nContent-Length: {size}\r\n\r\n".encode())
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.status == status and "error" in json.loads(answer.read())
+        for _ in range(2):
+            client.sendall(b"x" * (size // 2))
+        assert client.recv(1) == b"", "it ends, and is not reset"
 
 
 def connection(server: LiveServer) -> socket.socket:
