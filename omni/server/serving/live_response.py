@@ -102,22 +102,27 @@ class LiveStream(Response):
         last = b""
         async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                if not self._has_begun:
-                    self._has_begun = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
+                await self._begin(send)
                 if isinstance(piece, LastPiece):
                     last = piece
                     break
                 await direct({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._begin(send)  # if there was no piece at all
         # After the pieces are closed: once an answer has ended its client counts as gone, which
         # would cancel their closing, and a failure could not be told any more.
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
 
     async def _end(self, send: Send, error: ApiError) -> None:
         """Break off: without the last piece, the client knows that some are missing."""

@@ -16,6 +16,7 @@ def sent(pieces: Sequence[bytes]) -> tuple[list[tuple[bytes, bool]], bool]:
     whatever made the pieces was closed."""
     bodies: list[tuple[bytes, bool]] = []
     is_closed = False
+    has_begun = False
 
     async def made() -> AsyncIterator[bytes]:
         nonlocal is_closed
@@ -26,8 +27,11 @@ def sent(pieces: Sequence[bytes]) -> tuple[list[tuple[bytes, bool]], bool]:
             is_closed = True
 
     async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
+        nonlocal has_begun
+        assert (message["type"] == "http.response.body") == has_begun
+        if has_begun:
             bodies.append((message["body"], message["more_body"]))
+        has_begun = True
 
     async def receive() -> Any:
         await asyncio.Event().wait()
@@ -42,6 +46,7 @@ def sent(pieces: Sequence[bytes]) -> tuple[list[tuple[bytes, bool]], bool]:
         ([b"a", LastPiece(b"b")], [(b"a", True), (b"b", False)]),
         ([LastPiece(b"b")], [(b"b", False)]),
         ([b"a", b"b"], [(b"a", True), (b"b", True), (b"", False)]),
+        ([], [(b"", False)]),
     ],
 )
 def test_the_last_piece_is_sent_with_the_end(
