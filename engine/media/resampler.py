@@ -29,9 +29,9 @@ class Resampler:
             self._stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32")
 
     def feed(self, samples: NDArray[np.float32]) -> None:
-        """Take the next samples, ``(n,)``."""
+        """Take the next samples, ``(n,)``, and keep what they give until the end."""
         self._num_fed += len(samples)
-        self._parts.append(self._through(samples))
+        self._parts.append(self.resampled(samples))
 
     def finish(self, name: str) -> NDArray[np.float32]:
         """Give all of them, ``(n * wanted / rate,)``, rounded.
@@ -42,7 +42,7 @@ class Resampler:
         Raises:
             ValueError: so few came that none are left.
         """
-        self._parts.append(self._through(np.zeros(0, np.float32), last=True))
+        self._parts.append(self.rest())
         samples = np.concatenate(self._parts)
         if not len(samples):
             rate, wanted = self._rates
@@ -52,7 +52,15 @@ class Resampler:
             )
         return samples
 
-    def _through(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+    def resampled(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Take the next samples, ``(n,)``, and give what they make certain; perhaps nothing."""
+        return self._through(samples, last=False)
+
+    def rest(self) -> NDArray[np.float32]:
+        """Give what was held back until nothing more comes."""
+        return self._through(np.zeros(0, np.float32), last=True)
+
+    def _through(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
         if self._stream is None:
             return samples
         given: NDArray[np.float32] = self._stream.resample_chunk(samples, last=last)

@@ -59,7 +59,7 @@ class ServeOptions(RuntimeFlags, CommandOptions):
     allow_url_hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow-url-host",
+            "--allow-url-hosts",
             metavar="NAME",
             help="Fetch images from there that requests give the address of; may be given several "
             "times.",
@@ -76,6 +76,9 @@ class ServeOptions(RuntimeFlags, CommandOptions):
     max_waiting_requests: Annotated[
         int,
         typer.Option(min=0, help="Behind these, per pipeline; one more is answered with 429."),
+    ] = 64
+    max_sessions: Annotated[
+        int, typer.Option(min=0, help="Realtime sessions that are open at once.")
     ] = 64
     max_body_mib: Annotated[int, typer.Option(min=1, help="Of one request, in MiB.")] = 64
     request_timeout: Annotated[
@@ -141,6 +144,7 @@ def _settings(options: ServeOptions) -> ServerSettings:
         "limits": ServerLimits(
             max_running_requests=options.max_running_requests,
             max_waiting_requests=options.max_waiting_requests,
+            max_sessions=options.max_sessions,
             max_body_bytes=options.max_body_mib * 2**20,
             request_timeout_s=options.request_timeout,
             stop_timeout_s=options.stop_timeout,

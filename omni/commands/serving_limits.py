@@ -35,6 +35,7 @@ _TOLD: Mapping[str, tuple[str, Callable[[float], str], str]] = {
         "--max-waiting-requests; one more is answered with 429",
     ),
     "max_body_bytes": ("a request's body", _bytes, "--max-body-mib; a larger one gets 413"),
+    "max_sessions": ("realtime sessions", _count, "--max-sessions; one more gets an error"),
     "max_prompts": ("prompts of one request", _count, "fixed"),
     "request_timeout_s": (
         "a request, with its waiting",
@@ -42,7 +43,7 @@ _TOLD: Mapping[str, tuple[str, Callable[[float], str], str]] = {
         "--request-timeout; it then ends with 504",
     ),
     "stop_timeout_s": ("what runs when the server stops", _seconds, "--stop-timeout"),
-    "max_url_bytes": ("a file that is fetched", _bytes, "fixed; only with --allow-url-host"),
+    "max_url_bytes": ("a file that is fetched", _bytes, "fixed; only with --allow-url-hosts"),
     "url_timeout_s": ("fetching it", _seconds, "fixed"),
 }
 """Each of the server's limits: what is bounded, how its value is written, and what sets it."""

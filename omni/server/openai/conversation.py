@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,27 @@ from omni.server.openai.realtime_events import Item
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.media_bytes import decoded
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "Said"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was said until an answer began.
+
+    Attributes:
+        messages: oldest first.
+        sounds: of the messages' parts, in order: samples of 16 bits, and how many a second.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    sounds: tuple[tuple[bytes, int], ...]
+
+    async def prompt(self) -> ChatPrompt:
+        """Make the prompt. Its sounds are twice as large as they came, and made in a thread."""
+        if not self.sounds:
+            return ChatPrompt(self.messages)
+        sounds = await asyncio.to_thread(lambda: tuple(_sound(*each) for each in self.sounds))
+        return ChatPrompt(self.messages, multi_modal_data={"audio": sounds})
 
 
 class Conversation:
@@ -31,7 +53,7 @@ class Conversation:
         self._num_bytes = 0
         self._buffer = bytearray()
         self._messages: list[dict[str, Any]] = []
-        self._sounds: list[AudioPrompt] = []
+        self._sounds: list[tuple[bytes, int]] = []
         self.cancelled: Mapping[str, Any] = {}
 
     def append(self, samples: bytes) -> None:
@@ -59,9 +81,9 @@ class Conversation:
                 "nothing was appended to the buffer of sound",
                 code="input_audio_buffer_commit_empty",
             )
-        sound = _sound(bytes(self._buffer), rate)
+        _check_whole(self._buffer)
+        self._sounds.append((bytes(self._buffer), rate))
         self._buffer.clear()
-        self._sounds.append(sound)
         self._messages.append({"role": "user", "content": [{"type": "audio"}]})
         return _described(None, "user", [{"type": "input_audio"}])
 
@@ -72,12 +94,13 @@ class Conversation:
             ApiError: its sound cannot be read, or the session holds too much.
         """
         parts: list[dict[str, Any]] = []
-        sounds: list[AudioPrompt] = []
+        sounds: list[tuple[bytes, int]] = []
         size = 0
         for index, part in enumerate(item.content):
             if part.audio is not None:
                 samples = await decoded(part.audio, f"item.content[{index}].audio")
-                sounds.append(_sound(samples, rate))
+                _check_whole(samples)
+                sounds.append((samples, rate))
                 parts.append({"type": "audio"})
                 size += len(samples)
             else:
@@ -98,7 +121,7 @@ class Conversation:
         self._num_bytes += len(text)
         self._messages.append({"role": "assistant", "content": text})
 
-    def prompt(self, instructions: str | None) -> ChatPrompt:
+    def said(self, instructions: str | None) -> Said:
         """All of it, for the next answer.
 
         Raises:
@@ -107,8 +130,7 @@ class Conversation:
         if not self._messages:
             raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
         first = [{"role": "system", "content": instructions}] if instructions else []
-        shown = {"audio": tuple(self._sounds)} if self._sounds else {}
-        return ChatPrompt((*first, *self._messages), multi_modal_data=shown)
+        return Said((*first, *self._messages), tuple(self._sounds))
 
     def _take(self, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > self._max_bytes:
@@ -120,12 +142,15 @@ class Conversation:
         self._num_bytes += num_bytes
 
 
-def _sound(samples: bytes, rate: int) -> AudioPrompt:
+def _check_whole(samples: bytes | bytearray) -> None:
     if len(samples) % 2:
         raise ApiError.bad_request(
             f"audio: samples of 16 bits have two bytes each, got {len(samples)} bytes",
             param="audio",
         )
+
+
+def _sound(samples: bytes, rate: int) -> AudioPrompt:
     return AudioPrompt(np.frombuffer(samples, "<i2").astype(np.float32) / 2**15, rate)
 
 

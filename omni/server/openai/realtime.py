@@ -6,10 +6,11 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.interface.log_fields import package_logger
 from omni.server.openai.conversation import Conversation
@@ -21,10 +22,13 @@ from omni.server.openai.realtime_events import (
     CreateItem,
     CreateResponse,
     ResponseWish,
+    SessionWish,
     UpdateSession,
+    event_id_of,
     parse_event,
 )
 from omni.server.openai.realtime_response import RealtimeResponse
+from omni.server.openai.response_plan import planned
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.media_bytes import decoded
 
@@ -33,13 +37,35 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.served_pipeline import ServedPipeline
 
-__all__ = ["RealtimeSession"]
+__all__ = ["RealtimeSession", "refuse_session"]
 
 _logger = package_logger(__name__)
 
 _UNSUPPORTED_DATA = 1003
+_POLICY_VIOLATION = 1008
+_TRY_AGAIN_LATER = 1013
+_INPUT_RATE = 24_000
 _SMALL = 1 << 16
 """Characters that are parsed at once; more go to another thread."""
+
+
+async def refuse_session(websocket: WebSocket, error: ApiError) -> None:
+    """Tell why there is no session, and close the connection.
+
+    Args:
+        websocket: accepted.
+        error: that is why.
+    """
+    is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+    with _suppress_gone():
+        await websocket.send_json({"type": "error", **error.to_object()})
+        code = _TRY_AGAIN_LATER if is_full else _POLICY_VIOLATION
+        await websocket.close(code, error.message[:100])
+
+
+def _suppress_gone() -> AbstractContextManager[None]:
+    """Pass over that whoever is sent something has gone, or was told to go."""
+    return suppress(WebSocketDisconnect, OSError, RuntimeError)
 
 
 class RealtimeSession:
@@ -52,7 +78,7 @@ class RealtimeSession:
         client: who asks.
 
     Raises:
-        ApiError: the pipeline is not ready.
+        ApiError: the pipeline is not ready, or writes no text.
     """
 
     def __init__(
@@ -62,7 +88,7 @@ class RealtimeSession:
         pipeline: ServedPipeline,
         client: Client,
     ) -> None:
-        self._stages = pipeline.omni.pipeline
+        planned(pipeline.omni.pipeline, ResponseWish(), "session")
         self._websocket = websocket
         self._limits = server.settings.limits
         self._pipeline = pipeline
@@ -70,6 +96,7 @@ class RealtimeSession:
         self._wish = ResponseWish()
         self._conversation = Conversation(self._limits.max_body_bytes)
         self._answer: asyncio.Task[None] | None = None
+        self._response: RealtimeResponse | None = None
         self._num_responses = 0
 
     async def run(self) -> None:
@@ -82,7 +109,8 @@ class RealtimeSession:
                     return
                 text = message.get("text")
                 if text is None:
-                    await self._websocket.close(_UNSUPPORTED_DATA, "events are JSON in text")
+                    with _suppress_gone():
+                        await self._websocket.close(_UNSUPPORTED_DATA, "events are JSON in text")
                     return
                 await self._take(text)
         finally:
@@ -97,10 +125,7 @@ class RealtimeSession:
                 parsed = await asyncio.to_thread(parse_event, text)
             match parsed:
                 case UpdateSession() as event:
-                    if event.session.model not in (None, self._pipeline.name):
-                        told = "session.model: the model of a session cannot be changed"
-                        raise ApiError.bad_request(told, param="session.model")
-                    self._wish = _merged(self._wish, event.session)
+                    self._update(event.session)
                     await self._send("session.updated", session=self._session())
                 case AppendAudio() as event:
                     self._conversation.append(await decoded(event.audio, "audio"))
@@ -116,10 +141,20 @@ class RealtimeSession:
                     await self._send("conversation.item.added", item=item)
                 case CreateResponse() as event:
                     self._begin_answer(event.response)
-                case Cancel():
-                    await self._cancel()
+                case Cancel() as event:
+                    await self._cancel(event.response_id)
         except ApiError as error:
-            await self._tell(error)
+            await self._tell(error, event_id_of(text) if len(text) <= _SMALL else None)
+
+    def _update(self, session: SessionWish) -> None:
+        if session.model not in (None, self._pipeline.name):
+            told = "session.model: the model of a session cannot be changed"
+            raise ApiError.bad_request(told, param="session.model")
+        wish = _merged(self._wish, session)
+        if session.stages is not None:  # all of them, so that one can be taken back
+            wish = wish.model_copy(update={"stages": session.stages})
+        planned(self._pipeline.omni.pipeline, wish, "session")
+        self._wish = wish
 
     def _begin_answer(self, wish: ResponseWish) -> None:
         if self._answer is not None and not self._answer.done():
@@ -135,6 +170,7 @@ class RealtimeSession:
             _merged(self._wish, wish),
             self._num_responses,
         )
+        self._response = response
         self._num_responses += 1
         self._answer = asyncio.create_task(self._run_answer(response))
 
@@ -155,8 +191,10 @@ class RealtimeSession:
             )
         except ApiError as error:
             await self._fail(response, error)
-        except (OSError, RuntimeError):  # the connection has gone in the middle
-            _logger.debug("a response was not taken", exc_info=True)
+        except Exception:
+            _logger.exception("a response broke")
+            told = "the server made a mistake; see its log"
+            await self._fail(response, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told))
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -165,12 +203,18 @@ class RealtimeSession:
         await self._tell(error)
         await self._send("response.done", response=response.described("failed", error))
 
-    async def _cancel(self) -> None:
-        if self._answer is None or self._answer.done():
+    async def _cancel(self, response_id: str | None) -> None:
+        if self._answer is None or self._answer.done() or self._response is None:
             raise ApiError.bad_request("no response is being given", code="no_active_response")
-        response = self._answer
+        if response_id not in (None, self._response.id):
+            raise ApiError.bad_request(
+                f"response_id: {response_id!r:.80} is not being given, but {self._response.id!r}",
+                param="response_id",
+                code="no_active_response",
+            )
+        answer = self._answer
         await self._stop_answer()
-        if response.cancelled():
+        if answer.cancelled():
             await self._send("response.done", response=self._conversation.cancelled)
 
     async def _stop_answer(self) -> None:
@@ -178,18 +222,21 @@ class RealtimeSession:
             self._answer.cancel()
             await asyncio.gather(self._answer, return_exceptions=True)
 
-    async def _tell(self, error: ApiError) -> None:
-        await self._send("error", error=error.to_object()["error"])
+    async def _tell(self, error: ApiError, event_id: str | None = None) -> None:
+        await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
 
     async def _send(self, kind: str, **content: Any) -> None:
+        """Send an event; nothing where the client has gone, which the next message tells."""
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
-        await self._websocket.send_text(json.dumps(event))
+        with _suppress_gone():
+            await self._websocket.send_text(json.dumps(event))
 
     @property
     def _input_rate(self) -> int:
         audio = self._wish.audio
         given = audio.input.format if audio is not None and audio.input is not None else None
-        return 24_000 if given is None else given.rate
+        rate = given.rate if given is not None else None
+        return _INPUT_RATE if rate is None else rate
 
     def _session(self) -> Mapping[str, Any]:
         return {

@@ -23,6 +23,7 @@ __all__ = [
     "ResponseWish",
     "SessionWish",
     "UpdateSession",
+    "event_id_of",
     "parse_event",
 ]
 
@@ -31,7 +32,7 @@ _Rate = Annotated[int, Field(ge=1000, le=384_000)]
 
 class _Format(ApiModel):
     type: Literal["audio/pcm"]
-    rate: _Rate = 24_000
+    rate: _Rate | None = None
 
 
 class _AudioIn(ApiModel):
@@ -58,7 +59,8 @@ class ResponseWish(ApiModel):
     Attributes:
         instructions: what the system says, before all items.
         output_modalities: ``text``, or ``audio`` with its text.
-        audio: in which form sound comes, and goes, by whose voice.
+        audio: at which rates sound comes (24,000 samples a second where none is named) and goes
+            (the pipeline's own), by whose voice.
         max_output_tokens: of the text; ``inf`` leaves it to the stage.
         stages: sampling parameters by stage, as in chats.
     """
@@ -77,7 +79,9 @@ class ResponseWish(ApiModel):
     without_effect: ClassVar = frozenset(("metadata",))
 
     instructions: str | None = None
-    output_modalities: Annotated[list[Literal["text", "audio"]], Field(max_length=1)] | None = None
+    output_modalities: (
+        Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=1)] | None
+    ) = None
     audio: _Audio | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = None
     stages: dict[str, dict[str, Any]] | None = None
@@ -121,6 +125,14 @@ class Item(ApiModel):
     id: str | None = Field(default=None, min_length=1, max_length=64)
     role: Literal["system", "user", "assistant"]
     content: Annotated[list[ItemPart], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _only_users_are_heard(self) -> Item:
+        for index, part in enumerate(self.content):
+            if part.type == "input_audio" and self.role != "user":
+                place = ("content", index, "type")
+                raise PlacedError(place, f"input_audio is for items of users, not {self.role!r}")
+        return self
 
 
 class _Event(ApiModel):
@@ -170,11 +182,10 @@ class CreateResponse(_Event):
 
 
 class Cancel(_Event):
-    """End the answer that is being given."""
-
-    not_supported: ClassVar = {"response_id": ()}
+    """End the answer that is being given; if it is another one than is named, nothing ends."""
 
     type: Literal["response.cancel"]
+    response_id: str | None = None
 
 
 ClientEvent = (
@@ -199,6 +210,12 @@ class _AnyEvent(ApiModel):
     type: str
 
 
+class _NamedEvent(ApiModel):
+    model_config: ClassVar = {"extra": "ignore"}
+
+    event_id: Annotated[str, Field(max_length=512)]
+
+
 def parse_event(text: str) -> ClientEvent:
     """Read an event.
 
@@ -214,3 +231,11 @@ def parse_event(text: str) -> ClientEvent:
         )
     event: Any = parse_json(text, model)
     return event  # type: ignore[no-any-return]
+
+
+def event_id_of(text: str) -> str | None:
+    """How a client calls an event, whatever is wrong with it; None where that cannot be read."""
+    try:
+        return parse_json(text, _NamedEvent).event_id
+    except ApiError:
+        return None

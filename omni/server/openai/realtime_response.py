@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S, check_voice, pcm16, speaking_stage
-from omni.server.openai.written_text import text_stage
+from omni.server.openai.response_plan import planned
+from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S, SpokenPieces
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import Feeds, Update
 
 if TYPE_CHECKING:
-    from engine import Waveform
     from omni.server.openai.conversation import Conversation
     from omni.server.openai.realtime_events import ResponseWish
     from omni.server.serving.api_error import ApiError
@@ -38,6 +36,9 @@ class RealtimeResponse:
         wish: how it is to be.
         number: of the response in its session.
 
+    Attributes:
+        id: by which events name it.
+
     Raises:
         ApiError: it cannot run as asked.
     """
@@ -50,29 +51,16 @@ class RealtimeResponse:
         wish: ResponseWish,
         number: int,
     ) -> None:
-        stages = pipeline.omni.pipeline
         self._pipeline = pipeline
+        self._client = client
         self._conversation = conversation
-        self._stage = text_stage(stages)
-        self._voice: str | None = None
-        speaker = None
-        if wish.output_modalities == ["audio"]:
-            self._voice = speaking_stage(stages, "response.output_modalities")
-            output = wish.audio.output if wish.audio is not None else None
-            speaker = output.voice if output is not None else None
-            check_voice(stages, speaker, "response.audio.output.voice")
-        limit = wish.max_output_tokens
-        fields: dict[str, int] = {}
-        if stages.stages[self._stage].sampling is not None:
-            fields["n"] = 1  # a conversation goes on in one way only
-        if isinstance(limit, int):
-            fields["max_tokens"] = limit
-        names = {"max_tokens": "response.max_output_tokens"}
-        sampling = merge_sampling(stages, self._stage, fields, wish.stages or {}, names)
-        self._id = f"resp_{client.request_id}_{number}"
+        self._number = number
+        self._plan = planned(pipeline.omni.pipeline, wish, "response")
+        self._said = conversation.said(wish.instructions)
+        self._stage, self._voice = self._plan.writer, self._plan.voice
+        self._pieces = SpokenPieces(self._plan.output_rate)
+        self.id = f"resp_{client.request_id}_{number}"
         self._item_id = f"item_{client.request_id}_{number}"
-        prompt = conversation.prompt(wish.instructions)
-        self._request = asked(client, prompt, sampling, Terms(speaker=speaker), index=number)
         self._text = ""
         self._output: StageOutput | None = None
 
@@ -84,12 +72,21 @@ class RealtimeResponse:
         """
         await send("response.created", response=self.described("in_progress"))
         await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
+        plan = self._plan
+        request = asked(
+            self._client,
+            await self._said.prompt(),
+            plan.sampling,
+            Terms(speaker=plan.speaker),
+            index=self._number,
+        )
         gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
-        async with Feeds(self._pipeline, [self._request], "conversation", text_gap_s=gap) as feeds:
+        async with Feeds(self._pipeline, [request], "conversation", text_gap_s=gap) as feeds:
             async for update in feeds.updates():
                 await self._tell(update, send)
                 if update.has_finished(self._stage, self._voice):
                     break
+        await self._tell_sound(self._pieces.rest(), send)
         self._conversation.answered(self._text)
         kind = "output_text" if self._voice is None else "output_audio_transcript"
         key = "text" if self._voice is None else "transcript"
@@ -114,7 +111,7 @@ class RealtimeResponse:
             details = {"type": "cancelled", "reason": "client_cancelled"}
         has_begun = self._text or status == "completed"
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "realtime.response",
             "status": status,
             "status_details": details,
@@ -130,18 +127,19 @@ class RealtimeResponse:
             kind = "output_text" if self._voice is None else "output_audio_transcript"
             if new:
                 await send(f"response.{kind}.delta", **self._place(), delta=new)
-        sounds: Sequence[Waveform] = update.sounds.get(self._voice or "", ())
+        sounds = update.sounds.get(self._voice or "")
         if sounds:
-            await send(
-                "response.output_audio.delta",
-                **self._place(),
-                delta=b64encode(pcm16(sounds)).decode(),
-                rate=sounds[0].sampling_rate,
-            )
+            await self._tell_sound(self._pieces.of(sounds), send)
+
+    async def _tell_sound(self, samples: bytes, send: _Send) -> None:
+        if samples:
+            delta = b64encode(samples).decode()
+            rate = self._pieces.rate
+            await send("response.output_audio.delta", **self._place(), delta=delta, rate=rate)
 
     def _place(self) -> dict[str, Any]:
         return {
-            "response_id": self._id,
+            "response_id": self.id,
             "item_id": self._item_id,
             "output_index": 0,
             "content_index": 0,

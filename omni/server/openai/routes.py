@@ -16,7 +16,7 @@ from omni.server.openai.chat_request import ChatRequest
 from omni.server.openai.completion_request import CompletionRequest
 from omni.server.openai.completions import Completions
 from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
-from omni.server.openai.realtime import RealtimeSession
+from omni.server.openai.realtime import RealtimeSession, refuse_session
 from omni.server.openai.speech import Speech, SpeechRequest
 from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.serving.api_error import ApiError
@@ -27,8 +27,6 @@ from omni.server.serving.request_body import read_json
 from omni.server.serving.served_pipeline import ServedPipeline
 
 __all__ = ["ROUTES"]
-
-_POLICY_VIOLATION = 1008
 
 
 async def _list_models(request: Request) -> Response:
@@ -101,16 +99,14 @@ async def _realtime(websocket: WebSocket) -> None:
     """Talk."""
     offered = websocket.scope.get("subprotocols", ())
     await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
+    server: PipelineServer = websocket.app.state.server
+    model = websocket.query_params.get("model", "")
+    client: Client = websocket.state.client
     try:
-        server: PipelineServer = websocket.app.state.server
-        model = websocket.query_params.get("model", "")
-        client: Client = websocket.state.client
-        session = RealtimeSession(websocket, server, server.find(model), client)
+        with server.session():
+            await RealtimeSession(websocket, server, server.find(model), client).run()
     except ApiError as error:
-        await websocket.send_json({"type": "error", **error.to_object()})
-        await websocket.close(_POLICY_VIOLATION, error.message[:100])
-        return
-    await session.run()
+        await refuse_session(websocket, error)
 
 
 async def _transcription(request: Request, task: AudioTask) -> Response:

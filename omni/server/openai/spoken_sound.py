@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine import Waveform
+from engine.media.resampler import Resampler
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
-    from engine import Waveform
+    import numpy as np
+    from numpy.typing import NDArray
+
     from omni.pipelines.pipeline import Pipeline
     from omni.requests.request import OmniOutput
 
 __all__ = [
     "TRANSCRIPT_GAP_S",
+    "SpokenPieces",
     "check_voice",
     "encoded",
     "pcm16",
@@ -64,6 +69,42 @@ def sound_of(output: OmniOutput, stage: str) -> Waveform | None:
     made = output.stages.get(stage)
     sound = made.audio if made is not None else None
     return sound if sound is not None and sound.duration_s else None
+
+
+class SpokenPieces:
+    """The sound of one answer as samples of 16 bits, piece by piece.
+
+    Args:
+        rate: samples a second that are wanted; None: as many as are made.
+
+    Attributes:
+        rate: of the samples; None until the first are made where any will do.
+    """
+
+    def __init__(self, rate: int | None = None) -> None:
+        self.rate = rate
+        self._resampler: Resampler | None = None
+
+    def of(self, sounds: Sequence[Waveform]) -> bytes:
+        """What sounds that follow the ones before make; perhaps nothing yet at another rate."""
+        made = sounds[0].sampling_rate
+        self.rate = self.rate or made
+        if self.rate == made:
+            return pcm16(sounds)
+        if self._resampler is None:
+            self._resampler = Resampler(made, self.rate)
+        floats = (each.samples.float().numpy(force=True) for each in sounds)
+        return b"".join(self._samples(self._resampler.resampled(each)) for each in floats)
+
+    def rest(self) -> bytes:
+        """What was held back until nothing more comes."""
+        return b"" if self._resampler is None else self._samples(self._resampler.rest())
+
+    def _samples(self, samples: NDArray[np.float32]) -> bytes:
+        import torch  # a server answers before it is imported
+
+        assert self.rate is not None
+        return Waveform(torch.from_numpy(samples), self.rate).encoded("pcm16")
 
 
 def pcm16(sounds: Sequence[Waveform]) -> bytes:

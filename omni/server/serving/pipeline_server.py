@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ class PipelineServer:
         pipelines: by name.
         meters: what it tells of itself.
         fetcher: of files whose addresses stand in requests.
+        num_sessions: realtime ones that are open.
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
         on_failure: called then, in the loading thread.
@@ -71,6 +73,7 @@ class PipelineServer:
         self.fetcher = UrlFetcher(
             settings.allow_url_hosts, limits.max_url_bytes, limits.url_timeout_s
         )
+        self.num_sessions = 0
         self.is_stopping = False
         self.failure: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -109,6 +112,26 @@ class PipelineServer:
                 code="model_not_found",
             )
         return pipeline
+
+    @contextmanager
+    def session(self) -> Generator[None]:
+        """Count a realtime session for as long as the ``with`` block lasts.
+
+        Raises:
+            ApiError: with status 429: there are as many as may be.
+        """
+        most = self.settings.limits.max_sessions
+        if self.num_sessions >= most:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{most} realtime sessions are open, as many as this server takes; try again later",
+                code="too_many_sessions",
+            )
+        self.num_sessions += 1
+        try:
+            yield
+        finally:
+            self.num_sessions -= 1
 
     def check_room(self, client: Client) -> None:
         """Check that a request would be taken now, before anything of it is read.

@@ -23,7 +23,8 @@ class ServerLimits(BaseModel):
             together can run.
         max_waiting_requests: that wait for their turn behind these, per pipeline. One more is
             answered with status 429.
-        max_body_bytes: of one HTTP request, and of one message of a WebSocket.
+        max_body_bytes: of one HTTP request, and of what one realtime session holds.
+        max_sessions: realtime ones that are open at once.
         max_prompts: that one request may bring, where it may bring several.
         max_url_bytes: of a file that is fetched from an address in a request.
         url_timeout_s: of fetching it.
@@ -36,6 +37,7 @@ class ServerLimits(BaseModel):
     max_running_requests: int | None = Field(default=None, ge=1)
     max_waiting_requests: int = Field(default=64, ge=0)
     max_body_bytes: int = Field(default=64 * _MIB, ge=1024)
+    max_sessions: int = Field(default=64, ge=0)
     max_prompts: int = Field(default=2048, ge=1)
     max_url_bytes: int = Field(default=20 * _MIB, ge=1)
     url_timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)

@@ -58,7 +58,7 @@ class UrlFetcher:
             raise _refused(
                 param,
                 f"nothing is fetched from {host!r:.80}; send the file as a data URL, or have "
-                "the server started with --allow-url-host",
+                "the server started with --allow-url-hosts",
             )
         if not url.isascii() or not url.isprintable() or " " in url:
             raise _refused(param, "it has characters that an address cannot have")

@@ -401,7 +401,7 @@ def test_one_text_and_token_ids_have_embeddings_too(client: Any):
         ("image", "/etc/passwd", "image_url.url", "must be a data URL"),
         ("image", "file:///etc/passwd", "image_url.url", "must be a data URL"),
         ("image", "data:image/png,raw", "image_url.url", "must begin like"),
-        ("image", "https://images.example/a.png", "image_url.url", "--allow-url-host"),
+        ("image", "https://images.example/a.png", "image_url.url", "--allow-url-hosts"),
     ],
 )
 def test_a_part_that_cannot_be_read_is_told_with_its_place(

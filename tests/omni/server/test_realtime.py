@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import socket
+import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import soxr
+from starlette.websockets import WebSocketDisconnect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
+from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
+from omni.server.serving.guard import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until
@@ -219,15 +227,43 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
         ),
         ({"type": "session.update", "session": {"model": "other"}}, "session.model", "changed"),
         ({"type": "session.update", "session": {"tools": [{}]}}, "session.tools", "not supported"),
+        (
+            {"type": "session.update", "session": {"output_modalities": []}},
+            "session.output_modalities",
+            "must not be empty",
+        ),
+        (
+            {"type": "session.update", "session": {"stages": {"nope": {}}}},
+            "stages.nope",
+            "unknown stage",
+        ),
+        (
+            {"type": "session.update", "session": {"audio": {"output": {"voice": "Nobody"}}}},
+            "session.audio.output.voice",
+            "no such voice",
+        ),
+        (
+            {
+                "type": "conversation.item.create",
+                "item": {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "input_audio", "audio": "AAAA"}],
+                },
+            },
+            "item.content[0].type",
+            "for items of users",
+        ),
     ],
 )
 def test_a_mistake_is_told_and_the_session_goes_on(
     running: LiveServer, talk: Talk, event: Any, param: str | None, message: str
 ):
-    talk.socket.send(event if isinstance(event, str) else json.dumps(event))
+    talk.socket.send(event if isinstance(event, str) else json.dumps({**event, "event_id": "mine"}))
     told = talk.hear()
     assert told["type"] == "error"
     assert message in told["error"]["message"] and told["error"]["param"] == param, told
+    assert told["error"]["event_id"] == (None if isinstance(event, str) else "mine")
     talk.text("hello")
 
 
@@ -236,6 +272,96 @@ def test_a_voice_that_is_not_there_is_told_by_its_place(running: LiveServer, tal
     wish = {"output_modalities": ["audio"], "audio": {"output": {"voice": "Nobody"}}}
     talk.say("response.create", response=wish)
     assert talk.hear()["error"]["param"] == "response.audio.output.voice"
+
+
+def test_sampling_of_a_session_can_be_taken_back(talk: Talk):
+    for stages in (SHORT, {}):
+        talk.say("session.update", session={"type": "realtime", "stages": stages})
+        assert talk.hear()["session"]["stages"] == stages
+
+
+def test_another_answer_than_the_one_that_is_named_is_not_cancelled(talk: Talk):
+    talk.text("Tell me all of it.")
+    long = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
+    talk.say("response.create", response={"stages": long})
+    name = talk.until("response.created")[-1]["response"]["id"]
+    talk.say("response.cancel", response_id="resp_of_somebody_else")
+    heard = [talk.hear()]
+    while heard[-1]["type"] != "error":
+        heard.append(talk.hear())
+    assert heard[-1]["error"]["param"] == "response_id"
+    talk.say("response.cancel", response_id=name)
+    assert talk.until("response.done")[-1]["response"]["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("rate", [12_000, 48_000])
+def test_sound_goes_at_the_rate_that_is_wished_for(running: LiveServer, talk: Talk, rate: int):
+    audio = {"output": {"voice": "Ethan", "format": {"type": "audio/pcm", "rate": rate}}}
+    talk.text("What is a tide?")
+    wish = {"output_modalities": ["audio"], "audio": audio, "stages": SHORT}
+    talk.say("response.create", response=wish)
+    heard = talk.until("response.done")
+    pieces = [each for each in heard if each["type"] == "response.output_audio.delta"]
+    assert {each["rate"] for each in pieces} == {rate} and len(pieces) > 1
+    found = np.frombuffer(b"".join(b64decode(each["delta"]) for each in pieces), "<i2")
+    message = {"role": "user", "content": "What is a tide?"}
+    sound = in_python(running, ChatPrompt((message,)), "Ethan")["code2wav"].audio
+    expected = soxr.resample(sound.samples.numpy(), sound.sampling_rate, rate)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found / 32767, expected.clip(-1, 1), rtol=0, atol=1e-4)
+
+
+def test_no_more_sessions_than_may_be_are_open():
+    with LiveServer([gated_pipeline("few")], max_sessions=1) as server:
+        where = address(server, "few")
+        with connect(where) as first:
+            Talk(first).until("session.created")
+            with connect(where) as second:
+                assert Talk(second).hear()["error"]["code"] == "too_many_sessions"
+                with pytest.raises(ConnectionClosed, match="1013"):
+                    second.recv(timeout=PATIENCE_S)
+        wait_until(lambda: not server.pipelines.num_sessions)
+        with connect(where) as third:
+            assert Talk(third).hear()["type"] == "session.created"
+
+
+def test_who_leaves_while_mistakes_are_told_is_no_mistake_of_the_server(
+    running: LiveServer, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        for _ in range(10):
+            with connect(address(running, "slow")) as leaving:
+                for _ in range(50):
+                    leaving.send(json.dumps({"type": "x"}))
+                # Gone at once, with all that was on its way.
+                linger = struct.pack("ii", 1, 0)
+                leaving.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                leaving.socket.close()
+        wait_until(lambda: not running.pipelines.num_sessions)
+    # The client has a mistake to tell of: its connection was taken from it.
+    told = [each for each in caplog.records if not each.name.startswith("websockets.client")]
+    assert not [each for each in told if each.levelno >= logging.ERROR], caplog.text
+
+
+class GoneSocket:
+    """A connection that breaks when the first thing is sent, and tells so in the end."""
+
+    num_sent = 0
+
+    async def send_text(self, _: str) -> None:
+        self.num_sent += 1
+        raise WebSocketDisconnect(1006)
+
+    async def receive(self) -> dict[str, Any]:
+        return {"type": "websocket.disconnect"}
+
+
+def test_whoever_has_gone_is_sent_nothing_and_ends_quietly(running: LiveServer):
+    gone: Any = GoneSocket()
+    pipeline = running.pipelines.find("slow")
+    session = RealtimeSession(gone, running.pipelines, pipeline, Client("id", None))
+    asyncio.run(session.run())
+    assert gone.num_sent == 1
 
 
 def test_a_session_does_not_grow_for_ever():
