@@ -35,6 +35,8 @@ _TOLD: Mapping[str, tuple[str, Callable[[float], str], str]] = {
         "--max-waiting-requests; one more is answered with 429",
     ),
     "max_body_bytes": ("a request's body", _bytes, "--max-body-mib; a larger one gets 413"),
+    "max_arriving_bytes": ("bodies that come at once", _bytes, "four times that; more get 429"),
+    "body_timeout_s": ("a body that stands still", _seconds, "fixed; it then ends with 408"),
     "max_sessions": ("realtime sessions", _count, "--max-sessions; one more gets an error"),
     "max_prompts": ("prompts of one request", _count, "fixed"),
     "request_timeout_s": (

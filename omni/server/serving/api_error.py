@@ -13,6 +13,7 @@ _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }

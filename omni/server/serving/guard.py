@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.arriving_body import ArrivingBody
+from omni.server.serving.arriving_body import ArrivingBodies, ArrivingBody
 from omni.server.serving.live_response import DIRECT_SEND
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Guard:
         self._app = app
         self._check_room = check_room
         self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
-        self._max_body_bytes = settings.limits.max_body_bytes
+        self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
         # Web pages can reach a server of this machine under a name that they let point to it.
         self._only_local = not settings.api_keys and _is_local(settings.host)
@@ -83,7 +83,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = uuid.uuid4().hex
-        body = ArrivingBody(receive, headers, self._max_body_bytes)
+        body = ArrivingBody(receive, headers, self._bodies)
         answer = _Answer(send, body, request_id, self._allowed_origin(headers))
         try:
             self._check_origin(headers)
@@ -105,6 +105,7 @@ class Guard:
             is_http = scope["type"] == "http"
             await self._app(scope, body.receive if is_http else receive, answer.send)
         finally:
+            body.let_go()
             answer.log(scope)
 
     def _admit(self, path: str, headers: Headers) -> str | None:
@@ -177,7 +178,7 @@ class _Keys:
 class _Answer:
     """Puts the request's id into the answer, and notes what to log.
 
-    The answer ends when the whole request has come.
+    The answer ends when the whole request has come, or nothing more is waited for.
     """
 
     def __init__(self, send: Send, body: ArrivingBody, request_id: str, origin: str | None) -> None:

@@ -24,6 +24,7 @@ class ServerLimits(BaseModel):
         max_waiting_requests: that wait for their turn behind these, per pipeline. One more is
             answered with status 429.
         max_body_bytes: of one HTTP request, and of what one realtime session holds.
+        body_timeout_s: for which nothing of a body may come that is not whole.
         max_sessions: realtime ones that are open at once.
         max_prompts: that one request may bring, where it may bring several.
         max_url_bytes: of a file that is fetched from an address in a request.
@@ -37,12 +38,18 @@ class ServerLimits(BaseModel):
     max_running_requests: int | None = Field(default=None, ge=1)
     max_waiting_requests: int = Field(default=64, ge=0)
     max_body_bytes: int = Field(default=64 * _MIB, ge=1024)
+    body_timeout_s: float = Field(default=30.0, gt=0.0, allow_inf_nan=False)
     max_sessions: int = Field(default=64, ge=0)
     max_prompts: int = Field(default=2048, ge=1)
     max_url_bytes: int = Field(default=20 * _MIB, ge=1)
     url_timeout_s: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     request_timeout_s: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
     stop_timeout_s: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+
+    @property
+    def max_arriving_bytes(self) -> int:
+        """Of bodies that come at once, without the first 64 KiB of each."""
+        return 4 * self.max_body_bytes
 
     def running_requests(self, stages: Iterable[StageConfig]) -> int:
         """How many requests are handed at once to a pipeline of these stages."""

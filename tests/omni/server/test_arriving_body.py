@@ -1,4 +1,4 @@
-"""What is dropped of a body whose request has been answered, and for how long."""
+"""How much of a body is held, for how long it may take, and what is dropped of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from starlette.datastructures import Headers
 
 from omni.server.serving import arriving_body
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.arriving_body import ArrivingBody
+from omni.server.serving.arriving_body import ArrivingBodies, ArrivingBody
+from omni.server.serving.settings import ServerLimits
 
-PART = {"type": "http.request", "body": b"abc", "more_body": True}
-END = {"type": "http.request", "body": b"abc", "more_body": False}
+PART = {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+END = {"type": "http.request", "body": b"x" * 1000, "more_body": False}
+LARGE = {"type": "http.request", "body": b"x" * (100_000 + (1 << 16)), "more_body": True}
 GONE = {"type": "http.disconnect"}
 
 
@@ -29,9 +31,13 @@ class Sender:
         return self.left.pop(0)
 
 
-def body_of(sender: Sender, max_bytes: int = 7, **headers: str) -> ArrivingBody:
+def bodies(max_body_bytes: int = 2048, **limits: float) -> ArrivingBodies:
+    return ArrivingBodies(ServerLimits(max_body_bytes=max_body_bytes, **limits))
+
+
+def body_of(sender: Sender, others: ArrivingBodies | None = None, **headers: str) -> ArrivingBody:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return ArrivingBody(sender.receive, Headers(named), max_bytes)
+    return ArrivingBody(sender.receive, Headers(named), others or bodies())
 
 
 @pytest.mark.parametrize("last", [END, GONE])
@@ -63,15 +69,70 @@ def test_only_what_is_announced_is_coming(headers: dict[str, str], is_coming: bo
 
 
 def test_what_is_too_long_is_refused_and_the_rest_of_it_is_coming() -> None:
-    body = body_of(Sender(PART, PART, PART, END), content_length="3")
+    body = body_of(Sender(PART, PART, PART, END), content_length="2048")
     body.check_length()
     assert [asyncio.run(body.receive()) for _ in range(2)] == [PART, PART]
-    with pytest.raises(ApiError, match="larger than 7 bytes"):
+    with pytest.raises(ApiError, match="larger than 2048 bytes"):
         asyncio.run(body.receive())
     assert body.is_coming
 
 
-@pytest.mark.parametrize("length", ["8", "-1", "1e3", ""])
+@pytest.mark.parametrize("length", ["2049", "-1", "1e3", ""])
 def test_a_length_that_is_none_or_too_long_is_refused(length: str) -> None:
-    with pytest.raises(ApiError, match="larger than 7 bytes"):
+    with pytest.raises(ApiError, match="larger than 2048 bytes"):
         body_of(Sender(), content_length=length).check_length()
+
+
+def test_who_waits_to_be_told_to_go_on_is_not_waited_for() -> None:
+    sender = Sender(PART)
+    body = body_of(sender, content_length="6", expect="100-continue")
+    asyncio.run(body.drop_rest())
+    assert sender.left == [PART]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"body_timeout_s": 0.01}, "nothing of the body came for 0.01 s"),
+        ({"request_timeout_s": 0.01}, "had not come after 0.01 s"),
+    ],
+)
+def test_a_body_that_does_not_come_ends_its_request(limits: dict[str, float], message: str) -> None:
+    body = body_of(Sender(PART), bodies(**limits), content_length="2000")
+
+    async def read() -> None:
+        while True:
+            await body.receive()
+
+    with pytest.raises(ApiError, match=message) as error:
+        asyncio.run(read())
+    assert error.value.status == 408 and error.value.headers == {"Connection": "close"}
+
+
+def test_all_large_bodies_together_have_so_much_room_and_give_it_back() -> None:
+    others = bodies(max_body_bytes=200_000)
+    held = [
+        body_of(Sender(LARGE, END, GONE), others, transfer_encoding="chunked") for _ in range(9)
+    ]
+
+    async def read() -> None:
+        for body in held[:8]:
+            await body.receive()
+        assert others.num_bytes == 800_000
+        with pytest.raises(ApiError, match="bodies of 800000 bytes are being sent") as error:
+            await held[8].receive()
+        assert error.value.status == 429 and error.value.headers["Retry-After"]
+        small = body_of(Sender(PART, END), others, content_length="2000")
+        assert [await small.receive() for _ in range(2)] == [PART, END], "it needs no room"
+        held[7].let_go()
+        held[7].let_go()
+        assert others.num_bytes == 700_000
+        await held[0].receive()  # a little more, and the end
+        assert others.num_bytes == 701_000, "its reader is still about it"
+        assert await held[0].receive() == GONE
+        assert others.num_bytes == 600_000
+        for body in held:
+            await body.drop_rest()
+        assert others.num_bytes == 0
+
+    asyncio.run(read())

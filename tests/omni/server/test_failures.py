@@ -6,12 +6,13 @@ import http.client
 import json
 import logging
 import random
+import select
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -179,6 +180,40 @@ def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
         for _ in range(2):
             client.sendall(b"x" * (size // 2))
         assert client.recv(1) == b"", "it ends, and is not reset"
+
+
+def test_a_body_that_stands_still_is_given_up_and_its_client_told():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    with (
+        LiveServer([gated_pipeline("still")], body_timeout_s=0.1) as server,
+        connection(server) as client,
+    ):
+        client.sendall(head + b'\r\nContent-Length: 100\r\n\r\n{"prompt":')
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.status == 408 and answer.getheader("connection") == "close"
+        assert "nothing of the body came" in json.loads(answer.read())["error"]["message"]
+
+
+def test_more_large_bodies_than_there_is_room_for_are_told_to_come_again():
+    size = 200_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    with (
+        LiveServer([gated_pipeline("bodies")], max_body_bytes=size) as server,
+        ExitStack() as clients,
+    ):
+        senders = [clients.enter_context(connection(server)) for _ in range(6)]
+        for sender in senders:
+            sender.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % size + b" " * (size - 1))
+        # Beyond the 64 KiB that each may have, there is room for five of them.
+        (refused,), _, _ = select.select(senders, [], [], PATIENCE_S)
+        assert refused.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+        for sender in senders:
+            sender.sendall(b"1")
+            if sender is not refused:
+                answer = http.client.HTTPResponse(sender)
+                answer.begin()
+                assert answer.status == 400 and b"must be a JSON object" in answer.read()
 
 
 def connection(server: LiveServer) -> socket.socket:
