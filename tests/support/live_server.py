@@ -29,6 +29,7 @@ class LiveServer:
         configs: the pipelines.
         api_keys: as of the settings.
         allow_origins: likewise.
+        allow_url_hosts: likewise.
         is_ready: whether to wait until the pipelines are loaded.
         apart: whether inline pipelines run in processes of their own, as with ``omni serve``.
         limits: fields of the limits that are not to be the default.
@@ -40,6 +41,7 @@ class LiveServer:
         *,
         api_keys: Sequence[str] = (),
         allow_origins: Sequence[str] = (),
+        allow_url_hosts: Sequence[str] = (),
         is_ready: bool = True,
         apart: bool = False,
         **limits: float,
@@ -49,6 +51,7 @@ class LiveServer:
             port=0,
             api_keys=tuple(map(SecretStr, api_keys)),
             allow_origins=tuple(allow_origins),
+            allow_url_hosts=tuple(allow_url_hosts),
             limits=ServerLimits(**limits),
         )
         self.pipelines = PipelineServer(loaded, settings, apart=apart)
@@ -121,9 +124,9 @@ class LiveServer:
         await self._http.serve()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < end, "it never came to that"
         time.sleep(0.005)

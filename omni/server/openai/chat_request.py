@@ -70,10 +70,14 @@ def _form_of(value: Any) -> str | None:
 
 
 class ChatMessage(ApiModel):
-    """One turn of a conversation; keys that answers have are taken where they are empty."""
+    """One turn of a conversation; keys that answers have are taken where they are empty.
 
+    How an earlier answer sounded is taken and left aside: its text is what was said.
+    """
+
+    without_effect: ClassVar = frozenset(("audio",))
     not_supported: ClassVar = dict.fromkeys(
-        ("name", "refusal", "audio", "function_call", "tool_calls", "annotations"), ()
+        ("name", "refusal", "function_call", "tool_calls", "annotations"), ()
     )
 
     role: Literal["system", "developer", "user", "assistant"]

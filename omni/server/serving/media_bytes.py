@@ -37,13 +37,14 @@ async def decoded(data: str, param: str) -> bytes:
     return content
 
 
-async def fetched(url: str, param: str, fetcher: UrlFetcher) -> bytes:
+async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes:
     """What is at an address: in a data URL itself, else somewhere in the network.
 
     Args:
         url: as the client gives it; never a path.
         param: where it stands.
         fetcher: for addresses in the network.
+        room: bytes that it may have there.
 
     Raises:
         ApiError: with status 400: it is neither, or cannot be had.
@@ -56,7 +57,7 @@ async def fetched(url: str, param: str, fetcher: UrlFetcher) -> bytes:
             raise ApiError.bad_request(told, param=param)
         return await decoded(data, param)
     if scheme in ("http", "https"):
-        return await fetcher.fetch(url, param)
+        return await fetcher.fetch(url, param, room)
     raise ApiError.bad_request(
         f"{param}: must be a data URL, such as 'data:image/png;base64,...', or begin with "
         f"http:// or https://, got {url!r:.80}",

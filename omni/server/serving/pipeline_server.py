@@ -182,5 +182,6 @@ class PipelineServer:
                 pipeline.close()
             except Exception:  # the others are closed all the same
                 _logger.exception("pipeline %r could not be closed", pipeline.name)
+        self.fetcher.close()
         if self.meters.spans is not None:
             self.meters.spans.close()

@@ -8,6 +8,8 @@ import socket
 import ssl
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -38,13 +40,20 @@ class UrlFetcher:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._room = asyncio.Semaphore(_AT_ONCE)
+        # Its own: hosts that do not answer must keep nothing else from being done in a thread.
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "omni-fetch")
 
-    async def fetch(self, url: str, param: str) -> bytes:
+    def close(self) -> None:
+        """Begin no more; what is being fetched ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def fetch(self, url: str, param: str, room: int) -> bytes:
         """Fetch one file, in another thread.
 
         Args:
             url: of http or https.
             param: where it stands in the request.
+            room: bytes that the request may still have fetched.
 
         Raises:
             ApiError: with status 400: it may not be fetched, or cannot be.
@@ -67,15 +76,17 @@ class UrlFetcher:
         end = time.monotonic() + self._timeout_s
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
-                return await asyncio.to_thread(self._fetch, parts, host, port, end)
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._fetch, parts, _Goal(host, port, end, room)
+                )
         except (OSError, http.client.HTTPException, ValueError) as error:
             told = str(error) or type(error).__name__
             raise _refused(param, f"it cannot be fetched from {host!r}: {told}") from error
 
-    def _fetch(self, parts: SplitResult, host: str, port: int | None, end: float) -> bytes:
-        default = 443 if parts.scheme == "https" else 80
-        address = _public_address(host, port or default)
-        connection = _Connection(host, port or default, parts.scheme, address, end)
+    def _fetch(self, parts: SplitResult, goal: _Goal) -> bytes:
+        port = goal.port or (443 if parts.scheme == "https" else 80)
+        address = _public_address(goal.host, port)
+        connection = _Connection(goal.host, port, parts.scheme, address, goal.end)
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers={"Accept": "image/*, audio/*"})
@@ -84,19 +95,33 @@ class UrlFetcher:
                     told = f"it answered with status {response.status}"
                     is_redirect = 300 <= response.status < 400
                     raise ValueError(told + "; redirects are not followed" * is_redirect)
-                return self._read(response, end)
+                return self._read(response, goal)
         finally:
             connection.close()
 
-    def _read(self, response: http.client.HTTPResponse, end: float) -> bytes:
+    def _read(self, response: http.client.HTTPResponse, goal: _Goal) -> bytes:
         content = bytearray()
         while chunk := response.read1(_CHUNK_BYTES):
             content += chunk
             if len(content) > self._max_bytes:
                 raise ValueError(f"it is larger than {self._max_bytes} bytes")
-            if time.monotonic() > end:
+            if len(content) > goal.room:
+                raise ValueError(
+                    "all that is fetched for the request is larger than its body may be"
+                )
+            if time.monotonic() > goal.end:
                 raise ValueError(f"it took longer than {self._timeout_s:g} s")
         return bytes(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """Whom to ask, until when by the monotonic clock, and for how many bytes at most."""
+
+    host: str
+    port: int | None
+    end: float
+    room: int
 
 
 class _Connection(http.client.HTTPConnection):

@@ -141,6 +141,11 @@ def test_an_answer_is_spoken(media: LiveServer, client: Any, voice: str, kind: s
     # Windows depend on when chunks came, by rounding.
     assert np.abs(heard(b64decode(said.audio.data)).astype(int) - samples).max() <= 1
     assert said.audio.sampling_rate == 24_000
+    client.chat.completions.create(  # and goes on where it was sent back as it came
+        model="omni_speech",
+        messages=[*question(), said.model_dump(), {"role": "user", "content": "And then?"}],
+        extra_body={"stages": SHORT},
+    )
 
 
 def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: Any):

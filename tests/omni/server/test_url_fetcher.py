@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from omni.server.serving import url_fetcher
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher, is_public
+from tests.support.gated_stage import gated_pipeline
+from tests.support.live_server import LiveServer, wait_until
+from tests.support.patience import PATIENCE_S
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -41,9 +47,13 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-def fetch(url: str, *hosts: str) -> bytes:
+def fetch(url: str, *hosts: str, room: int = 10_000) -> bytes:
     async def run() -> bytes:
-        return await UrlFetcher(hosts, max_bytes=4096, timeout_s=30).fetch(url, "url")
+        fetcher = UrlFetcher(hosts, max_bytes=4096, timeout_s=30)
+        try:
+            return await fetcher.fetch(url, "url", room)
+        finally:
+            fetcher.close()
 
     return asyncio.run(run())
 
@@ -149,7 +159,73 @@ def test_a_host_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
 
         async def run() -> bytes:
-            return await UrlFetcher(["127.0.0.1"], 4096, timeout_s=0.2).fetch(url, "url")
+            return await UrlFetcher(["127.0.0.1"], 4096, timeout_s=0.2).fetch(url, "url", 4096)
 
         with pytest.raises(ApiError, match="cannot be fetched"):
             asyncio.run(run())
+
+
+def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+    size = len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1"))
+    assert size == len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1", room=size))
+    with pytest.raises(ApiError, match="larger than its body may be"):
+        fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1", room=size - 1)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A host that takes connections and says nothing."""
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        host.settimeout(PATIENCE_S)
+        yield host
+
+
+def picture_of(host: socket.socket) -> list[Any]:
+    url = {"url": f"http://127.0.0.1:{host.getsockname()[1]}/a.png"}
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+
+
+def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socket.socket):
+    async def run() -> None:
+        fetcher = UrlFetcher(["127.0.0.1"], 4096, timeout_s=PATIENCE_S)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
+        asked = [asyncio.create_task(fetcher.fetch(url, "url", 1)) for _ in range(50)]
+        hosts = [await asyncio.to_thread(silent.accept) for _ in range(8)]
+        await asyncio.to_thread(lambda: None)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for connection, _ in hosts:
+            connection.close()
+        fetcher.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_who_has_a_silent_host_asked_is_told_that_time_is_up(silent: socket.socket):
+    with (
+        LiveServer(
+            [gated_pipeline("late")], allow_url_hosts=["127.0.0.1"], request_timeout_s=0.2
+        ) as server,
+        pytest.raises(openai.APIStatusError, match="not done after 0.2 s") as error,
+    ):
+        server.client().chat.completions.create(model="late", messages=picture_of(silent))
+    assert error.value.status_code == 504
+
+
+def test_who_has_a_silent_host_asked_may_leave(silent: socket.socket):
+    body = json.dumps({"model": "left", "messages": picture_of(silent)}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with LiveServer(
+        [gated_pipeline("left")], allow_url_hosts=["127.0.0.1"], url_timeout_s=PATIENCE_S
+    ) as server:
+        tasks = server.num_tasks()
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname, where.port), PATIENCE_S) as client:
+            client.sendall(head + body)
+            asked, _ = silent.accept()
+        with asked:
+            wait_until(lambda: server.num_tasks() <= tasks)
