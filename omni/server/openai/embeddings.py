@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
 from omni.server.openai.prompt_list import PromptList, prompts_of
+from omni.server.openai.sampling_fields import TermFields
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms, asked
+from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
-from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
@@ -27,7 +27,7 @@ __all__ = ["Embeddings", "EmbeddingsRequest"]
 _POOLED = "pooled"
 
 
-class EmbeddingsRequest(ApiModel):
+class EmbeddingsRequest(TermFields):
     """A request for embeddings.
 
     Attributes:
@@ -82,7 +82,7 @@ class Embeddings:
         self._stage = _encoding_stage(pipeline.omni.pipeline)
         self._is_base64 = body.encoding_format == "base64"
         self._requests = [
-            asked(client, prompt, {}, Terms(), index=index)
+            asked(client, prompt, {}, body.terms(), index=index)
             for index, prompt in enumerate(prompts_of(body.input, max_prompts, "input"))
         ]
 

@@ -18,19 +18,40 @@ from omni.server.serving.request_body import ApiModel
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
-__all__ = ["SamplingFields", "merge_sampling"]
+__all__ = ["SamplingFields", "StageFields", "TermFields", "merge_sampling"]
 
 
-class SamplingFields(ApiModel):
-    """Fields of all requests that generate text; absent ones leave it to the stage's own.
+class TermFields(ApiModel):
+    """Fields of all requests.
 
-    Those that OpenAI does not have are :class:`~engine.SamplingParams`'s.
+    Attributes:
+        priority: lower comes first.
+        cache_salt: only requests with the same salt, of the same API key, share cached blocks.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    def terms(self, speaker: str | None = None) -> Terms:
+        """On which terms the request runs."""
+        return Terms(self.priority, self.cache_salt, speaker)
+
+
+class StageFields(TermFields):
+    """Fields of all requests to pipelines with stages that sample.
 
     Attributes:
         stages: for stages other than the one that answers, and for all of its fields:
             ``{stage: {field: value}}``. What is said here of a stage counts.
-        priority: lower comes first.
-        cache_salt: only requests with the same salt, of the same API key, share cached blocks.
+    """
+
+    stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class SamplingFields(StageFields):
+    """Fields of all requests that generate text; absent ones leave it to the stage's own.
+
+    Those that OpenAI does not have are :class:`~engine.SamplingParams`'s.
     """
 
     own_fields: ClassVar[tuple[str, ...]] = (
@@ -54,18 +75,11 @@ class SamplingFields(ApiModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     suppress_token_ids: list[int] | None = None
-    stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    priority: int = 0
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
     def given_fields(self) -> dict[str, Any]:
         """What is given of :attr:`own_fields`."""
         given = {name: getattr(self, name) for name in self.own_fields}
         return {name: value for name, value in given.items() if value is not None}
-
-    def terms(self, speaker: str | None = None) -> Terms:
-        """On which terms the request runs."""
-        return Terms(self.priority, self.cache_salt, speaker)
 
 
 def merge_sampling(

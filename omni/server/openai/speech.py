@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine import ChatPrompt
+from omni.server.openai.sampling_fields import StageFields, merge_sampling
 from omni.server.openai.spoken_sound import (
     TRANSCRIPT_GAP_S,
     check_voice,
@@ -20,9 +21,8 @@ from omni.server.openai.spoken_sound import (
     wav_stream_header,
 )
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms, asked
+from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds, Update
-from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
     from omni.server.serving.guard import Client
@@ -38,7 +38,7 @@ _MEDIA_TYPES = {
 }
 
 
-class SpeechRequest(ApiModel):
+class SpeechRequest(StageFields):
     """A request for speech.
 
     Attributes:
@@ -83,7 +83,8 @@ class Speech:
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
         prompt = ChatPrompt(tuple(messages))
-        self._request = asked(client, prompt, {}, Terms(speaker=body.voice))
+        sampling = merge_sampling(stages, self._stage, {}, body.stages, {})
+        self._request = asked(client, prompt, sampling, body.terms(body.voice))
 
     @property
     def media_type(self) -> str:

@@ -262,6 +262,22 @@ def test_speech_is_a_file_of_the_kind_that_was_asked_for(media: LiveServer, clie
     assert np.abs(found - samples).max() <= 1
 
 
+def test_speech_is_sampled_by_stage_as_chats_are(media: LiveServer, client: Any):
+    asked = {"model": "omni_speech", "input": "Tell me.", "voice": "Ethan"}
+    sampling = {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 20, "seed": 3}}
+    more = {"stages": sampling, "priority": 1, "cache_salt": "mine"}
+    content = client.audio.speech.create(**asked, response_format="pcm", extra_body=more).read()
+    prompt = ChatPrompt(({"role": "user", "content": "Tell me."},))
+    expected = in_python(
+        media, "omni_speech", OmniRequest(prompt, sampling=sampling, speaker="Ethan")
+    )
+    samples = np.frombuffer(expected.stages["code2wav"].audio.encoded("pcm16"), "<i2")
+    assert np.abs(np.frombuffer(content, "<i2").astype(int) - samples).max() <= 1
+    with pytest.raises(openai.BadRequestError) as error:
+        client.audio.speech.create(**asked, extra_body={"stages": {"talker": {"seed": -1}}})
+    assert error.value.param == "stages.talker.seed"
+
+
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])
 def test_speech_that_is_silent_is_an_error(media: LiveServer, client: Any, kind: str):
     with pytest.raises(openai.InternalServerError, match="the model made no sound"):
@@ -377,7 +393,8 @@ TEXTS = ["Once upon a time", "Twice", "Once upon a hill there was a house"]
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_embeddings_are_the_encoders_pooled_rows(media: LiveServer, client: Any, encoding: Any):
-    given = {} if encoding is None else {"encoding_format": encoding}
+    given: dict[str, Any] = {} if encoding is None else {"encoding_format": encoding}
+    given["extra_body"] = {"priority": 1, "cache_salt": "mine"}
     answer = client.embeddings.create(model="encode_then_generate", input=TEXTS, **given)
     outputs = media.omni("encode_then_generate").generate([TextPrompt(text) for text in TEXTS])
     for index, (found, output) in enumerate(zip(answer.data, outputs, strict=True)):
