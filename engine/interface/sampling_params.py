@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, GetPydanticSchema, field_validator, model_validator
 
 from engine.interface.settings import Settings
+from engine.interface.token_bias import TokenBias
 
 __all__ = ["SamplingParams"]
 
 # The first wrong one is told: a list of a million would make a million messages.
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(fail_fast=True)]
+
+# Any mapping is taken, and becomes one that never changes.
+LogitBias = Annotated[
+    Mapping[int, float], GetPydanticSchema(lambda _source, handler: handler(TokenBias))
+]
 
 
 class SamplingParams(Settings):
@@ -35,6 +42,8 @@ class SamplingParams(Settings):
         ignore_eos: go on past the checkpoint's end-of-sequence tokens.
         logprobs: report so many likeliest tokens' log-probabilities and the chosen one's; or None.
         suppress_token_ids: never choose these.
+        logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before
+            anything else is done to it. In files ids are in quotes: {"50256": -100}.
         n: independent completions of the same prompt.
     """
 
@@ -53,6 +62,7 @@ class SamplingParams(Settings):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
     suppress_token_ids: TokenIds = ()
+    logit_bias: LogitBias = TokenBias({})
     n: int = Field(default=1, ge=1)
 
     @field_validator("stop", mode="before")

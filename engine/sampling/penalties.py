@@ -1,4 +1,4 @@
-"""Changes to single logits of a batch: masks and penalties, without a loop over tokens.
+"""Changes to single logits of a batch: biases, masks and penalties, without a loop over tokens.
 
 Every row brings a short list of ids. All rows' lists are joined into one list of places in the
 flat ``(n * vocab,)`` view, so that a whole batch is one gather and one scatter::
@@ -18,7 +18,22 @@ from torch import Tensor
 
 from engine.sampling.sampling_state import SamplingState
 
-__all__ = ["apply_masks", "apply_penalties"]
+__all__ = ["apply_biases", "apply_masks", "apply_penalties"]
+
+
+def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Add what requests want added to single tokens' logits, in place.
+
+    Args:
+        logits: ``(n, vocab)`` float32, contiguous.
+        states: one per row.
+    """
+    biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
+    if not biased:
+        return
+    places = _places([row for row, _ in biased], [bias.token_ids for _, bias in biased], logits)
+    values = np.concatenate([bias.values for _, bias in biased])
+    logits.view(-1)[places] += torch.from_numpy(values).to(logits.device)
 
 
 def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.interface.outputs import TokenLogprobs
-from engine.sampling.penalties import apply_masks, apply_penalties
+from engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from engine.sampling.sampling_state import SamplingState
 from engine.sampling.token_draw import draw, shape_distribution
 
@@ -36,8 +36,12 @@ class Sampler:
     """Chooses the next token of every request of a batch.
 
     A row's result depends on its own logits and state only, not on its place or its neighbours. In
-    order: suppressed ids and ``min_tokens``; the model's own rule; the penalties; then for greedy
-    requests the largest, for others temperature, min-p, top-k, top-p and the draw.
+    order: the bias of single tokens; suppressed ids and ``min_tokens``; the model's own rule; the
+    penalties; then for greedy requests the largest, for others temperature, min-p, top-k, top-p and
+    the draw.
+
+    The bias comes first, as in transformers: what looks at logits, as the model's own rule and the
+    repetition penalty do, sees biased ones. No bias brings back what is masked.
     """
 
     @torch.inference_mode()
@@ -61,6 +65,7 @@ class Sampler:
         if not plain:
             # A copy: log-probabilities are of the model's own distribution.
             adjusted = logits.to(torch.float32, copy=True).contiguous()
+            apply_biases(adjusted, states)
             apply_masks(adjusted, states)
             for row, state in enumerate(states):
                 if state.logits_processor is not None:

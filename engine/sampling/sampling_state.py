@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.interface.sampling_params import SamplingParams
 from engine.sampling.token_counts import TokenCounts
 
-__all__ = ["LogitsProcessor", "SamplingState"]
+__all__ = ["Bias", "LogitsProcessor", "SamplingState"]
 
 _UNIFORM_BITS = 53  # what a float64 holds
 
@@ -24,6 +24,18 @@ class LogitsProcessor(Protocol):
 
     def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
         """Mask in the logits ``(vocab,)`` what must not follow the generated ids."""
+
+
+class Bias(NamedTuple):
+    """What is added to some tokens' logits.
+
+    Attributes:
+        token_ids: ``(num_tokens,)``, each once.
+        values: ``(num_tokens,)``.
+    """
+
+    token_ids: NDArray[np.int64]
+    values: NDArray[np.float32]
 
 
 class SamplingState:
@@ -45,6 +57,7 @@ class SamplingState:
     Attributes:
         num_generated: tokens accepted so far.
         counts: of the tokens seen, or None when no penalty asks for them.
+        bias: of single tokens, at every position; None when there is none.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class SamplingState:
     ) -> None:
         _check_ids("suppress_token_ids", params.suppress_token_ids, vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        _check_ids("logit_bias", params.logit_bias, vocab_size)
         self.params = params
         self.num_generated = 0
         self.counts: TokenCounts | None = None
@@ -70,6 +84,7 @@ class SamplingState:
         ):
             # Placeholders of other modalities may have ids beyond the head's.
             self.counts = TokenCounts(i for i in prompt_token_ids if i < vocab_size)
+        self.bias = _bias(params)
         self._seed = seed
         begin = [i for i in begin_suppress_token_ids if i < vocab_size]
         self._masked, self._masked_early, self._masked_first = _masks(
@@ -78,6 +93,7 @@ class SamplingState:
         self._plain = (
             params.is_greedy
             and self.counts is None
+            and self.bias is None
             and params.logprobs is None
             and logits_processor is None
         )
@@ -164,7 +180,14 @@ def _id_array(ids: set[int]) -> _Mask:
     return np.array(sorted(ids), dtype=np.int64) if ids else None
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def _bias(params: SamplingParams) -> Bias | None:
+    if not params.logit_bias:
+        return None
+    ids, values = zip(*params.logit_bias.items(), strict=True)
+    return Bias(np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32))
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(

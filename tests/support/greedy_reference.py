@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class GreedyAnswer:
 
     Attributes:
         token_ids: generated ids.
-        margins: per generated id, the gap between the two largest logits.
+        margins: per generated id, the gap between the two largest logits that it was chosen by.
         hidden_states: ``(prompt + generated - 1, hidden)`` after the final norm.
     """
 
@@ -37,16 +38,18 @@ class GreedyReference:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def from_ids(self, prompt_ids: Sequence[int], num_tokens: int) -> GreedyAnswer:
-        """``generate`` on token ids."""
-        return self._answer(torch.tensor([list(prompt_ids)]), None, num_tokens)
+    def from_ids(self, prompt_ids: Sequence[int], num_tokens: int, **options: Any) -> GreedyAnswer:
+        """``generate`` on token ids, with more of its options."""
+        return self._answer(torch.tensor([list(prompt_ids)]), None, num_tokens, **options)
 
     @torch.inference_mode()
     def from_embeds(self, embeds: Tensor, num_tokens: int) -> GreedyAnswer:
         """``generate`` on ``(tokens, hidden)`` embeddings."""
         return self._answer(None, embeds[None], num_tokens)
 
-    def _answer(self, ids: Tensor | None, embeds: Tensor | None, num_tokens: int) -> GreedyAnswer:
+    def _answer(
+        self, ids: Tensor | None, embeds: Tensor | None, num_tokens: int, **options: Any
+    ) -> GreedyAnswer:
         inputs = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
         out = self.model.generate(
             **inputs,
@@ -54,15 +57,16 @@ class GreedyReference:
             do_sample=False,
             max_new_tokens=num_tokens,
             eos_token_id=None,
-            output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
+            **options,
         )
         generated = out.sequences[:, -num_tokens:]
         table = self.model.get_input_embeddings()
         prompt = table(ids) if embeds is None else embeds
         full = torch.cat([prompt, table(generated[:, :-1])], dim=1)
         hidden = self.model(inputs_embeds=full, output_hidden_states=True).hidden_states[-1][0]
-        tops = [logits[0].topk(2).values.tolist() for logits in out.logits]
+        tops = [scores[0].topk(2).values.tolist() for scores in out.scores]
         return GreedyAnswer(generated[0].tolist(), [a - b for a, b in tops], hidden)
 
 

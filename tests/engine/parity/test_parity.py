@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,27 @@ def test_embeddings_and_token_ids_share_a_batch(family: Family, budget: int) -> 
             )
             if repetition:
                 assert output.num_cached_tokens == (output.num_prompt_tokens - 1) // 4 * 4
+
+
+def test_biased_and_penalised_tokens_of_one_batch_are_those_of_transformers(
+    family: Family,
+) -> None:
+    checkpoint, prompts, plain = family("qwen2", True)
+    reference = GreedyReference(checkpoint)
+    choices = [(0.0, 1.0), (2.0, 1.0), (0.5, 1.5), (0.0, 1.3), (100.0, 0.8), (5.0, 2.0)]
+    params, answers = [], []
+    for prompt, unbiased, (strength, penalty) in zip(prompts, plain, choices, strict=True):
+        # On what was said, up and down: so the penalty meets it.
+        ids = unbiased.token_ids
+        bias = {token_id: strength * (-1) ** place for place, token_id in enumerate(ids)}
+        changes = {"repetition_penalty": penalty, "logit_bias": bias if strength else {}}
+        params.append(SamplingParams(**GREEDY.model_dump() | changes))
+        options: dict[str, Any] = {"repetition_penalty": penalty}
+        if strength:
+            options["sequence_bias"] = {(token_id,): value for token_id, value in bias.items()}
+        answers.append(reference.from_ids(prompt, NUM_TOKENS, **options))
+    assert [each.token_ids for each in answers[1:]] != [each.token_ids for each in plain[1:]]
+    engine = LLMEngine(EngineConfig(model=checkpoint, max_num_seqs=6, max_model_len=64))
+    outputs = engine.generate([TokensPrompt(tuple(p)) for p in prompts], params)
+    for output, answer in zip(outputs, answers, strict=True):
+        assert_greedy(answer, output.outputs[0].token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ rows_of_batch = st.lists(
             presence_penalty=st.sampled_from([0.0, -0.5]),
             min_tokens=st.sampled_from([0, 3]),
             suppress_token_ids=st.sampled_from([(), (1, 2)]),
+            logit_bias=st.sampled_from([{}, {1: 100.0, 9: -3.0}, {9: 1.5}]),
             logprobs=st.sampled_from([None, 0, 3]),
         ),
         st.integers(0, 2**63 - 1),
@@ -205,12 +207,44 @@ def test_suppressed_tokens_never_come(temperature: float):
     assert output.token_ids == [15] * 50
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_of_a_hundred_chooses_and_of_minus_a_hundred_bans(temperature: float):
+    logits = random_logits(20)
+    liked, banned = int(logits[0].argmin()), int(logits[0].argmax())
+    wanted = SamplingParams(temperature=temperature, logit_bias={liked: 100})
+    unwanted = SamplingParams(temperature=temperature, logit_bias={banned: -100})
+    states = [state(unwanted if row % 2 else wanted, seed=row) for row in range(20)]
+    found = sample(logits[:1].expand(20, -1), *states).token_ids
+    assert found[::2] == [liked] * 10
+    assert banned not in found[1::2]
+
+
+def test_no_bias_brings_back_what_is_suppressed():
+    logits = random_logits(1)
+    params = SamplingParams(temperature=0.0, suppress_token_ids=(5,), logit_bias={5: 100, 6: 50})
+    assert sample(logits, state(params)).token_ids == [6]
+
+
+def test_the_models_own_rule_sees_what_is_biased():
+    seen: list[float] = []
+
+    class Rule:
+        def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
+            seen.append(float(logits[5]))
+
+    params = SamplingParams(temperature=0.0, logit_bias={5: 2.5}, repetition_penalty=2.0)
+    ruled = SamplingState(params, [5], 0, {EOS}, VOCAB, logits_processor=Rule())
+    sample(torch.zeros(1, VOCAB), ruled)
+    assert seen == [2.5]
+
+
 @pytest.mark.parametrize("wanted", [0, 1, 4, 1000])
 def test_logprobs_are_of_the_raw_distribution(wanted: int):
     logits = random_logits(2)
     params = SamplingParams(
-        temperature=0.3, top_k=2, repetition_penalty=3.0, suppress_token_ids=(0,), logprobs=wanted
-    )
+        temperature=0.3, top_k=2, repetition_penalty=3.0, suppress_token_ids=(0,), logprobs=wanted,
+        logit_bias={7: 2.0, 8: -100.0},
+    )  # fmt: skip
     output = sample(logits, state(params, prompt=(5,)), state(SamplingParams(temperature=0.0)))
     expected = logits.log_softmax(-1)[0]
     found = output.logprobs[0]
@@ -256,10 +290,11 @@ def test_extreme_temperatures_draw_a_token(temperature: float):
         assert output.token_ids == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("field", ["suppress_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize("field", ["suppress_token_ids", "stop_token_ids", "logit_bias"])
 def test_ids_outside_the_vocabulary_are_refused(field: str):
+    ids = (0, VOCAB)
     with pytest.raises(ValueError, match=rf"{field} holds {VOCAB}.*0 to {VOCAB - 1}"):
-        state(SamplingParams(**{field: (0, VOCAB)}))
+        state(SamplingParams(**{field: dict.fromkeys(ids, 1) if field == "logit_bias" else ids}))
 
 
 def test_suppressing_everything_is_refused():

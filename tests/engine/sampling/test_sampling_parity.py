@@ -15,6 +15,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from engine import SamplingParams
-from engine.sampling.penalties import apply_masks, apply_penalties
+from engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from engine.sampling.sampling_state import SamplingState
 from engine.sampling.token_draw import shape_distribution
 from tests.support.examples import examples
@@ -32,6 +33,9 @@ EOS = 3
 
 def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
     chosen: list[LogitsProcessor] = []
+    if params.logit_bias:
+        biases = {(token_id,): value for token_id, value in params.logit_bias.items()}
+        chosen.append(SequenceBiasLogitsProcessor(biases))
     if params.suppress_token_ids:
         chosen.append(SuppressTokensLogitsProcessor(list(params.suppress_token_ids)))
     if params.min_tokens:
@@ -58,6 +62,7 @@ def make_state(
 
 def ours(logits: Tensor, states: list[SamplingState]) -> Tensor:
     adjusted = logits.clone()
+    apply_biases(adjusted, states)
     apply_masks(adjusted, states)
     apply_penalties(adjusted, states)
     return shape_distribution(adjusted, [state.params for state in states]).softmax(-1)
@@ -72,6 +77,9 @@ params_of_row = st.builds(
     repetition_penalty=st.floats(0.5, 2.0),
     min_tokens=st.sampled_from([0, 2]),
     suppress_token_ids=st.sets(st.integers(4, 20), max_size=5).map(tuple),
+    logit_bias=st.dictionaries(
+        st.integers(0, 40), st.one_of(st.floats(-100, 100), st.floats(-5, 5)), max_size=5
+    ),
 )
 history = st.tuples(
     st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -96,6 +104,28 @@ def test_kept_tokens_and_probabilities_are_those_of_transformers(rows, vocab_siz
         expected = scores.softmax(-1)[0]
         assert torch.equal(found[row] > 0, expected > 0)
         torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-6)
+
+
+@given(
+    rows=st.lists(
+        st.dictionaries(st.integers(0, 40), st.floats(-100, 100), max_size=41),
+        min_size=1,
+        max_size=6,
+    ),
+    masked=st.sets(st.integers(0, 40), max_size=9),
+)
+def test_a_bias_reaches_its_own_row_and_nothing_that_is_masked(rows, masked: set[int]):
+    vocab_size = 41
+    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[:, sorted(masked)] = -torch.inf
+    adjusted = logits.clone()
+    params = [SamplingParams(logit_bias=bias) for bias in rows]
+    apply_biases(adjusted, [make_state(each, [], [], vocab_size) for each in params])
+    expected = logits.clone()
+    for row, bias in enumerate(rows):
+        for token_id, value in bias.items():
+            expected[row, token_id] += value
+    assert torch.equal(adjusted, expected)
 
 
 @given(

@@ -38,6 +38,15 @@ def test_a_position_with_a_mask_is_not_plain_and_the_next_one_is() -> None:
     assert state.is_plain
 
 
+def test_a_position_with_a_bias_is_not_plain() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={5: 1.0})
+    state = SamplingState(params, (), 0, [2], 10)
+    other = state.with_seed(1)
+    state.append(5)
+    assert not state.is_plain and not other.is_plain
+    assert state.bias is not None and other.bias is state.bias
+
+
 def test_something_must_be_left_for_the_first_position() -> None:
     with pytest.raises(ValueError, match="no token is left to choose"):
         masked(SamplingParams(suppress_token_ids=tuple(range(9))), [9], 1)

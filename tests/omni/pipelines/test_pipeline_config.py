@@ -86,6 +86,21 @@ def test_values_and_defaults_reach_the_stage(tmp_path: Path) -> None:
     assert reader.outputs is None
 
 
+def test_a_bias_is_read_from_a_file_and_a_flag_and_written_again(tmp_path: Path) -> None:
+    text = TWO_STAGES.replace("max_tokens: 3,", 'max_tokens: 3, logit_bias: {"256": -100, "5": 1},')
+    place = "stages.writer.sampling.logit_bias"
+    config = PipelineConfig.load(write(tmp_path, text), {f"{place}.7": 2.5})
+    sampling = stage_of(config, "writer").sampling
+    assert sampling.logit_bias == {5: 1.0, 7: 2.5, 256: -100.0}
+    written = yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+    assert PipelineConfig.load(write(tmp_path, written)) == config
+    assert PipelineConfig.model_validate(config.model_dump(by_alias=True)) == config
+    with pytest.raises(ConfigError, match=rf"{place}\.5: should be a number .* got 101"):
+        PipelineConfig.load(write(tmp_path, text), {f"{place}.5": 101})
+    with pytest.raises(ConfigError, match="quote it: '5'"):
+        PipelineConfig.load(write(tmp_path, text.replace('"5"', "5")))
+
+
 def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()

@@ -26,6 +26,7 @@ PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", 
 DRAWN = [
     PROMPTS[0],
     *(OmniRequest(each, sampling={"writer": {"temperature": 1.0}}) for each in PROMPTS[:2]),
+    OmniRequest(PROMPTS[3], sampling={"writer": {"logit_bias": {5: 100, 6: 99.5, 7: -100.0}}}),
 ]
 SPOKEN = ["hello there", "what is it"]
 

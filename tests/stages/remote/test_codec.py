@@ -166,6 +166,7 @@ samplings = st.builds(
     temperature=st.floats(0, 2),
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple),
     seed=st.none() | st.integers(0, 2**63 - 1),
+    logit_bias=st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100), max_size=3),
 )
 requests = st.builds(StageRequest, texts, prompts, st.none() | samplings, st.integers())
 reasons = st.none() | st.sampled_from(FinishReason)
@@ -254,6 +255,12 @@ def test_what_was_left_to_defaults_still_is():
     sampling = there_and_back(SamplingParams(top_k=3))
     assert sampling == SamplingParams(top_k=3)
     assert sampling.model_fields_set == {"top_k"}
+
+
+def test_a_bias_arrives_as_one_that_can_be_hashed():
+    sampling = SamplingParams(logit_bias={50256: -100, 5: 1.5})
+    arrived = there_and_back(StageRequest("r", TextPrompt("x"), sampling)).sampling
+    assert arrived == sampling and hash(arrived) == hash(sampling)
 
 
 def test_a_mapping_arrives_as_a_dict():
