@@ -16,7 +16,7 @@ from stages import StageOutput
 __all__ = ["Comparison", "compare_outputs"]
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "n")
+_SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "logit_bias", "n")
 
 
 @dataclass(slots=True)

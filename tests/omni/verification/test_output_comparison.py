@@ -242,9 +242,23 @@ def test_a_near_tie_of_a_greedy_choice_is_no_difference() -> None:
             output((9,)),
             {"sampling": SamplingParams(temperature=0.0, repetition_penalty=1.1)},
         ),
+        (
+            output((8,), gap=1e-6),
+            output((9,)),
+            {"sampling": SamplingParams(temperature=0.0, logit_bias={8: 1.0})},
+        ),
         (output((8,), gap=1e-6), output((9,)), {"sampling": None}),
     ],
-    ids=["far", "third token", "no logprobs", "shorter", "sampled", "penalty", "no sampling"],
+    ids=[
+        "far",
+        "third token",
+        "no logprobs",
+        "shorter",
+        "sampled",
+        "penalty",
+        "bias",
+        "no sampling",
+    ],
 )
 def test_a_token_that_no_tie_explains_is_a_difference(
     uncached: StageOutput, cached: StageOutput, options: dict[str, Any]
