@@ -22,7 +22,8 @@ def sampling_of(
 
     Args:
         given: ``{stage: {field: value}}``, or ``{field: value}`` for every stage that samples, or
-            both, where a stage's own word counts. Fields never have mappings as values.
+            both, where a stage's own word counts. A key that is a stage's name and a field's is
+            the stage where its value is a mapping.
         own: every stage's own parameters; None for a stage that does not sample.
 
     Raises:
@@ -49,7 +50,7 @@ def _is_field(key: str, value: object, own: Mapping[str, object]) -> bool:
     if key in own:
         # A stage may be called "seed".
         return key in SamplingParams.model_fields and not isinstance(value, Mapping)
-    return not isinstance(value, Mapping)
+    return key in SamplingParams.model_fields or not isinstance(value, Mapping)
 
 
 def _merged(

@@ -126,6 +126,13 @@ def test_sampling_without_a_stage_is_for_every_stage_that_samples(tmp_path: Path
     }
 
 
+def test_a_field_that_is_a_mapping_is_no_stage(tmp_path: Path) -> None:
+    sampling = {"logit_bias": {"5": -1}, "reader": {"logit_bias": {"7": 2.5}}}
+    request = request_of(tmp_path, {"prompt": "x", "sampling": sampling})
+    found = {stage: params.logit_bias for stage, params in request.sampling.items()}  # type: ignore[union-attr]
+    assert found == {"writer": {5: -1.0}, "reader": {7: 2.5}}
+
+
 def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"prompt": "x", "sampling": {"seed": {"seed": 3}}}\n{"prompt": "x", '
@@ -141,6 +148,9 @@ def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
         ({"max_tokens": 1}, "sampling: min_tokens (2) is larger than max_tokens (1)"),
         ({"max_tokens": -1}, "sampling.max_tokens: should be greater than or equal to 0, got -1"),
         ({"max_tokens": None}, "sampling.max_tokens: should be a valid integer, got None"),
+        ({"max_tokens": {"writer": 1}}, "sampling.max_tokens: should be a valid integer, got {"),
+        ({"logit_bias": {"5": 101}}, "sampling.logit_bias.5: should be a number from -100 to 100"),
+        ({"logit_bias": {"x": 1}}, "sampling.logit_bias: should have token ids as keys"),
         ({"reeder": {"max_tokens": 1}}, "sampling.reeder: unknown stage; did you mean 'reader'?"),
     ],
 )
