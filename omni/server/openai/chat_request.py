@@ -141,7 +141,6 @@ class ChatRequest(SamplingFields):
         "functions": (),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
-        "logit_bias": (),
         "prediction": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),

@@ -31,7 +31,6 @@ class CompletionRequest(SamplingFields):
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
-        "logit_bias": (),
     }
 
     model: str

@@ -57,7 +57,7 @@ class SamplingFields(StageFields):
     own_fields: ClassVar[tuple[str, ...]] = (
         *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
-        *("min_tokens", "suppress_token_ids"),
+        *("min_tokens", "suppress_token_ids", "logit_bias"),
     )
     """Those that mean the same to a stage under the same name."""
 
@@ -75,6 +75,7 @@ class SamplingFields(StageFields):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     suppress_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     def given_fields(self) -> dict[str, Any]:
         """What is given of :attr:`own_fields`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
+from omni import ChatPrompt, OmniRequest, SamplingParams, TextPrompt, TokensPrompt
 from stages import StageOutput
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
@@ -38,6 +38,13 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"repetition_penalty": 1.3, "ignore_eos": True, "min_tokens": 3},
     ),
     ({"n": 3, "temperature": 1.0, "seed": 5}, {"n": 3, "temperature": 1.0, "seed": 5}),
+    ({"logit_bias": {"5": 100}}, {"logit_bias": {5: 100.0}}),
+    (
+        {"logit_bias": {"5": 90, "7": 100, "9": -100}, "presence_penalty": 2.0, "temperature": 1.0,
+         "seed": 3},
+        {"logit_bias": {5: 90, 7: 100, 9: -100}, "presence_penalty": 2.0, "temperature": 1.0,
+         "seed": 3},
+    ),
     ({"stop": "e"}, {"stop": ["e"]}),
     ({"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0},
      {"stop": ["e", "a"], "n": 2, "seed": 2, "temperature": 1.0}),
@@ -186,6 +193,30 @@ def test_several_completions_of_text_have_logprobs_of_their_own(server: LiveServ
     assert [choice.logprobs.token_logprobs for choice in answer.choices] == [
         [entry.logprob for entry in each.logprobs] for each in expected
     ]
+
+
+def test_a_bias_chooses_and_bans_and_logprobs_are_the_models_own(server: LiveServer, client: Any):
+    def ask(**bias: int) -> list[float]:
+        answer = client.completions.create(
+            model="chat", prompt=[5, 6, 7], max_tokens=3, logprobs=0, logit_bias=bias
+        )
+        return answer.choices[0].logprobs.token_logprobs
+
+    prompt = TokensPrompt((5, 6, 7))
+    sampling = {"max_tokens": 3, "logprobs": 0}
+    free = in_python(server, prompt, sampling)
+    liked, banned = max(free.token_ids) + 1, free.token_ids[0]
+    for bias in ({liked: 100}, {banned: -100}):
+        params = SamplingParams(temperature=0.0, logit_bias=bias, **sampling)
+        request = OmniRequest(prompt, sampling={"writer": params})
+        (output,) = server.omni("chat").generate([request])
+        expected = output.stages["writer"]
+        assert (expected.token_ids == (liked,) * 3) == (liked in bias)
+        assert banned not in expected.token_ids
+        told = ask(**{str(token_id): value for token_id, value in bias.items()})
+        assert free.logprobs is not None and expected.logprobs is not None
+        assert told == [each.logprob for each in expected.logprobs]
+        assert told[0] < free.logprobs[0].logprob, "what the model itself finds less likely"
 
 
 def test_what_was_computed_before_is_told_as_cached(client: Any):
