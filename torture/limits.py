@@ -54,6 +54,10 @@ def _requests() -> dict[str, Callable[[], tuple[Any, dict[str, Any]]]]:
         "a stop string of 50 MB": lambda: ("x", {"stop": "x" * (50 * _MILLION)}),
         "a million stop ids": lambda: ("x", {"stop_token_ids": (1,) * _MILLION}),
         "a million suppressed ids": lambda: ("x", {"suppress_token_ids": tuple(range(_MILLION))}),
+        "a million biased ids": lambda: (
+            "x",
+            {"logit_bias": dict.fromkeys(range(_MILLION), 1.0)},
+        ),
         "a billion logprobs": lambda: ("x", {"logprobs": 10**9}),
         "10^18 tokens to generate": lambda: ("x" * 400, {"max_tokens": 10**18}),
         "a million images": lambda: (

@@ -173,6 +173,11 @@ def hostile_sampling(random: Random) -> dict[str, Any]:
         "stop": ((), ("a",), ("",), ("x" * 10**5,), tuple("abcdefgh" * 100), "e", 3),
         "stop_token_ids": ((), (1,), (10**9,), (-1,), tuple(range(100_000))),
         "suppress_token_ids": ((), (5, 5), (10**9,), tuple(range(768))),
+        "logit_bias": (
+            *({}, {5: 100, "6": -100.0}, {10**9: 1}, {-1: 1}, {"a": 1}, {5: 101}, {10**30: 1}),
+            *({5: "1"}, {5: 1, "5": 1}, {True: 1}, {5: None}, {5: float("nan")}, [[5, 1]], 3),
+            *(dict.fromkeys(range(768), -100), dict.fromkeys(range(100_000), 1e-300)),
+        ),
         "logprobs": (None, 0, 3, 10**9, -1),
         "n": (1, 2, 5, 10**6, 10**30, 0),
         "nonsense": (1,),
