@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.suggestion import suggest
 
-__all__ = ["dotted", "explain_validation_error", "explain_value_error"]
+__all__ = ["dotted", "explain_validation_error", "explain_value_error", "place_of"]
 
 _WORDS = {
     "a valid array": "a list",
@@ -102,11 +102,19 @@ def dotted(place: KeyPath) -> str:
     return text
 
 
+def place_of(finding: ErrorDetails, data: Any) -> KeyPath:
+    """Where a mistake stands in the data, without pydantic's own words in between."""
+    loc = finding["loc"]
+    if finding["type"] == "missing":
+        # The key may be there all the same: with a null, which a model may take for none.
+        return (*_keys_of(loc[:-1], data), loc[-1])
+    cause = finding.get("ctx", {}).get("error")
+    return _keys_of(loc, data) + (cause.place if isinstance(cause, PlacedError) else ())
+
+
 def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[KeyPath, str]:
     loc, context = finding["loc"], finding.get("ctx", {})
-    place = _keys_of(loc, data)
-    if finding["type"] == "missing":
-        place = (*place, loc[-1])
+    place = place_of(finding, data)
     match finding["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
             return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1], data))
@@ -120,8 +128,7 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
                 context["tag"], tags
             )
         case "value_error":
-            cause = context["error"]
-            return place + (cause.place if isinstance(cause, PlacedError) else ()), str(cause)
+            return place, str(context["error"])
         case "too_short" | "string_too_short" if not finding["input"]:
             return place, _nothing_given(finding["type"], context["min_length"])
         case _:

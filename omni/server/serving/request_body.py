@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from engine.interface.placed_error import PlacedError
-from engine.interface.schema_error import dotted, explain_validation_error
+from engine.interface.schema_error import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
         if not isinstance(data, dict):
             raise ApiError.bad_request("the body must be a JSON object: {...}") from None
         lines = explain_validation_error(error, model, data).split("\n")
-        raise ApiError.bad_request("; ".join(lines), param=_first_place(error, data)) from None
+        place = dotted(place_of(error.errors(include_url=False)[0], data))
+        raise ApiError.bad_request("; ".join(lines), param=place or None) from None
 
 
 def _no_json(error: ValidationError) -> str:
@@ -108,22 +109,3 @@ def _loaded(body: bytes | str) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError):  # pydantic's parser took it, this one need not
         raise ApiError.bad_request("the body is not valid JSON") from None
-
-
-def _first_place(error: ValidationError, data: Any) -> str | None:
-    """The key that the first mistake stands at, without pydantic's own words in between."""
-    finding = error.errors(include_url=False)[0]
-    place: list[str | int] = []
-    at = data
-    for part in finding["loc"]:
-        is_key = isinstance(at, dict) and part in at
-        is_index = isinstance(at, list) and isinstance(part, int) and part < len(at)
-        if is_key or is_index:
-            at = at[part]
-            place.append(part)
-    if finding["type"] == "missing":
-        place.append(finding["loc"][-1])
-    cause = finding.get("ctx", {}).get("error")
-    if isinstance(cause, PlacedError):
-        place += cause.place
-    return dotted(tuple(place)) or None

@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.interface.schema_error import explain_validation_error
 
@@ -103,6 +103,25 @@ def test_a_long_kind_is_shortened_too() -> None:
     assert message.startswith("drive.kind: unknown kind 'xxx")
     assert message.endswith("...; known are 'wheel', 'sail'")
     assert len(message) < 150
+
+
+class Trailer(BaseModel):
+    size: int
+    trailer: Trailer | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in data.items() if value is not None}
+
+
+@pytest.mark.parametrize("given", [{}, {"size": None}])
+def test_what_is_missing_is_named_once_be_it_absent_or_dropped(given: dict[str, Any]) -> None:
+    for data, place in ((given, "size"), ({"size": 1, "trailer": given}, "trailer.size")):
+        with pytest.raises(ValidationError) as caught:
+            Trailer.model_validate(data)
+        told = explain_validation_error(caught.value, Trailer, data)
+        assert told == f"{place}: missing; it must be given"
 
 
 def test_of_many_mistakes_the_first_are_told() -> None:

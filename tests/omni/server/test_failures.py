@@ -76,6 +76,11 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content",
+            "messages[0].content: missing",
+        ),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "should be"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "should be text"),
         (
@@ -106,6 +111,12 @@ def test_a_mistake_is_told_with_the_field_that_has_it(
         assert error.value.param == param
         body: Any = error.value.body
         assert message in body["message"] and body["type"] == "invalid_request_error"
+
+
+def test_a_null_is_told_where_it_stands_like_a_key_that_is_absent(client: Any):
+    with pytest.raises(openai.BadRequestError, match=" - prompt: missing") as error:
+        client.completions.create(model="chat", prompt=None)
+    assert error.value.param == "prompt"
 
 
 def test_what_changes_nothing_is_taken(client: Any):
