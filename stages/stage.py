@@ -289,7 +289,8 @@ class Stage(ABC):
         """Refuse parameters that no request could run with here, before any stage has begun.
 
         Raises:
-            ValueError: the stage's model cannot do what they ask for.
+            ValueError: the stage's model cannot do what they ask for. One that is a
+                :class:`~engine.interface.placed_error.PlacedError` names the field.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.interface.limits import RequestLimits
+from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.prompt_positions import PromptPositions
 from engine.resources.byte_sizes import format_bytes
@@ -87,11 +88,12 @@ class FitCheck:
         self._kv_cache = kv_cache
 
     def check_head(self, params: SamplingParams) -> None:
-        """Raise ``ValueError`` if tokens are asked of a checkpoint that cannot generate."""
+        """Raise ``PlacedError`` if tokens are asked of a checkpoint that cannot generate."""
         if params.max_tokens and not self.limits.num_logits:
-            raise ValueError(
+            raise PlacedError(
+                ("max_tokens",),
                 "the checkpoint has no language-model head and cannot generate; "
-                f"use max_tokens=0, got {params.max_tokens}"
+                f"use max_tokens=0, got {params.max_tokens}",
             )
 
     def max_num_tokens(

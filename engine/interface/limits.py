@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 
@@ -51,28 +52,32 @@ class RequestLimits(Settings):
         """Refuse parameters that ask for more.
 
         Raises:
-            ValueError: says of which field, and how to raise the limit.
+            PlacedError: says of which field, and how to raise the limit.
         """
         if params.n > self.max_completions:
-            raise ValueError(
+            raise PlacedError(
+                ("n",),
                 f"n is {params.n}, but at most {self.max_completions} completions are made of a "
-                f"prompt; ask for fewer {_MEND}.max_completions"
+                f"prompt; ask for fewer {_MEND}.max_completions",
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
-            raise ValueError(
+            raise PlacedError(
+                ("logprobs",),
                 f"logprobs is {params.logprobs}, but at most {self.max_logprobs} tokens are "
-                f"reported; ask for fewer {_MEND}.max_logprobs"
+                f"reported; ask for fewer {_MEND}.max_logprobs",
             )
         if len(params.stop) > self.max_stop_strings:
-            raise ValueError(
+            raise PlacedError(
+                ("stop",),
                 f"stop has {len(params.stop)} strings, but at most {self.max_stop_strings} are "
-                f"looked for; give fewer {_MEND}.max_stop_strings"
+                f"looked for; give fewer {_MEND}.max_stop_strings",
             )
         num_chars = sum(map(len, params.stop))
         if num_chars > self.max_stop_chars:
-            raise ValueError(
+            raise PlacedError(
+                ("stop",),
                 f"the stop strings have {num_chars} characters, but at most "
-                f"{self.max_stop_chars} are looked for; shorten them {_MEND}.max_stop_chars"
+                f"{self.max_stop_chars} are looked for; shorten them {_MEND}.max_stop_chars",
             )
 
     def check_items(self, num_items: int) -> None:

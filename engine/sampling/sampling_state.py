@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.sampling.token_counts import TokenCounts
 
@@ -190,8 +191,9 @@ def _bias(params: SamplingParams) -> Bias | None:
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}"
+            raise PlacedError(
+                (name,),
+                f"{name} holds {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}",
             )
 
 

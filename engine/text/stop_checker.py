@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.interface.deferred import Deferred
 from engine.interface.outputs import FinishReason
+from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
 
@@ -82,9 +83,10 @@ class CompletionText:
         eos_token_ids: Collection[int],
     ) -> None:
         if tokenizer is None and params.stop:
-            raise ValueError(
+            raise PlacedError(
+                ("stop",),
                 f"stop strings {list(params.stop)} need text, but the checkpoint has no "
-                "tokenizer; use stop_token_ids"
+                "tokenizer; use stop_token_ids",
             )
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from engine import SamplingParams
 from engine.interface.arguments import check_argument
 from engine.interface.ownership import Ownership
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.placed_error import PlacedError
+from engine.interface.schema_error import explain_validation_error, place_of
 from engine.interface.suggestion import suggest
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
 from stages import Stage, Transform
@@ -139,9 +140,10 @@ class Pipeline:
             ``stage -> parameters`` for the stages that the request names.
 
         Raises:
-            ValueError: there is no such stage, it samples nothing, its model cannot do what is
+            PlacedError: there is no such stage, it samples nothing, its model cannot do what is
                 asked for, or it is to make several completions and feeds another stage.
-                Parameters that a stage has of its own are checked alike.
+                Parameters that a stage has of its own are checked alike. Its place is the stage,
+                and then the field where one is at fault.
         """
         merged = {name: self._merge(name, override) for name, override in overrides.items()}
         for name, stage in self.stages.items():
@@ -152,26 +154,30 @@ class Pipeline:
             try:
                 stage.check_sampling(params)
             except ValueError as error:
-                raise ValueError(f"sampling for stage {name!r}: {error}") from error
+                place = error.place if isinstance(error, PlacedError) else ()
+                raise PlacedError((name, *place), f"{_sampling_for(name)}: {error}") from error
             if params is stage.sampling:
                 self._checked_sampling[name] = params
         return merged
 
     def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-        where = f"sampling for stage {name!r}"
+        where = _sampling_for(name)
         if name not in self.stages:
-            raise ValueError(f"{where}, which does not exist{suggest(name, self.stages)}")
+            told = f"{where}, which does not exist{suggest(name, self.stages)}"
+            raise PlacedError((name,), told)
         try:
             params = self.stages[name].merge_sampling(override)
         except ValidationError as error:
             mistakes = explain_validation_error(error, SamplingParams, override)
-            raise ValueError(f"{where}: {mistakes}") from error
+            place = place_of(error.errors(include_url=False)[0], override)
+            raise PlacedError((name, *place), f"{where}: {mistakes}") from error
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise PlacedError((name,), f"{where}: {error}") from error
         if params.n > 1 and self.consumers[name]:
-            raise ValueError(
+            raise PlacedError(
+                (name, "n"),
                 f"{where}: n={params.n} completions, but it feeds "
-                f"{', '.join(self.consumers[name])}, which takes one"
+                f"{', '.join(self.consumers[name])}, which takes one",
             )
         return params
 
@@ -206,6 +212,11 @@ class Pipeline:
                     f"stage {name!r} makes n={stage.sampling.n} completions, but feeds "
                     f"{', '.join(consumers)}, which takes one: n > 1 is for stages that feed none"
                 )
+
+
+def _sampling_for(stage: str) -> str:
+    """What messages call the parameters of a stage."""
+    return f"sampling for stage {stage!r}"
 
 
 def _by_name(stages: Sequence[Stage]) -> dict[str, Stage]:

@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from engine.interface.placed_error import KeyPath, PlacedError
+from engine.interface.schema_error import dotted
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import AskedRequest, Terms, asked
@@ -59,6 +61,9 @@ async def _run(request: Request) -> Response:
         prepared = await asyncio.to_thread(_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(prepared.sampling)
         omni.pipeline.check_speaker(prepared.speaker)
+    except PlacedError as error:
+        param = _sampling_param(line.sampling, error.place)
+        raise ApiError.bad_request(str(error), param=param) from error
     except ValueError as error:
         told = str(error)
         raise ApiError.bad_request(told, param=_param(told)) from error
@@ -86,6 +91,20 @@ def _param(message: str) -> str | None:
     if message.startswith("speaker "):
         return "speaker"
     return key if key.partition(".")[0] in PipelineRequest.model_fields else None
+
+
+def _sampling_param(given: Mapping[str, Any], place: KeyPath) -> str | None:
+    """The key that a field of a stage's sampling came by; None if the line has none of it.
+
+    Args:
+        given: the line's ``sampling``: fields for one stage, under its name, or for every one.
+        place: the stage, and the field if it is known.
+    """
+    stage, *field = place
+    for_it = given.get(str(stage))
+    if isinstance(for_it, Mapping) and (not field or field[0] in for_it):
+        return dotted(("sampling", stage, *field))
+    return dotted(("sampling", *field)) if field and field[0] in given else None
 
 
 class _Answer:

@@ -39,7 +39,7 @@ from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096

@@ -22,7 +22,7 @@ from stages.remote.segments import SegmentPool
 
 __all__ = ["PROTOCOL_VERSION", "Channel", "ChannelClosed", "ChannelCounters"]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of all that two processes say to each other. One that speaks another is refused."""
 
 _LOG = package_logger(__name__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from engine import SamplingParams
+from engine.interface.placed_error import KeyPath
 from stages.remote.worker_log import Logged
 from stages.stage import StageOutput, StageStats
 from stages.trace_events import Traced
@@ -158,12 +159,15 @@ class Returned:
         value: None after an error.
         error: what it raised, as text.
         error_type: the name of its class.
+        error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
+            type ``ValueError`` here.
     """
 
     number: int
     value: Any = None
     error: str | None = None
     error_type: str = ""
+    error_place: KeyPath = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
+from engine.interface.placed_error import PlacedError
 from stages.remote.control import Returned
 
 __all__ = ["PendingCalls", "WorkerEndedError"]
@@ -46,7 +47,10 @@ class PendingCalls:
         if returned.error is None:
             answer.set_result(returned.value)
         elif returned.error_type == "ValueError":
-            answer.set_exception(ValueError(returned.error))
+            place = returned.error_place
+            answer.set_exception(
+                PlacedError(place, returned.error) if place else ValueError(returned.error)
+            )
         else:
             told = f"{self._called}: {returned.error_type}: {returned.error}"
             answer.set_exception(RuntimeError(told))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine import SamplingParams
+from engine.interface.placed_error import PlacedError
 from stages.remote.control import Call, Returned, StageFacts
 from stages.stage import Stage, StageStats
 
@@ -41,6 +42,8 @@ class WorkerCalls:
         method = self.at_once.get(call.method) or self.in_turn[call.method]
         try:
             return Returned(call.number, method(*call.arguments))
+        except PlacedError as error:
+            return Returned(call.number, None, str(error), ValueError.__name__, error.place)
         except Exception as error:  # it is raised again at the other end
             return Returned(call.number, None, str(error), type(error).__name__)
 

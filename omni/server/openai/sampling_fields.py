@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, ValidationError
 
 from engine import SamplingParams
+from engine.interface.placed_error import PlacedError
 from engine.interface.schema_error import explain_validation_error
 from engine.interface.suggestion import suggest
 from omni.server.serving.api_error import ApiError
@@ -103,12 +104,14 @@ def merge_sampling(
         ApiError: with status 400, and the wrong field as its ``param``.
     """
     merged = {}
+    told_of_stages: dict[str, dict[str, str]] = {}
     for name in {stage: None, **dict.fromkeys(others)}:
         if name not in pipeline.stages:
             told = f"stages.{name}: unknown stage{suggest(name, pipeline.stages)}"
             raise ApiError.bad_request(told, param=f"stages.{name}")
         told_of = {key: names.get(key, key) for key in fields} if name == stage else {}
         told_of |= {key: f"stages.{name}.{key}" for key in others.get(name, {})}
+        told_of_stages[name] = told_of
         given = {**(fields if name == stage else {}), **others.get(name, {})}
         own = pipeline.stages[name].sampling
         if own is None and given:
@@ -120,8 +123,11 @@ def merge_sampling(
             merged[name] = _merge(own, given, told_of)
     try:
         return pipeline.merge_sampling(merged)
-    except ValueError as error:
-        raise ApiError.bad_request(str(error)) from error
+    except PlacedError as error:
+        at, *keys = map(str, error.place)
+        # Where the client has said nothing of it, it is the stage's own, or of several fields.
+        param = told_of_stages.get(at, {}).get(keys[0]) if keys else None
+        raise ApiError.bad_request(str(error), param=param) from error
 
 
 def _merge(

@@ -19,6 +19,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.interface.limits import RequestLimits
+from engine.interface.placed_error import PlacedError
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def test_sampling_that_asks_for_too_much_is_refused_before_the_prompt_is_read(
     engine: LLMEngine, params: dict[str, Any], told: str
 ):
     asked = SamplingParams(**params)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(PlacedError, match=told) as refused:
         engine.check_sampling(asked)
+    assert refused.value.place == tuple(params)
 
     class Unread:
         """Whatever asks it for anything has begun to work."""

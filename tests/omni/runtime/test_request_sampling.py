@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from engine import SamplingParams
+from engine.interface.placed_error import PlacedError
+from engine.interface.schema_error import dotted
 from omni import Omni, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
@@ -16,23 +18,34 @@ ASKED = Conversation((Turn(0),))
 
 
 @pytest.mark.parametrize(
-    ("sampling", "message"),
+    ("sampling", "message", "place"),
     [
-        ({"talker": {"stop": ["."]}}, r"sampling for stage 'talker': .*stop"),
-        ({"talker": {"stop_token_ids": [99_999]}}, r"sampling for stage 'talker': .*99999"),
-        ({"talker": {"suppress_token_ids": [264]}}, r"sampling for stage 'talker': .*264"),
-        ({"talker": SamplingParams(stop=("x",))}, r"sampling for stage 'talker': .*stop"),
-        ({"code2wav": {"seed": 1}}, r"sampling for stage 'code2wav': .*no tokens"),
-        ({"talkr": {"seed": 1}}, r"stage 'talkr', which does not exist.*'talker'"),
+        ({"talker": {"stop": ["."]}}, "sampling for stage 'talker': .*stop", "talker.stop"),
+        (
+            {"talker": {"stop_token_ids": [99_999]}},
+            "sampling for stage 'talker': .*99999",
+            "talker.stop_token_ids",
+        ),
+        (
+            {"talker": {"suppress_token_ids": [264]}},
+            "sampling for stage 'talker': .*264",
+            "talker.suppress_token_ids",
+        ),
+        ({"talker": SamplingParams(stop=("x",))}, "stage 'talker': .*stop", "talker.stop"),
+        ({"talker": {"top_p": 7}}, "sampling for stage 'talker': top_p: ", "talker.top_p"),
+        ({"thinker": {"n": 2}}, "sampling for stage 'thinker': n=2 completions", "thinker.n"),
+        ({"code2wav": {"seed": 1}}, "sampling for stage 'code2wav': .*no tokens", "code2wav"),
+        ({"talkr": {"seed": 1}}, "stage 'talkr', which does not exist.*'talker'", "talkr"),
     ],
 )
 def test_a_later_stages_sampling_is_refused_before_the_first_has_run(
-    seeded: Callable[[str], str], sampling: Any, message: str
+    seeded: Callable[[str], str], sampling: Any, message: str, place: str
 ) -> None:
     pipeline = build_pipeline(seeded("qwen2_5_omni"))
     orchestrator = Orchestrator(pipeline)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlacedError, match=message) as refused:
         orchestrator.add_request(ASKED.request("r", sampling=sampling))
+    assert dotted(refused.value.place) == place
     assert not orchestrator.has_unfinished_requests
     assert not any(stage.has_unfinished_requests for stage in pipeline.stages.values())
     pipeline.close()

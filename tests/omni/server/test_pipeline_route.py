@@ -120,6 +120,8 @@ def test_a_stream_tells_every_stage_and_ends_with_the_whole(running: LiveServer)
         ({"prompt": "x", "speaker": "nobody"}, "speaker", "none of the stages"),
         ({"prompt": "x", "sampling": {"generator": {"top_p": 3}}}, "sampling.generator.top_p", "1"),
         ({"prompt": "x", "sampling": {"max_toks": 3}}, "sampling.max_toks", "max_tokens"),
+        ({"prompt": "x", "sampling": {"n": 999}}, "sampling.n", "n is 999"),
+        ({"prompt": "x", "sampling": {"generator": {"n": 999}}}, "sampling.generator.n", "999"),
         ({"prompt_embeds": "/etc/passwd"}, "prompt_embeds", "safetensors file in base64"),
         ({"prompt_embeds": b64encode(b"x" * 99).decode()}, "prompt_embeds", "safetensors"),
         ({"images": ["/etc/passwd"]}, "images", "reads no files of its own"),
