@@ -56,11 +56,11 @@ class Usage(Struct, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token that could have been chosen."""
+    """A token that could have been chosen; ``bytes`` is null where they cannot be told."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob, kw_only=True):

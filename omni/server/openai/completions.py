@@ -18,6 +18,7 @@ from omni.server.openai.answers import (
 )
 from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
+from omni.server.openai.token_texts import TokenPlaces
 from omni.server.openai.written_text import (
     LogprobWriter,
     Written,
@@ -41,11 +42,11 @@ __all__ = ["Completions"]
 
 @dataclass(slots=True)
 class _Told:
-    """What a stream has told of one completion; ``offset`` is where its next token begins."""
+    """What a stream has told of one completion; ``places`` is for log-probabilities."""
 
+    places: TokenPlaces | None
     num_chars: int = 0
     num_logprobs: int = 0
-    offset: int = 0
     is_over: bool = False
 
 
@@ -88,7 +89,7 @@ class Completions:
             choice
             for index, output in enumerate(outputs)
             for number, written in enumerate(completions_of(output, self._n))
-            if (choice := self._new(index * self._n + number, written, _Told())) is not None
+            if (choice := self._new(index * self._n + number, written, self._nothing())) is not None
         ]
         answer = self._answer(choices)
         answer.usage = usage_of(outputs)
@@ -96,7 +97,7 @@ class Completions:
 
     async def events(self) -> AsyncIterator[bytes]:
         """All completions piece by piece, as they come."""
-        told = [_Told() for _ in range(self._n * len(self._requests))]
+        told = [self._nothing() for _ in range(self._n * len(self._requests))]
         last: dict[int, StageOutput] = {}
         async for index, output in self._outputs():
             last[index] = output
@@ -114,6 +115,10 @@ class Completions:
     def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
         return outputs_of_stage(self._pipeline, self._requests, "prompt", self._stage)
 
+    def _nothing(self) -> _Told:
+        """Of a completion that begins."""
+        return _Told(None if self._logprobs is None else self._logprobs.places())
+
     def _new(self, index: int, written: Written, told: _Told) -> CompletionChoice | None:
         """What is new of one completion, if anything."""
         text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
@@ -123,9 +128,8 @@ class Completions:
         choice = CompletionChoice(
             index=index, text=text, logprobs=None, finish_reason=written.finish_reason
         )
-        if self._logprobs is not None:
-            choice.logprobs = self._logprobs.completion(logprobs, told.offset)
-            told.offset += sum(map(len, choice.logprobs.tokens))
+        if self._logprobs is not None and told.places is not None:
+            choice.logprobs = self._logprobs.completion(logprobs, told.places)
         told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
         told.is_over = ends or told.is_over
         return choice

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from omni.server.openai.answers import (
@@ -16,6 +15,7 @@ from omni.server.openai.answers import (
     TopLogprob,
     Usage,
 )
+from omni.server.openai.token_texts import TokenPlaces, TokenTexts
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
@@ -124,8 +124,12 @@ class LogprobWriter:
                 f"logprobs: the stage {stage!r} has no tokenizer to name tokens by",
                 param="logprobs",
             )
-        self._tokenizer: Any = tokenizer
-        self._texts: dict[int, str] = {}
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+
+    def places(self) -> TokenPlaces:
+        """For a completion that begins: where its tokens stand."""
+        return TokenPlaces(self._tokenizer, self._texts)
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """In the shape of chats."""
@@ -139,34 +143,38 @@ class LogprobWriter:
             ]
         )
 
-    def completion(self, entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
+    def completion(
+        self, entries: Sequence[TokenLogprobs], places: TokenPlaces
+    ) -> CompletionLogprobs:
         """In the shape of completions.
 
         Args:
             entries: what to write.
-            offset: place in the text where the first of these tokens begins.
+            places: of this completion; it has taken all tokens before these.
         """
-        texts = [self._text(entry.token_id) for entry in entries]
         return CompletionLogprobs(
-            tokens=texts,
+            tokens=[self._texts.text(entry.token_id) for entry in entries],
             token_logprobs=[_number(entry.logprob) for entry in entries],
-            top_logprobs=[
-                {self._text(token_id): _number(logprob) for token_id, logprob in entry.top}
-                for entry in entries
-            ],
-            text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+            top_logprobs=[self._by_text(entry) for entry in entries],
+            text_offset=[places.append(entry.token_id) for entry in entries],
         )
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the chosen one; of several with one text, the likeliest."""
+        told: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            told.setdefault(self._texts.text(token_id), _number(logprob))
+        # Clients look it up by the text that they are told of it.
+        told[self._texts.text(entry.token_id)] = _number(entry.logprob)
+        return told
 
-    def _text(self, token_id: int) -> str:
-        if token_id not in self._texts:
-            self._texts[token_id] = str(
-                self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-            )
-        return self._texts[token_id]
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        own = self._texts.bytes_of(token_id)
+        return {
+            "token": self._texts.text(token_id),
+            "logprob": _number(logprob),
+            "bytes": None if own is None else list(own),
+        }
 
 
 def _number(logprob: float) -> float:

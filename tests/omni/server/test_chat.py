@@ -163,6 +163,23 @@ def test_logprobs_are_those_of_omni_in_python(
     assert all(bytes(each.bytes).decode() == each.token for each in found)
 
 
+def test_bytes_of_tokens_join_to_the_characters_of_the_text(server: LiveServer, client: Any):
+    answer = client.chat.completions.create(
+        model="chat", messages=HELLO, logprobs=True, top_logprobs=3, max_tokens=90,
+        temperature=2.0, seed=3, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    (choice,) = answer.choices
+    specials = {str(each) for each in tokenizer.added_tokens_decoder.values()}
+    found = [each for each in choice.logprobs.content if each.token not in specials]
+    assert len(found) < len(choice.logprobs.content), "no special token among them"
+    assert any(each.token == "\ufffd" for each in found), "no part of a character among them"
+    joined = b"".join(bytes(each.bytes or b"") for each in found)
+    assert joined.decode(errors="replace").rstrip("\ufffd") == choice.message.content
+    for one in [*found, *(top for each in found for top in each.top_logprobs)]:
+        assert one.bytes is None or bytes(one.bytes).decode(errors="replace") == one.token
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_one_of_several_answers_has_its_own_logprobs(
     server: LiveServer, client: Any, stream: bool
@@ -316,3 +333,46 @@ def test_logprobs_of_completions_tell_where_tokens_begin(
             offsets += choice.logprobs.text_offset
     assert numbers == [each.logprob for each in expected.logprobs]
     assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text_whatever_is_left_out_of_it(
+    server: LiveServer, client: Any, stream: bool
+):
+    answer = client.completions.create(
+        model="chat", prompt="There", logprobs=2, stream=stream, max_tokens=90, n=2,
+        temperature=2.0, seed=3, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    texts, found = ["", ""], [[], []]  # type: ignore[var-annotated]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            each = choice.logprobs
+            found[choice.index] += zip(each.tokens, each.text_offset, strict=True)
+    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    specials = {str(each) for each in tokenizer.added_tokens_decoder.values()}
+    assert {token for each in found for token, _ in each} & specials
+    for text, tokens in zip(texts, found, strict=True):
+        plain = [each for each in tokens if each[0] not in specials and "\ufffd" not in each[0]]
+        assert len(tokens) == 90 and len(plain) > 30
+        assert all(text[offset : offset + len(token)] == token for token, offset in plain)
+        assert [offset for _, offset in tokens] == sorted(offset for _, offset in tokens)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_chosen_token_is_among_the_likeliest_of_completions(
+    server: LiveServer, client: Any, number: int
+):
+    sampling = {"max_tokens": 30, "temperature": 2.0, "seed": 4}
+    answer = client.completions.create(
+        model="chat", prompt="There", logprobs=number, **sampling
+    ).choices[0]
+    expected = in_python(server, TextPrompt("There"), {"logprobs": number, **sampling})
+    told = answer.logprobs
+    assert any(each.token_id not in dict(each.top) for each in expected.logprobs)
+    for token, logprob, top, each in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, expected.logprobs, strict=True
+    ):
+        assert top[token] == logprob == each.logprob
+        assert len(top) <= number + 1
+        assert {logprob for _, logprob in each.top} | {each.logprob} >= set(top.values())

@@ -1,0 +1,112 @@
+"""What a token is by itself, and where in the text it stands, for tokenizers of every kind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from omni.server.openai.token_texts import TokenPlaces, TokenTexts
+from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
+
+TEXTS = [
+    "the quick brown fox — 12 € for a crème brûlée",
+    "naïve\ncafé 日本語 the 🦊🦊 dog",
+    "ééé\u200b\U0001d518",
+    "\ufffdthe\ufffd",
+    "",
+]
+
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def places_in(name: str, ids: list[int]) -> tuple[str, list[tuple[str, int]]]:
+    """The text of some tokens, and each token with where it stands."""
+    tokenizer = TOKENIZERS[name]()
+    texts = TokenTexts(tokenizer)
+    places = TokenPlaces(tokenizer, texts)
+    found = [(texts.text(each), places.append(each)) for each in ids]
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text), found
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", ["byte_level", "llama_style"])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(texts.bytes_of(each) or b"-" for each in ids).decode() == text
+
+
+def test_every_byte_is_a_token_of_its_own() -> None:
+    tokenizer = byte_level()
+    texts = TokenTexts(tokenizer)
+    ordinary = [each for each in range(len(tokenizer)) if each not in tokenizer.all_special_ids]
+    found = [texts.bytes_of(each) for each in ordinary]
+    assert {bytes([each]) for each in range(256)} <= set(found)
+    for each, own in zip(ordinary, found, strict=True):
+        assert own is not None and own.decode(errors="replace") == texts.text(each)
+
+
+def test_a_token_has_the_space_that_it_has_within_a_text() -> None:
+    for tokenizer, piece, text in ((llama_style(), "▁dog", " dog"), (word_piece(), "dog", " dog")):
+        texts = TokenTexts(tokenizer)
+        token_id = tokenizer.convert_tokens_to_ids(piece)
+        assert texts.text(token_id) == text and texts.bytes_of(token_id) == text.encode()
+
+
+def test_special_tokens_are_their_names_and_what_no_tokenizer_knows_is_nothing() -> None:
+    for name, special in (
+        ("byte_level", "<|eos|>"),
+        ("llama_style", "</s>"),
+        ("word_piece", "[SEP]"),
+    ):
+        tokenizer = TOKENIZERS[name]()
+        texts = TokenTexts(tokenizer)
+        token_id = tokenizer.convert_tokens_to_ids(special)
+        assert texts.text(token_id) == special and texts.bytes_of(token_id) == special.encode()
+        assert texts.text(10**6) == "" and texts.bytes_of(10**6) is None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plain_token_stands_where_it_is_told(name: str, seed: int) -> None:
+    tokenizer = TOKENIZERS[name]()
+    generator = random.Random(seed)
+    ids = [generator.randrange(len(tokenizer)) for _ in range(80)]
+    text, found = places_in(name, ids)
+    offsets = [offset for _, offset in found]
+    assert offsets == sorted(offsets)
+    # Where bytes are pieces of their own, a run of them that is no text makes none of them one.
+    left_out = {*tokenizer.all_special_ids, *map(tokenizer.convert_tokens_to_ids, BYTE_PIECES)}
+    plain = [
+        place
+        for token_id, place in zip(ids, found, strict=True)
+        if token_id not in left_out and "\ufffd" not in place[0]
+    ]
+    assert plain
+    for token, offset in plain[1:]:  # the first may have lost its space
+        assert text[offset : offset + len(token)] == token
+
+
+def test_parts_of_a_character_stand_where_it_does() -> None:
+    tokenizer = byte_level()
+    specials = {"eos": tokenizer.eos_token_id}
+    ids = tokenizer.encode("🦊 €日", add_special_tokens=False)
+    text, found = places_in("byte_level", [specials["eos"], *ids, specials["eos"]])
+    assert text == "🦊 €日"
+    own = TokenTexts(tokenizer)
+    joined = b""
+    for token_id, (_, offset) in zip(ids, found[1:], strict=False):
+        assert offset == len(joined.decode(errors="ignore"))
+        joined += own.bytes_of(token_id) or b""
+    assert found[0] == ("<|eos|>", 0) and found[-1] == ("<|eos|>", len(text))
+
+
+def test_pieces_that_are_bytes_stand_each_where_its_character_does() -> None:
+    tokenizer = llama_style()
+    ids = tokenizer.encode("a€€the", add_special_tokens=False)
+    text, found = places_in("llama_style", ids)
+    assert text == "a€€the"
+    assert [offset for _, offset in found][:7] == [0, 1, 1, 1, 2, 2, 2]
