@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Transcription", "TranscriptionRequest", "read_transcription"]
 
+
+_MOST_FIELDS = 20
+"""Of a form, and as many files."""
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 """How speech models' prompts name a language; their other words are longer."""
@@ -76,12 +80,13 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
     Raises:
         ApiError: with status 400: a field is missing or wrong.
     """
-    async with request.form(max_files=1, max_fields=20) as form:
-        file = form.get("file")
+    # A second file is one too many, and is let in so that it can be told what it is.
+    async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
+        given: dict[str, Any] = {key: _one_of(key, form.getlist(key)) for key in form}
+        file = given.pop("file", None)
         if not isinstance(file, UploadFile):
             raise ApiError.bad_request("file: missing; it must be given as a file", param="file")
         content = await file.read()
-        given: dict[str, Any] = {key: value for key, value in form.items() if key != "file"}
     if not content:
         raise ApiError.bad_request("file: it is empty", param="file")
     try:
@@ -89,6 +94,21 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
     except ValidationError as error:
         told = explain_validation_error(error, TranscriptionRequest, given).split("\n")
         raise ApiError.bad_request("; ".join(told), param=told[0].partition(":")[0]) from None
+
+
+def _one_of(key: str, values: Sequence[Any]) -> Any:
+    """The value of a field, which is given once; of a list the one to refuse, if there is any.
+
+    Raises:
+        ApiError: with status 400: a field that is no list is given several times.
+    """
+    if key.endswith("[]"):
+        harmless = TranscriptionRequest.not_supported.get(key, ())
+        return next((value for value in values if value not in harmless), values[0])
+    if len(values) > 1:
+        told = f"{key:.80}: given {len(values)} times; give it once"
+        raise ApiError.bad_request(told, param=key)
+    return values[0]
 
 
 class Transcription:
