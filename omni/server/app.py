@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,6 +24,9 @@ from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
+
+if TYPE_CHECKING:
+    from stages.worker.worker_state import WorkerState
 
 __all__ = ["create_app"]
 
@@ -85,18 +88,26 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
         status = PipelineState.FAILED.value
         error = f"no worker is left of {', '.join(pipeline.lost_stages)}"
     workers = pipeline.worker_states()
-    waiting = [
-        f"{name}: {worker.last_end}"
-        for name, of in workers.items()
-        for worker in of
-        if worker.state == "waiting"
-    ]
+    waiting, starting = (_ended_in(workers, state) for state in ("waiting", "starting"))
     if waiting:
         error = f"waiting for a place in the cluster: {'; '.join(waiting)}"
+    elif starting and error is None:
+        # It is ready all the same: requests are taken, and wait for it.
+        error = f"being started again: {'; '.join(starting)}"
     told: dict[str, Any] = {"status": status, "error": error}
     if workers:
         told["workers"] = {name: [asdict(each) for each in of] for name, of in workers.items()}
     return told
+
+
+def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[str]:
+    """Of the workers in a state, those that had ended before: of which stage, and what of."""
+    return [
+        f"{name}: {worker.last_end}"
+        for name, of in workers.items()
+        for worker in of
+        if worker.state == state and worker.last_end is not None
+    ]
 
 
 async def _metrics(request: Request) -> Response:

@@ -187,6 +187,35 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
     assert answer.choices[0].text
 
 
+def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
+    unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = unforgiving.omni().pipeline.stages["writer"]
+    assert isinstance(stage, RemoteStage)
+    (worker,) = stage.workers
+    connect = worker._connect
+    goes_on = threading.Event()
+
+    def held_up(*asked: Any) -> Any:
+        assert goes_on.wait(PATIENCE_S)
+        return connect(*asked)
+
+    assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(worker, "_connect", held_up)
+        kill_worker(unforgiving)
+        try:
+            wait_until(lambda: writer_of(health(unforgiving)[1])["state"] == "starting")
+            status, told = health(unforgiving)
+        finally:
+            goes_on.set()
+    assert (status, told["status"], told["pipelines"]["chat"]["status"]) == (200, *["ready"] * 2)
+    error = "being started again: writer: was killed by SIGKILL"
+    assert told["pipelines"]["chat"]["error"] == error
+    wait_until(lambda: writer_of(health(unforgiving)[1])["state"] == "up")
+    assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
+
+
 def test_a_pipeline_apart_that_is_killed_fails_those_in_it_and_is_back(
     checkpoint_cache: object,
 ) -> None:
