@@ -43,7 +43,7 @@ FORKING = (
     "omni/runtime/test_omni_promises.py",
     "omni/runtime/test_omni_preemption.py",
     "omni/server/test_worker_deaths.py",
-    "omni/server/test_media.py",
+    "omni/server/test_transcriptions.py",
     "omni/runtime/test_composed_pipelines.py",
     "omni/server/test_metrics.py",
     "omni/runtime/test_timeline.py",

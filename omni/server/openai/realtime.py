@@ -191,7 +191,7 @@ class RealtimeSession:
             )
         except ApiError as error:
             await self._fail(response, error)
-        except Exception:
+        except Exception:  # a mistake of this server: the session goes on
             _logger.exception("a response broke")
             told = "the server made a mistake; see its log"
             await self._fail(response, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from engine import FinishReason, RequestMetrics, SamplingParams, TokenLogprobs, Waveform
 from engine.interface.deferred import with_fields
-from engine.interface.placed_error import PlacedError
 from omni import Omni, OmniOutput, OmniRequest, Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.stage_time import StageTime
@@ -226,9 +225,8 @@ def test_what_its_user_knows_of_a_stage_is_what_it_says(writer: PipelineConfig) 
         for name in ("hidden_size", "dtype", "sampling", "seed", "speakers", "has_cache"):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.describe() == theirs.describe()
-        with pytest.raises(PlacedError, match="logprobs is") as refused:
+        with pytest.raises(ValueError, match="logprobs"):
             ours.check_sampling(SamplingParams(logprobs=10**6))
-        assert refused.value.place == ("logprobs",)
         for use in (ours.step, lambda: ours.abort("x"), lambda: ours.add_request(None)):
             with pytest.raises(RuntimeError, match="'writer' runs elsewhere"):
                 use()

@@ -12,6 +12,8 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.schema_error import dotted
 from omni import Omni, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
+from tests.support.apart_threads import omni_apart
+from tests.support.fake_stage import FakeStage
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
 
 ASKED = Conversation((Turn(0),))
@@ -77,3 +79,19 @@ def test_a_stages_own_sampling_is_checked_once_and_a_requests_each_time(
     assert own is not None and checked[0] is own
     assert [params.seed for params in checked] == [own.seed, 7, 7, 7]
     pipeline.close()
+
+
+class Picky(FakeStage):
+    """Takes no parameters at all."""
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        raise PlacedError(("stop", 1), "one too many")
+
+
+def test_what_a_stage_elsewhere_refuses_keeps_its_place() -> None:
+    with (
+        omni_apart(Picky("b")) as omni,
+        pytest.raises(PlacedError, match="^one too many$") as refused,
+    ):
+        omni.pipeline.stages["b"].check_sampling(SamplingParams())
+    assert refused.value.place == ("stop", 1)

@@ -1,13 +1,14 @@
-"""Images and sound in, sound and rows out, as Omni gives them in Python."""
+"""Images and sound in, and sound out, as Omni gives them in Python."""
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
+import threading
 import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from PIL import Image
 
-from omni import AudioPrompt, ChatPrompt, OmniRequest, TextPrompt
+from omni import ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.requests.request import OmniOutput
 from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
+from omni.server.serving import url_fetcher
 from omni.server.serving.live_response import DONE, LastPiece, LiveStream
-from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+from omni.server.serving.url_fetcher import UrlFetcher
 from tests.support.live_server import LiveServer
+from tests.support.media_requests import in_python, picture, sound
 from tests.support.patience import PATIENCE_S
 from tests.support.text_gaps import note_text_gaps
 
@@ -57,25 +58,6 @@ def media(checkpoint_cache: object) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def client(media: LiveServer) -> Any:
     return media.client()
-
-
-def sound(kind: str = "wav", seconds: float = 0.5) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, tone(seconds), SAMPLING_RATE, format=kind.upper())
-    return file.getvalue()
-
-
-def picture() -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def in_python(server: LiveServer, name: str, request: OmniRequest) -> OmniOutput:
-    (output,) = server.omni(name).generate([request])
-    assert output.error is None, output.error
-    return output
 
 
 def heard(content: bytes) -> np.ndarray:
@@ -113,6 +95,45 @@ def test_an_image_is_seen(media: LiveServer, client: Any):
     expected = in_python(media, "seeing", OmniRequest(prompt)).stages["seer"]
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+
+
+class Pictures(http.server.BaseHTTPRequestHandler):
+    """Shows one picture at every address."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(picture())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_an_image_is_fetched_from_a_host_that_is_named(
+    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch
+):
+    fetcher = UrlFetcher(["127.0.0.1"], 1 << 20, PATIENCE_S)
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+    monkeypatch.setattr(media.pipelines, "fetcher", fetcher)
+    with http.server.HTTPServer(("127.0.0.1", 0), Pictures) as host:
+        thread = threading.Thread(target=host.serve_forever, daemon=True)
+        thread.start()
+        answers = [
+            client.chat.completions.create(
+                model="seeing",
+                messages=[
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+                ],
+            ).choices[0]
+            for url in (
+                f"http://127.0.0.1:{host.server_port}/a.png",
+                f"data:image/png;base64,{b64encode(picture()).decode()}",
+            )
+        ]
+        host.shutdown()
+        thread.join()
+    fetcher.close()
+    assert answers[0].message.content == answers[1].message.content != ""
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac", "ogg", "mp3"])
@@ -321,120 +342,6 @@ def test_what_a_stage_of_a_voice_cannot_do_is_told_with_its_field(
             **MODEL, messages=[{"role": "user", "content": "Say."}], extra_body=wrong
         )
     assert error.value.param == param
-
-
-@pytest.mark.parametrize("kind", ["json", "text", "verbose_json"])
-def test_speech_is_written_down(media: LiveServer, client: Any, kind: str):
-    answer = client.audio.transcriptions.create(
-        model="transcribe_then_summarize",
-        file=("speech.wav", sound(seconds=1.0)),
-        language="en",
-        response_format=kind,
-    )
-    prompt = AudioPrompt(sound(seconds=1.0), language="en", task="transcribe")
-    expected = in_python(media, "transcribe_then_summarize", OmniRequest(prompt))
-    text = expected.stages["transcriber"].text
-    if kind == "text":
-        assert answer == f"{text}\n"
-    elif kind == "json":
-        assert answer.text == text
-    else:
-        assert answer.task == "transcribe" and answer.language == "en"
-        times = [time for each in answer.segments for time in (each.start, each.end)]
-        assert times == list(accumulate(times, max)), "segments follow each other"
-        assert "<|" not in answer.text
-
-
-def test_the_language_that_the_model_found_out_is_told(media: LiveServer, client: Any):
-    name = "transcribe_then_summarize"
-    answer = client.audio.transcriptions.create(
-        model=name, file=("speech.wav", sound(seconds=1.0)), response_format="verbose_json"
-    )
-    prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
-    expected = in_python(media, name, OmniRequest(prompt)).stages["transcriber"]
-    tokenizer: Any = media.pipelines.find(name).tokenizer("transcriber")
-    assert answer.language in ("de", "en", "zh"), "what the checkpoint knows"
-    token = tokenizer.convert_tokens_to_ids(f"<|{answer.language}|>")
-    assert expected.prompt_token_ids[1] == token
-
-
-def test_a_long_recording_has_segments_from_its_begin_to_its_end(media: LiveServer, client: Any):
-    answer = client.audio.transcriptions.create(
-        model="transcribe_then_summarize",
-        file=("speech.wav", sound(seconds=7.0)),
-        language="en",
-        response_format="verbose_json",
-        timestamp_granularities=["segment"],
-    )
-    prompt = AudioPrompt(sound(seconds=7.0), language="en", timestamps=True)
-    expected = in_python(media, "transcribe_then_summarize", OmniRequest(prompt))
-    windows = expected.stages["transcriber"].windows
-    assert answer.duration == 7.0 and len(windows) > 2
-    assert {each.seek for each in answer.segments} <= {
-        round(100 * each.begin_s) for each in windows
-    }
-    times = [time for each in answer.segments for time in (each.start, each.end)]
-    assert times == list(accumulate(times, max))
-    assert times[-1] > 4.0, "beyond the second window"
-    assert "".join(each.text for each in answer.segments) == answer.text
-
-
-def test_times_of_words_are_refused(client: Any):
-    with pytest.raises(openai.BadRequestError, match="timestamp_granularities"):
-        client.audio.transcriptions.create(
-            model="transcribe_then_summarize",
-            file=("speech.wav", sound(seconds=1.0)),
-            response_format="verbose_json",
-            timestamp_granularities=["word"],
-        )
-
-
-@pytest.mark.parametrize("kind", ["processes"])
-def test_what_needs_a_tokenizer_works_wherever_stages_run(checkpoint_cache: object, kind: str):
-    config = PipelineConfig.load("transcribe_then_summarize", {"runtime.kind": kind})
-    with LiveServer([config]) as server, server.client() as client:
-        written = client.audio.transcriptions.create(
-            model=config.name,
-            file=("speech.wav", sound(seconds=1.0)),
-            response_format="verbose_json",
-        )
-        assert written.segments is not None and len(written.language) == 2
-
-
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's own method
-def test_speech_is_translated(media: LiveServer, client: Any):
-    answer = client.audio.translations.create(
-        model="transcribe_then_summarize", file=("speech.mp3", sound("mp3"))
-    )
-    prompt = AudioPrompt(sound("mp3"), task="translate")
-    expected = in_python(media, "transcribe_then_summarize", OmniRequest(prompt))
-    assert answer.text == expected.stages["transcriber"].text
-
-
-TEXTS = ["Once upon a time", "Twice", "Once upon a hill there was a house"]
-
-
-@pytest.mark.parametrize("encoding", ["float", "base64", None])
-def test_embeddings_are_the_encoders_pooled_rows(media: LiveServer, client: Any, encoding: Any):
-    given: dict[str, Any] = {} if encoding is None else {"encoding_format": encoding}
-    given["extra_body"] = {"priority": 1, "cache_salt": "mine"}
-    answer = client.embeddings.create(model="encode_then_generate", input=TEXTS, **given)
-    outputs = media.omni("encode_then_generate").generate([TextPrompt(text) for text in TEXTS])
-    for index, (found, output) in enumerate(zip(answer.data, outputs, strict=True)):
-        row = found.embedding
-        if isinstance(row, str):
-            row = np.frombuffer(b64decode(row), "<f4")
-        expected = output.stages["encoder"].tensors["pooled"]
-        assert found.index == index
-        np.testing.assert_allclose(row, expected.numpy(), atol=1e-5)
-    tokens = sum(output.stages["encoder"].num_prompt_tokens for output in outputs)
-    assert answer.usage.prompt_tokens == answer.usage.total_tokens == tokens
-
-
-def test_one_text_and_token_ids_have_embeddings_too(client: Any):
-    for given in ("Once", [5, 6, 7], [[5, 6], [7]]):
-        answer = client.embeddings.create(model="encode_then_generate", input=given)
-        assert len(answer.data) == (2 if isinstance(given[0], list) else 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What is heard is written down, or translated, as ``Omni`` does it in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import openai
+import pytest
+
+from omni import AudioPrompt, OmniRequest
+from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.live_server import LiveServer
+from tests.support.media_requests import in_python, sound
+
+
+@pytest.fixture(scope="module")
+def hearing(checkpoint_cache: object) -> Iterator[LiveServer]:
+    with LiveServer(["transcribe_then_summarize"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(hearing: LiveServer) -> Any:
+    return hearing.client()
+
+
+@pytest.mark.parametrize("kind", ["json", "text", "verbose_json"])
+def test_speech_is_written_down(hearing: LiveServer, client: Any, kind: str):
+    answer = client.audio.transcriptions.create(
+        model="transcribe_then_summarize",
+        file=("speech.wav", sound(seconds=1.0)),
+        language="en",
+        response_format=kind,
+    )
+    prompt = AudioPrompt(sound(seconds=1.0), language="en", task="transcribe")
+    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
+    text = expected.stages["transcriber"].text
+    if kind == "text":
+        assert answer == f"{text}\n"
+    elif kind == "json":
+        assert answer.text == text
+    else:
+        assert answer.task == "transcribe" and answer.language == "en"
+        times = [time for each in answer.segments for time in (each.start, each.end)]
+        assert times == list(accumulate(times, max)), "segments follow each other"
+        assert "<|" not in answer.text
+
+
+def test_the_language_that_the_model_found_out_is_told(hearing: LiveServer, client: Any):
+    name = "transcribe_then_summarize"
+    answer = client.audio.transcriptions.create(
+        model=name, file=("speech.wav", sound(seconds=1.0)), response_format="verbose_json"
+    )
+    prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
+    expected = in_python(hearing, name, OmniRequest(prompt)).stages["transcriber"]
+    tokenizer: Any = hearing.pipelines.find(name).tokenizer("transcriber")
+    assert answer.language in ("de", "en", "zh"), "what the checkpoint knows"
+    token = tokenizer.convert_tokens_to_ids(f"<|{answer.language}|>")
+    assert expected.prompt_token_ids[1] == token
+
+
+def test_a_long_recording_has_segments_from_its_begin_to_its_end(hearing: LiveServer, client: Any):
+    answer = client.audio.transcriptions.create(
+        model="transcribe_then_summarize",
+        file=("speech.wav", sound(seconds=7.0)),
+        language="en",
+        response_format="verbose_json",
+        timestamp_granularities=["segment"],
+    )
+    prompt = AudioPrompt(sound(seconds=7.0), language="en", timestamps=True)
+    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
+    windows = expected.stages["transcriber"].windows
+    assert answer.duration == 7.0 and len(windows) > 2
+    assert {each.seek for each in answer.segments} <= {
+        round(100 * each.begin_s) for each in windows
+    }
+    times = [time for each in answer.segments for time in (each.start, each.end)]
+    assert times == list(accumulate(times, max))
+    assert times[-1] > 4.0, "beyond the second window"
+    assert "".join(each.text for each in answer.segments) == answer.text
+
+
+def test_times_of_words_are_refused(client: Any):
+    with pytest.raises(openai.BadRequestError, match="timestamp_granularities"):
+        client.audio.transcriptions.create(
+            model="transcribe_then_summarize",
+            file=("speech.wav", sound(seconds=1.0)),
+            response_format="verbose_json",
+            timestamp_granularities=["word"],
+        )
+
+
+@pytest.mark.parametrize("kind", ["processes"])
+def test_what_needs_a_tokenizer_works_wherever_stages_run(checkpoint_cache: object, kind: str):
+    config = PipelineConfig.load("transcribe_then_summarize", {"runtime.kind": kind})
+    with LiveServer([config]) as server, server.client() as client:
+        written = client.audio.transcriptions.create(
+            model=config.name,
+            file=("speech.wav", sound(seconds=1.0)),
+            response_format="verbose_json",
+        )
+        assert written.segments is not None and len(written.language) == 2
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's own method
+def test_speech_is_translated(hearing: LiveServer, client: Any):
+    answer = client.audio.translations.create(
+        model="transcribe_then_summarize", file=("speech.mp3", sound("mp3"))
+    )
+    prompt = AudioPrompt(sound("mp3"), task="translate")
+    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
+    assert answer.text == expected.stages["transcriber"].text
+
+
+def test_nothing_is_left_of_all_that(hearing: LiveServer):
+    hearing.check_nothing_is_left()
