@@ -82,7 +82,7 @@ class ArrivingBody:
         self._receive = receive
         self._others = others
         self._limits = others.limits
-        self._end = time.monotonic() + self._limits.request_timeout_s
+        self._end = time.monotonic() + self._limits.max_arriving_s
         self._num_bytes = 0
         self._num_held = 0
         self._announced = headers.get("content-length", "0")
@@ -149,7 +149,7 @@ class ArrivingBody:
         except TimeoutError:
             what = f"nothing of the body came for {quiet_s:g} s"
             if left_s < quiet_s:
-                what = f"the body had not come after {self._limits.request_timeout_s:g} s"
+                what = f"the body had not come after {self._limits.max_arriving_s:g} s"
             raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT,
                 f"{what}, the server's limit",

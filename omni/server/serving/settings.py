@@ -51,6 +51,11 @@ class ServerLimits(BaseModel):
         """Of bodies that come at once, without the first 64 KiB of each."""
         return 4 * self.max_body_bytes
 
+    @property
+    def max_arriving_s(self) -> float:
+        """Seconds that a body may take to come."""
+        return max(self.request_timeout_s, self.body_timeout_s)
+
     def running_requests(self, stages: Iterable[StageConfig]) -> int:
         """How many requests are handed at once to a pipeline of these stages."""
         if self.max_running_requests is not None:

@@ -94,7 +94,7 @@ def test_who_waits_to_be_told_to_go_on_is_not_waited_for() -> None:
     ("limits", "message"),
     [
         ({"body_timeout_s": 0.01}, "nothing of the body came for 0.01 s"),
-        ({"request_timeout_s": 0.01}, "had not come after 0.01 s"),
+        ({"body_timeout_s": 0.01, "request_timeout_s": 0.01}, "had not come after 0.01 s"),
     ],
 )
 def test_a_body_that_does_not_come_ends_its_request(limits: dict[str, float], message: str) -> None:

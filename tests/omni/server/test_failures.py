@@ -231,7 +231,9 @@ def test_more_large_bodies_than_there_is_room_for_are_told_to_come_again():
     size = 200_000
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     with (
-        LiveServer([gated_pipeline("bodies")], max_body_bytes=size) as server,
+        LiveServer(
+            [gated_pipeline("bodies")], max_body_bytes=size, body_timeout_s=PATIENCE_S
+        ) as server,
         ExitStack() as clients,
     ):
         senders = [clients.enter_context(connection(server)) for _ in range(6)]
