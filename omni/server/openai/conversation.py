@@ -43,9 +43,6 @@ class Conversation:
 
     Args:
         max_bytes: of all text and sound together.
-
-    Attributes:
-        cancelled: how the response that was cancelled last is described.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -54,7 +51,6 @@ class Conversation:
         self._buffer = bytearray()
         self._messages: list[dict[str, Any]] = []
         self._sounds: list[tuple[bytes, int]] = []
-        self.cancelled: Mapping[str, Any] = {}
 
     def append(self, samples: bytes) -> None:
         """Hear more.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.served_pipeline import ServedPipeline
 
-__all__ = ["RealtimeSession", "refuse_session"]
+__all__ = ["RealtimeSession", "merged_wishes", "refuse_session"]
 
 _logger = package_logger(__name__)
 
@@ -150,7 +150,7 @@ class RealtimeSession:
         if session.model not in (None, self._pipeline.name):
             told = "session.model: the model of a session cannot be changed"
             raise ApiError.bad_request(told, param="session.model")
-        wish = _merged(self._wish, session)
+        wish = merged_wishes(self._wish, session)
         if session.stages is not None:  # all of them, so that one can be taken back
             wish = wish.model_copy(update={"stages": session.stages})
         planned(self._pipeline.omni.pipeline, wish, "session")
@@ -167,7 +167,7 @@ class RealtimeSession:
             self._pipeline,
             self._client,
             self._conversation,
-            _merged(self._wish, wish),
+            merged_wishes(self._wish, wish),
             self._num_responses,
         )
         self._response = response
@@ -180,31 +180,26 @@ class RealtimeSession:
                 await response.run(self._send)
         except TimeoutError:
             seconds = self._limits.request_timeout_s
-            await self._fail(
-                response,
-                ApiError(
-                    HTTPStatus.GATEWAY_TIMEOUT,
-                    f"the response was not done after {seconds:g} s, the server's limit, and was "
-                    "aborted",
-                    code="timeout",
-                ),
+            late = ApiError(
+                HTTPStatus.GATEWAY_TIMEOUT,
+                f"the response was not done after {seconds:g} s, the server's limit, and was "
+                "aborted",
+                code="timeout",
             )
+            await response.fail(late, self._send)
         except ApiError as error:
-            await self._fail(response, error)
+            await response.fail(error, self._send)
         except Exception:  # a mistake of this server: the session goes on
             _logger.exception("a response broke")
             told = "the server made a mistake; see its log"
-            await self._fail(response, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told))
+            mistake = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
+            await response.fail(mistake, self._send)
         except asyncio.CancelledError:
             response.cancel()
             raise
 
-    async def _fail(self, response: RealtimeResponse, error: ApiError) -> None:
-        await self._tell(error)
-        await self._send("response.done", response=response.described("failed", error))
-
     async def _cancel(self, response_id: str | None) -> None:
-        if self._answer is None or self._answer.done() or self._response is None:
+        if self._answer is None or self._response is None or self._response.is_over:
             raise ApiError.bad_request("no response is being given", code="no_active_response")
         if response_id not in (None, self._response.id):
             raise ApiError.bad_request(
@@ -214,8 +209,9 @@ class RealtimeSession:
             )
         answer = self._answer
         await self._stop_answer()
+        self._response.cancel()  # where it had not even begun
         if answer.cancelled():
-            await self._send("response.done", response=self._conversation.cancelled)
+            await self._send("response.done", response=self._response.described("cancelled"))
 
     async def _stop_answer(self) -> None:
         if self._answer is not None:
@@ -249,19 +245,20 @@ class RealtimeSession:
         }
 
 
-def _merged(before: ResponseWish, change: ResponseWish) -> ResponseWish:
+def merged_wishes(before: ResponseWish, change: ResponseWish) -> ResponseWish:
     """The wishes after a change; of ``audio``, too, what is not named stays."""
     merged = _laid_over(
         before.model_dump(exclude_none=True),
         change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
+        depth=2,  # down to the fields of a stage's sampling, and of one direction of sound
     )
     return ResponseWish.model_validate(merged)
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    both = below.keys() & above.keys()
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    both = below.keys() & above.keys() if depth else ()
     deeper = {
-        key: _laid_over(below[key], above[key])
+        key: _laid_over(below[key], above[key], depth - 1)
         for key in both
         if isinstance(below[key], dict) and isinstance(above[key], dict)
     }

@@ -38,6 +38,8 @@ class RealtimeResponse:
 
     Attributes:
         id: by which events name it.
+        is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
+            its end may still have to be told.
 
     Raises:
         ApiError: it cannot run as asked.
@@ -61,6 +63,7 @@ class RealtimeResponse:
         self._pieces = SpokenPieces(self._plan.output_rate)
         self.id = f"resp_{client.request_id}_{number}"
         self._item_id = f"item_{client.request_id}_{number}"
+        self.is_over = False
         self._text = ""
         self._output: StageOutput | None = None
 
@@ -87,6 +90,7 @@ class RealtimeResponse:
                 if update.has_finished(self._stage, self._voice):
                     break
         await self._tell_sound(self._pieces.rest(), send)
+        self.is_over = True
         self._conversation.answered(self._text)
         kind = "output_text" if self._voice is None else "output_audio_transcript"
         key = "text" if self._voice is None else "transcript"
@@ -98,9 +102,15 @@ class RealtimeResponse:
 
     def cancel(self) -> None:
         """It was cancelled; what was said until then is part of the conversation."""
-        if self._text:
+        if self._text and not self.is_over:
             self._conversation.answered(self._text)
-        self._conversation.cancelled = self.described("cancelled")
+        self.is_over = True
+
+    async def fail(self, error: ApiError, send: _Send) -> None:
+        """Tell that it ends like that."""
+        self.is_over = True
+        await send("error", error={**error.to_object()["error"], "event_id": None})
+        await send("response.done", response=self.described("failed", error))
 
     def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
         """The response as events tell it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.spoken_sound import check_voice, speaking_stage
 from omni.server.openai.written_text import text_stage
+from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
     from engine import SamplingParams
@@ -60,10 +61,14 @@ def planned(pipeline: Pipeline, wish: ResponseWish, place: str) -> ResponsePlan:
         voice = speaking_stage(pipeline, f"{place}.output_modalities")
     fields: dict[str, int] = {}
     if pipeline.stages[writer].sampling is not None:
-        fields["n"] = 1  # a conversation goes on in one way only
+        fields["n"] = 1  # whatever the stage's own is
     if isinstance(wish.max_output_tokens, int):
         fields["max_tokens"] = wish.max_output_tokens
     names = {"max_tokens": f"{place}.max_output_tokens"}
-    sampling = merge_sampling(pipeline, writer, fields, wish.stages or {}, names)
+    others = wish.stages or {}
+    sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
+    if writer in sampling and sampling[writer].n != 1:
+        at = f"{place}.stages.{writer}.n"
+        raise ApiError.bad_request(f"{at}: a conversation goes on in one way only", param=at)
     rate = output.format.rate if output is not None and output.format is not None else None
     return ResponsePlan(writer, voice, speaker if voice is not None else None, rate, sampling)

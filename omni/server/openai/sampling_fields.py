@@ -90,6 +90,7 @@ def merge_sampling(
     fields: Mapping[str, Any],
     others: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
+    others_at: str = "stages",
 ) -> dict[str, SamplingParams]:
     """Lay what a client asked for over the stages' own parameters.
 
@@ -99,6 +100,7 @@ def merge_sampling(
         fields: for that stage.
         others: by stage.
         names: what the client calls those of ``fields`` that it knows by another name.
+        others_at: where the client has said ``others``.
 
     Raises:
         ApiError: with status 400, and the wrong field as its ``param``.
@@ -107,10 +109,10 @@ def merge_sampling(
     told_of_stages: dict[str, dict[str, str]] = {}
     for name in {stage: None, **dict.fromkeys(others)}:
         if name not in pipeline.stages:
-            told = f"stages.{name}: unknown stage{suggest(name, pipeline.stages)}"
-            raise ApiError.bad_request(told, param=f"stages.{name}")
+            told = f"{others_at}.{name}: unknown stage{suggest(name, pipeline.stages)}"
+            raise ApiError.bad_request(told, param=f"{others_at}.{name}")
         told_of = {key: names.get(key, key) for key in fields} if name == stage else {}
-        told_of |= {key: f"stages.{name}.{key}" for key in others.get(name, {})}
+        told_of |= {key: f"{others_at}.{name}.{key}" for key in others.get(name, {})}
         told_of_stages[name] = told_of
         given = {**(fields if name == stage else {}), **others.get(name, {})}
         own = pipeline.stages[name].sampling

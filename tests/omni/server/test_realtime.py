@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import socket
@@ -14,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import soxr
-from starlette.websockets import WebSocketDisconnect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
-from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
-from omni.server.serving.guard import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until
@@ -234,8 +230,13 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
         ),
         (
             {"type": "session.update", "session": {"stages": {"nope": {}}}},
-            "stages.nope",
+            "session.stages.nope",
             "unknown stage",
+        ),
+        (
+            {"type": "session.update", "session": {"stages": {"thinker": {"temperature": -1}}}},
+            "session.stages.thinker.temperature",
+            "greater than or equal to 0",
         ),
         (
             {"type": "session.update", "session": {"audio": {"output": {"voice": "Nobody"}}}},
@@ -294,6 +295,14 @@ def test_another_answer_than_the_one_that_is_named_is_not_cancelled(talk: Talk):
     assert talk.until("response.done")[-1]["response"]["status"] == "cancelled"
 
 
+def test_a_session_s_answers_go_on_in_one_way(running: LiveServer):
+    with LiveServer(["two_step"]) as server, connect(address(server, "two_step")) as socket:
+        talk = Talk(socket)
+        talk.until("session.created")
+        talk.say("session.update", session={"stages": {"writer": {"n": 3}}})
+        assert talk.hear()["error"]["param"] == "session.stages.writer.n"
+
+
 @pytest.mark.parametrize("rate", [12_000, 48_000])
 def test_sound_goes_at_the_rate_that_is_wished_for(running: LiveServer, talk: Talk, rate: int):
     audio = {"output": {"voice": "Ethan", "format": {"type": "audio/pcm", "rate": rate}}}
@@ -341,27 +350,6 @@ def test_who_leaves_while_mistakes_are_told_is_no_mistake_of_the_server(
     # The client has a mistake to tell of: its connection was taken from it.
     told = [each for each in caplog.records if not each.name.startswith("websockets.client")]
     assert not [each for each in told if each.levelno >= logging.ERROR], caplog.text
-
-
-class GoneSocket:
-    """A connection that breaks when the first thing is sent, and tells so in the end."""
-
-    num_sent = 0
-
-    async def send_text(self, _: str) -> None:
-        self.num_sent += 1
-        raise WebSocketDisconnect(1006)
-
-    async def receive(self) -> dict[str, Any]:
-        return {"type": "websocket.disconnect"}
-
-
-def test_whoever_has_gone_is_sent_nothing_and_ends_quietly(running: LiveServer):
-    gone: Any = GoneSocket()
-    pipeline = running.pipelines.find("slow")
-    session = RealtimeSession(gone, running.pipelines, pipeline, Client("id", None))
-    asyncio.run(session.run())
-    assert gone.num_sent == 1
 
 
 def test_a_session_does_not_grow_for_ever():
