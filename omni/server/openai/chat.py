@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,39 +70,43 @@ class Chat:
         pipeline: which.
         client: who asks.
         body: what.
-        prompt: made of the messages.
+        make_prompt: of the messages, whose files may have to be fetched.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
     def __init__(
-        self, pipeline: ServedPipeline, client: Client, body: ChatRequest, prompt: ChatPrompt
+        self,
+        pipeline: ServedPipeline,
+        client: Client,
+        body: ChatRequest,
+        make_prompt: Callable[[], Awaitable[ChatPrompt]],
     ) -> None:
         stages = pipeline.omni.pipeline
         self._pipeline = pipeline
+        self._client = client
         self._body = body
+        self._make_prompt = make_prompt
         self._stage = text_stage(stages)
         self._voice: str | None = None
         if body.audio is not None:
             self._voice = speaking_stage(stages, "modalities")
             check_voice(stages, body.audio.voice, "audio.voice")
-        sampling = merge_sampling(
+        self._sampling = merge_sampling(
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
-        self._n = num_completions(stages, self._stage, sampling)
+        self._n = num_completions(stages, self._stage, self._sampling)
         self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs else None
         self._id = f"chatcmpl-{client.request_id}"
         self._audio_id = f"audio-{client.request_id}"
         self._created = int(time.time())
-        speaker = body.audio.voice if body.audio is not None else None
-        self._request = asked(client, prompt, sampling, body.terms(speaker))
         self._text_event = TextEvent(lambda text: self._chunk([self._text_choice(0, text)]))
 
     async def whole(self) -> Response:
         """The answer in one piece."""
         last: Update | None = None
-        async with self._feeds() as feeds:
+        async with await self._feeds() as feeds:
             async for update in feeds.updates():
                 last = update
                 if update.has_finished(self._stage, self._voice):
@@ -137,7 +141,7 @@ class Chat:
         told = [_Told() for _ in range(self._n)]
         output: StageOutput | None = None
         piece, goes_on = b"", False
-        async with self._feeds() as feeds:
+        async with await self._feeds() as feeds:
             async for update in feeds.updates():
                 output = update.output.stages.get(self._stage, output)
                 sounds = update.sounds.get(self._voice) if self._voice is not None else None
@@ -161,9 +165,12 @@ class Chat:
             piece += as_event(self._chunk([], usage_of([output])))
         yield LastPiece(piece + DONE)
 
-    def _feeds(self) -> Feeds:
+    async def _feeds(self) -> Feeds:
+        speaker = self._body.audio.voice if self._body.audio is not None else None
+        terms = self._body.terms(speaker)
+        request = asked(self._client, await self._make_prompt(), self._sampling, terms)
         gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
-        return Feeds(self._pipeline, [self._request], "messages", text_gap_s=gap)
+        return Feeds(self._pipeline, [request], "messages", text_gap_s=gap)
 
     def _text_of(self, output: StageOutput, told: _Told) -> bytes:
         """The event of text that goes on, if there is any."""

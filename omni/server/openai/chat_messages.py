@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from engine import ChatPrompt
@@ -24,8 +25,23 @@ async def chat_prompt(
         max_bytes: of all images together.
 
     Raises:
-        ApiError: with status 400: a file cannot be had.
+        ApiError: with status 400: a file cannot be had; with 429: too many requests wait for such.
     """
+    with fetcher.place() if any(map(_has_address, messages)) else nullcontext():
+        return await _prompt(messages, fetcher, max_bytes)
+
+
+def _has_address(message: ChatMessage) -> bool:
+    """Whether something of it has to be fetched."""
+    if isinstance(message.content, str):
+        return False
+    urls = (part.image_url.url for part in message.content if part.image_url is not None)
+    return any(url[:5].lower() != "data:" for url in urls)
+
+
+async def _prompt(
+    messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
+) -> ChatPrompt:
     shown: dict[str, list[Any]] = {"image": [], "audio": []}
     room = max_bytes
     said: list[dict[str, Any]] = []

@@ -91,6 +91,16 @@ class ChatMessage(ApiModel):
         ),
     ]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _says_what_it_sounded_like(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("audio") and data.get("content") is None:
+            raise PlacedError(
+                ("content",),
+                "missing; this server keeps no sound, so give the transcript of the audio here",
+            )
+        return data
+
 
 class StreamOptions(ApiModel):
     """How a stream is told.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
@@ -21,7 +22,7 @@ from omni.server.openai.speech import Speech, SpeechRequest
 from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import Client
-from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream, while_connected
+from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import read_json
 from omni.server.serving.served_pipeline import ServedPipeline
@@ -46,15 +47,10 @@ async def _chat(request: Request) -> Response:
     server = _server(request)
     pipeline = server.find(body.model)
     pipeline.check_room(_client(request))  # before files are decoded and fetched
-    timeout_s = server.settings.limits.request_timeout_s
-    making = chat_prompt(body.messages, server.fetcher, server.settings.limits.max_body_bytes)
-    if all(isinstance(each.content, str) for each in body.messages):
-        prompt = await making
-    else:  # which may have to be fetched
-        prompt = await while_connected(making, request.receive, timeout_s)
-        if prompt is None:
-            raise ClientDisconnect
-    answer = Chat(pipeline, _client(request), body, prompt)
+    limits = server.settings.limits
+    make_prompt = partial(chat_prompt, body.messages, server.fetcher, limits.max_body_bytes)
+    answer = Chat(pipeline, _client(request), body, make_prompt)
+    timeout_s = limits.request_timeout_s
     if body.stream:
         return EventStream(answer.events(), timeout_s)
     return LiveResponse(answer.whole(), timeout_s)

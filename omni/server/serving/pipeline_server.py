@@ -71,7 +71,10 @@ class PipelineServer:
             pipeline.meters = self.meters
         limits = settings.limits
         self.fetcher = UrlFetcher(
-            settings.allow_url_hosts, limits.max_url_bytes, limits.url_timeout_s
+            settings.allow_url_hosts,
+            limits.max_url_bytes,
+            limits.url_timeout_s,
+            limits.max_waiting_requests,
         )
         self.num_sessions = 0
         self.is_stopping = False

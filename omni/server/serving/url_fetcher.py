@@ -6,10 +6,12 @@ import asyncio
 import http.client
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -33,12 +35,17 @@ class UrlFetcher:
         hosts: names that are allowed, without ports.
         max_bytes: of a file.
         timeout_s: of a whole fetch.
+        max_requests: that wait for files at once.
     """
 
-    def __init__(self, hosts: Sequence[str], max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, hosts: Sequence[str], max_bytes: int, timeout_s: float, max_requests: int = 64
+    ) -> None:
         self._hosts = frozenset(host.lower().rstrip(".") for host in hosts)
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._max_requests = max_requests
+        self._num_requests = 0
         self._room = asyncio.Semaphore(_AT_ONCE)
         # Its own: hosts that do not answer must keep nothing else from being done in a thread.
         self._threads = ThreadPoolExecutor(_AT_ONCE, "omni-fetch")
@@ -46,6 +53,27 @@ class UrlFetcher:
     def close(self) -> None:
         """Begin no more; what is being fetched ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def place(self) -> Generator[None]:
+        """Count a request that waits for files for as long as the ``with`` block lasts.
+
+        Raises:
+            ApiError: with status 429: there are as many as may be.
+        """
+        if self._num_requests >= self._max_requests:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{self._num_requests} requests wait for files to be fetched, as many as this "
+                "server lets wait; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(max(1, round(self._timeout_s)))},
+            )
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
 
     async def fetch(self, url: str, param: str, room: int) -> bytes:
         """Fetch one file, in another thread.
@@ -73,20 +101,20 @@ class UrlFetcher:
             raise _refused(param, "it has characters that an address cannot have")
         if parts.username is not None or parts.password is not None:
             raise _refused(param, "it must not name a user")
-        end = time.monotonic() + self._timeout_s
+        connection = _Connection(host, port, parts.scheme, time.monotonic() + self._timeout_s)
+        most = min(self._max_bytes, room)
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
                 return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._fetch, parts, _Goal(host, port, end, room)
+                    self._threads, self._fetch, parts, connection, most
                 )
         except (OSError, http.client.HTTPException, ValueError) as error:
             told = str(error) or type(error).__name__
             raise _refused(param, f"it cannot be fetched from {host!r}: {told}") from error
+        finally:
+            connection.break_off()  # a host that sends a little now and then would keep the thread
 
-    def _fetch(self, parts: SplitResult, goal: _Goal) -> bytes:
-        port = goal.port or (443 if parts.scheme == "https" else 80)
-        address = _public_address(goal.host, port)
-        connection = _Connection(goal.host, port, parts.scheme, address, goal.end)
+    def _fetch(self, parts: SplitResult, connection: _Connection, most: int) -> bytes:
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers={"Accept": "image/*, audio/*"})
@@ -95,49 +123,76 @@ class UrlFetcher:
                     told = f"it answered with status {response.status}"
                     is_redirect = 300 <= response.status < 400
                     raise ValueError(told + "; redirects are not followed" * is_redirect)
-                return self._read(response, goal)
+                return self._read(response, most)
         finally:
-            connection.close()
+            connection.end()
 
-    def _read(self, response: http.client.HTTPResponse, goal: _Goal) -> bytes:
+    def _read(self, response: http.client.HTTPResponse, most: int) -> bytes:
         content = bytearray()
         while chunk := response.read1(_CHUNK_BYTES):
             content += chunk
             if len(content) > self._max_bytes:
                 raise ValueError(f"it is larger than {self._max_bytes} bytes")
-            if len(content) > goal.room:
-                raise ValueError(
-                    "all that is fetched for the request is larger than its body may be"
-                )
-            if time.monotonic() > goal.end:
-                raise ValueError(f"it took longer than {self._timeout_s:g} s")
+            if len(content) > most:
+                raise ValueError("the request's files are larger than its body may be")
         return bytes(content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    """Whom to ask, until when by the monotonic clock, and for how many bytes at most."""
-
-    host: str
-    port: int | None
-    end: float
-    room: int
-
-
 class _Connection(http.client.HTTPConnection):
-    """To an address that was checked; the name is for the host's eyes, and its certificate."""
+    """To an address that was checked; the name is for the host's eyes, and its certificate.
 
-    def __init__(self, host: str, port: int, scheme: str, address: str, end: float) -> None:
-        super().__init__(host, port, timeout=max(0.1, end - time.monotonic()))
-        self._address = address
+    Args:
+        host: by its name.
+        port: None: the scheme's.
+        scheme: ``http`` or ``https``.
+        end: by the monotonic clock; nothing waits for longer.
+    """
+
+    def __init__(self, host: str, port: int | None, scheme: str, end: float) -> None:
+        super().__init__(host, port or (443 if scheme == "https" else 80))
         self._scheme = scheme
+        self._end = end
+        self._lock = threading.Lock()
+        self._handle: socket.socket | None = None
+        self._is_over = False
 
     def connect(self) -> None:
-        """Connect, and for https check the certificate."""
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        """Connect, and for https check the certificate.
+
+        Raises:
+            OSError: it cannot be had, or was broken off.
+            ValueError: an address of the host is not public.
+        """
+        address = _public_address(self.host, self.port)
+        left_s = max(0.1, self._end - time.monotonic())
+        self.sock = socket.create_connection((address, self.port), left_s)
+        with self._lock:
+            if self._is_over:  # it came before there was anything to break off
+                raise TimeoutError("it was broken off")
+            # One of its own: whoever reads closes the other when all has come.
+            self._handle = self.sock.dup()
         if self._scheme == "https":
             context = ssl.create_default_context()
             self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
+
+    def break_off(self) -> None:
+        """End whatever another thread waits for here; nothing where that is over.
+
+        A time limit alone would not: it begins anew with every byte that comes.
+        """
+        with self._lock:
+            self._is_over = True
+            if self._handle is not None:
+                with suppress(OSError):  # the host has ended it already
+                    self._handle.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Close it for good."""
+        self.close()
+        with self._lock:
+            if self._handle is not None:
+                self._handle.close()
+                self._handle = None
 
 
 def _public_address(host: str, port: int) -> str:

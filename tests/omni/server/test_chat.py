@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from typing import Any
 
+import openai
 import pytest
 
 from omni import ChatPrompt, OmniRequest, SamplingParams, TextPrompt, TokensPrompt
@@ -268,6 +269,13 @@ def test_an_answer_can_be_sent_back_as_it_came(server: LiveServer, client: Any):
     messages = (*HELLO, {"role": "assistant", "content": said.content}, more)
     expected = in_python(server, ChatPrompt(messages), {})
     assert answer.choices[0].message.content == expected.text
+
+
+def test_a_sound_that_is_sent_back_alone_is_not_known(client: Any):
+    spoken: dict[str, Any] = {"role": "assistant", "audio": {"id": "audio-1"}}
+    with pytest.raises(openai.BadRequestError, match="keeps no sound") as error:
+        client.chat.completions.create(model="chat", messages=[*HELLO, spoken, HELLO[-1]])
+    assert error.value.param == "messages[2].content"
 
 
 def test_a_developer_speaks_as_the_system_does(client: Any):

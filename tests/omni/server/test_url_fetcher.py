@@ -7,7 +7,10 @@ import http.server
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,15 +25,29 @@ from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 
 
+def drip(send: Callable[[bytes], Any]) -> None:
+    """Never be silent for long, and never come to an end."""
+    with suppress(OSError):
+        while True:
+            send(b"x")
+            time.sleep(0.01)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers by the path."""
 
     def do_GET(self) -> None:
+        if self.path == "/dripping_head":
+            drip(self.wfile.write)
+            return
         where = {"/moved": 302, "/gone": 404}
         self.send_response(where.get(self.path, 200))
         if self.path == "/moved":
             self.send_header("Location", "/file")
         self.end_headers()
+        if self.path == "/dripping":
+            drip(self.wfile.write)
+            return
         self.wfile.write(b"x" * 5000 if self.path == "/large" else self.headers["Host"].encode())
 
     def log_message(self, *_: Any) -> None:
@@ -189,6 +206,8 @@ def picture_of(host: socket.socket) -> list[Any]:
 
 def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socket.socket):
     async def run() -> None:
+        # Where there are many cores, there are many of them.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
         fetcher = UrlFetcher(["127.0.0.1"], 4096, timeout_s=PATIENCE_S)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
         asked = [asyncio.create_task(fetcher.fetch(url, "url", 1)) for _ in range(50)]
@@ -202,6 +221,41 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
         fetcher.close()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("path", ["dripping", "dripping_head"])
+def test_a_host_that_never_ends_keeps_no_thread(
+    port: int, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
+
+    async def run() -> None:
+        fetcher = UrlFetcher(["127.0.0.1"], 1 << 30, timeout_s=0.1)
+        for _ in range(2 * 8):  # twice as many as there are threads
+            with pytest.raises(ApiError, match="cannot be fetched"):
+                await fetcher.fetch(f"http://127.0.0.1:{port}/{path}", "url", 1 << 30)
+        # Each ends by itself: without that, this would wait for ever.
+        await asyncio.to_thread(fetcher._threads.shutdown)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_only_so_many_requests_wait_for_files(silent: socket.socket):
+    limits = {"url_timeout_s": PATIENCE_S, "max_waiting_requests": 1}
+    with (
+        LiveServer([gated_pipeline("few")], allow_url_hosts=["127.0.0.1"], **limits) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        first = pool.submit(
+            server.client().chat.completions.create, model="few", messages=picture_of(silent)
+        )
+        asked, _ = silent.accept()
+        with pytest.raises(openai.RateLimitError, match="wait for files") as error:
+            server.client().chat.completions.create(model="few", messages=picture_of(silent))
+        assert int(error.value.response.headers["retry-after"]) >= 1
+        asked.close()
+        with pytest.raises(openai.BadRequestError, match="cannot be fetched"):
+            first.result()
 
 
 def test_who_has_a_silent_host_asked_is_told_that_time_is_up(silent: socket.socket):
