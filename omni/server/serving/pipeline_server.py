@@ -74,7 +74,7 @@ class PipelineServer:
             settings.allow_url_hosts,
             limits.max_url_bytes,
             limits.url_timeout_s,
-            limits.max_waiting_requests,
+            max(1, limits.max_waiting_requests),  # one waits even where none waits for its turn
         )
         self.num_sessions = 0
         self.is_stopping = False

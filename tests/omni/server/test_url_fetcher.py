@@ -241,7 +241,7 @@ def test_a_host_that_never_ends_keeps_no_thread(
 
 
 def test_only_so_many_requests_wait_for_files(silent: socket.socket):
-    limits = {"url_timeout_s": PATIENCE_S, "max_waiting_requests": 1}
+    limits = {"url_timeout_s": PATIENCE_S, "max_waiting_requests": 0}
     with (
         LiveServer([gated_pipeline("few")], allow_url_hosts=["127.0.0.1"], **limits) as server,
         ThreadPoolExecutor() as pool,
