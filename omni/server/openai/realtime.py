@@ -88,6 +88,7 @@ class RealtimeSession:
         pipeline: ServedPipeline,
         client: Client,
     ) -> None:
+        # Whoever wishes for nothing can be answered, or there is no session.
         planned(pipeline.omni.pipeline, ResponseWish(), "session")
         self._websocket = websocket
         self._limits = server.settings.limits

@@ -8,8 +8,6 @@ import logging
 import random
 import select
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,6 +19,7 @@ import pytest
 
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -165,15 +164,8 @@ def test_a_body_that_is_none_is_refused(
 
 
 def post(server: LiveServer, body: bytes, kind: str = "application/json") -> tuple[int, Any]:
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions", body, {"Content-Type": kind}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
+    status, _, told = call(f"{server.url}/v1/chat/completions", body, {"Content-Type": kind})
+    return status, json.loads(told)
 
 
 def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():

@@ -8,8 +8,6 @@ import json
 import logging
 import re
 import socket
-import urllib.error
-import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from email.message import Message
@@ -20,6 +18,7 @@ import pytest
 import soundfile
 from PIL import Image
 
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 
@@ -42,15 +41,9 @@ def server(checkpoint_cache: object) -> Iterator[LiveServer]:
 
 def post(
     server: LiveServer, path: str, body: bytes, headers: Mapping[str, str] | None = None
-) -> tuple[int, Message[str, str], Any]:
-    sent = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(server.url + path, body, sent)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.headers, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, json.loads(error.read())
+) -> tuple[int, Message, Any]:
+    status, answered, told = call(server.url + path, body, headers)
+    return status, answered, json.loads(told)
 
 
 def chat(*parts: Any, **fields: Any) -> bytes:

@@ -20,6 +20,7 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.served_pipeline import ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 from tests.support.tokenizing_kind import TOKENIZING
@@ -27,13 +28,8 @@ from tests.support.tokenizing_kind import TOKENIZING
 
 def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
     """Status, headers and JSON."""
-    request = urllib.request.Request(url, headers=headers or {})
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.headers, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, json.loads(error.read())
+    status, answered, told = call(url, headers=headers)
+    return status, answered, json.loads(told)
 
 
 @pytest.fixture(scope="module")

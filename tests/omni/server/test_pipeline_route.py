@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from omni import EmbedsPrompt, OmniRequest, TextPrompt
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 
@@ -31,17 +32,8 @@ def running(checkpoint_cache: object) -> Iterator[LiveServer]:
 
 
 def post(server: LiveServer, name: str, body: Any) -> tuple[int, bytes]:
-    request = urllib.request.Request(
-        f"{server.url}/v1/pipelines/{name}",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
+    status, _, told = call(f"{server.url}/v1/pipelines/{name}", json.dumps(body).encode())
+    return status, told
 
 
 def line_of(server: LiveServer, name: str, body: Any) -> Any:

@@ -30,7 +30,7 @@ def drip(send: Callable[[bytes], Any]) -> None:
     with suppress(OSError):
         while True:
             send(b"x")
-            time.sleep(0.01)
+            time.sleep(0.01)  # faster, it would come to the end of what may be read
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -22,6 +22,7 @@ from omni.server.serving.served_pipeline import ServedPipeline
 from stages.remote import worker_life
 from stages.remote.connection import NoPlaceError
 from stages.remote.remote_stage import RemoteStage
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -75,12 +76,8 @@ def kill_worker(server: LiveServer) -> None:
 
 
 def health(server: LiveServer) -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=PATIENCE_S) as answer:
-            return answer.status, msgspec.json.decode(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, msgspec.json.decode(error.read())
+    status, _, told = call(f"{server.url}/health")
+    return status, msgspec.json.decode(told)
 
 
 def writer_of(told: Any) -> dict[str, Any]:
