@@ -90,7 +90,9 @@ class PageContents:
         gathered = []
         for group_id, contents in self._pages.items():
             ids = [page.page_id for page in pages if page.group_id == group_id]
-            gathered.append(contents.index_select(0, torch.tensor(ids, device=contents.device)))
+            if ids:
+                index = torch.tensor(ids, device=contents.device)
+                gathered.append(contents.index_select(0, index))
         return gathered
 
 
