@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from engine.checkpoints.config_file import describe
 from engine.checkpoints.quiet_transformers import hidden_progress_bars
 from engine.checkpoints.weight_files import WeightFiles
+from engine.resources.device import on_device
 
 __all__ = ["EncoderModel"]
 
@@ -99,9 +100,10 @@ class EncoderModel:
     def _forward(self, lengths: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
         longest = int(lengths.max())
         mask = torch.arange(longest) < lengths[:, None]
-        output = self._module(
-            **inputs, attention_mask=mask.to(self.device, torch.int64), return_dict=True
-        )
+        with on_device(self.device):
+            output = self._module(
+                **inputs, attention_mask=mask.to(self.device, torch.int64), return_dict=True
+            )
         batch_shape = tuple(mask.shape)
         keep = mask.to(self.device)
         return {

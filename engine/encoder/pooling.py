@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 
+from engine.resources.device import on_device
 from engine.resources.finite_numbers import require_finite
 
 __all__ = ["Pooling", "normalized", "pool", "resolve_pooling"]
@@ -66,7 +67,8 @@ def _pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
         if pooler is None:
             raise ValueError("pooling 'pooler' was not resolved: there is no pooler")
         device = next(pooler.parameters()).device
-        pooled: Tensor = pooler(rows[None].to(device))[0].cpu()
+        with on_device(device):
+            pooled: Tensor = pooler(rows[None].to(device))[0].cpu()
         return pooled
     return _BY_NAME[pooling](rows)
 

@@ -19,6 +19,7 @@ from engine.execution.step_metadata import build_step_metadata
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
+from engine.resources.device import on_device
 from engine.resources.finite_numbers import are_finite
 from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
@@ -114,6 +115,10 @@ class ModelRunner:
             ValueError: an encoder or a tower gave rows that are not finite.
             Exception: whatever the model raises.
         """
+        with on_device(self._device):
+            return self._execute(output)
+
+    def _execute(self, output: SchedulerOutput) -> list[SampledToken]:
         self._swap_pages(output)
         for request in output.preempted:
             self.forget(request)
@@ -205,9 +210,10 @@ class ModelRunner:
         self._batch.add("warm-up 1", [0] * 2)
         try:
             step = self._batch.prepare(["warm-up 0", "warm-up 1"], [0, 0], [3, 2])
-            tensors = self._forward(self._inputs.build(step))
-            if self._model.vocab_size:
-                self._model.compute_logits(tensors["hidden_states"][:1])
+            with on_device(self._device):
+                tensors = self._forward(self._inputs.build(step))
+                if self._model.vocab_size:
+                    self._model.compute_logits(tensors["hidden_states"][:1])
             self._host_copy.start(self._mirrored(tensors))
             self._write_outputs(step)
             if self._kv.encoder_outputs is not None:

@@ -37,7 +37,7 @@ from engine.interface.stats import EngineStats
 from engine.models.generator_model import CodeChunk, GeneratorModel
 from engine.models.model_loader import load_generator, open_checkpoint
 from engine.resources.byte_sizes import format_bytes
-from engine.resources.device import resolve_device
+from engine.resources.device import on_device, resolve_device
 from engine.resources.finite_numbers import are_finite
 from prefix_cache import IntegrityError
 
@@ -277,7 +277,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             )
             for request, window in batch
         ]
-        samples, states = self._model.generate(chunks, self.config.generation)
+        with on_device(self._model.device):
+            samples, states = self._model.generate(chunks, self.config.generation)
         if not are_finite([samples]):
             raise ValueError("the generator gave samples that are not finite")
         return samples, states

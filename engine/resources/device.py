@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
-__all__ = ["resolve_device", "resolve_dtype"]
+__all__ = ["on_device", "resolve_device", "resolve_dtype"]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -24,6 +26,11 @@ def resolve_device(name: str) -> torch.device:
             f"device {name!r} was asked for, but torch sees no CUDA device; take 'cpu', or 'auto'"
         )
     return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, on which Triton launches its kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve_dtype(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 from tests.support.import_graph import ROOT
@@ -28,3 +29,11 @@ def test_a_cpu_runs_without_it_and_asking_for_it_says_what_it_needs(
 ) -> None:
     code = RUN.format(model=seeded("qwen2"))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_warning_of_triton_at_the_import_of_xformers_fails_no_test() -> None:
+    message = (
+        "warmup, rep, and use_cuda_graph parameters are deprecated. "
+        "See https://github.com/triton-lang/triton/pull/4496 for details."
+    )
+    warnings.warn(message, DeprecationWarning, stacklevel=1)

@@ -1,0 +1,93 @@
+"""An engine runs its model with its device as the current one: Triton launches kernels there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from engine import (
+    CodecPrompt,
+    EncoderEngine,
+    EngineConfig,
+    GeneratorConfig,
+    GeneratorEngine,
+    LLMEngine,
+    SamplingParams,
+    TokensPrompt,
+)
+from engine.interface.engine import Engine
+from engine.resources.device import on_device
+
+
+def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    current = [0]
+
+    def exchange(index: int) -> int:
+        current.append(index)
+        return current[-2]
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    with on_device(torch.device("cuda:1")):
+        assert current == [0, 1]
+    assert current == [0, 1, 0]
+    with on_device(torch.device("cpu", 0)):
+        assert current == [0, 1, 0]
+
+
+def open_llm(seeded: Callable[[str], str]) -> LLMEngine:
+    engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))
+    engine.add_request("r", TokensPrompt([5, 6, 7]), SamplingParams(max_tokens=2))
+    return engine
+
+
+def open_encoder(seeded: Callable[[str], str]) -> EncoderEngine:
+    engine = EncoderEngine(EngineConfig(model=seeded("bert"), num_blocks=16, device="cpu"))
+    engine.add_request("r", TokensPrompt([5, 6, 7]))
+    return engine
+
+
+def open_generator(seeded: Callable[[str], str]) -> GeneratorEngine:
+    engine = GeneratorEngine(
+        GeneratorConfig(model=seeded("qwen2_5_omni"), part="code2wav", device="cpu")
+    )
+    engine.add_request("r", CodecPrompt([1, 2, 3], speaker=None))
+    return engine
+
+
+@pytest.mark.parametrize("open_engine", [open_llm, open_encoder, open_generator])
+def test_every_model_runs_inside_its_device(
+    open_engine: Callable[[Callable[[str], str]], Engine[Any]],
+    seeded: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    entered: list[torch.device] = []
+    runs: list[bool] = []
+
+    @contextmanager
+    def recorded(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    for user in (
+        "engine.execution.model_runner",
+        "engine.encoder.encoder_model",
+        "engine.encoder.pooling",
+        "engine.generator.generator_engine",
+    ):
+        monkeypatch.setattr(f"{user}.on_device", recorded)
+    engine = open_engine(seeded)
+    with register_module_forward_pre_hook(lambda *_: runs.append(bool(entered))):
+        while engine.has_unfinished_requests:
+            assert all(output.error is None for output in engine.step())
+    assert runs
+    assert all(runs)
+    assert entered == []
