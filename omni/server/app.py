@@ -21,7 +21,7 @@ from omni.server.live_page import ROUTES as PAGE_ROUTES
 from omni.server.openai.routes import ROUTES as OPENAI_ROUTES
 from omni.server.pipeline_route import ROUTES as PIPELINE_ROUTES
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.guard import Guard
+from omni.server.serving.guard import REFUSAL, Guard
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 
@@ -67,7 +67,7 @@ def create_app(server: PipelineServer) -> FastAPI:
     app.add_middleware(Guard, settings=server.settings, check_room=server.check_room)
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
-    app.add_exception_handler(ClientDisconnect, _tell_nobody)
+    app.add_exception_handler(ClientDisconnect, _tell_client_left)
     app.add_exception_handler(Exception, _tell_mistake)
     return app
 
@@ -115,8 +115,9 @@ async def _metrics(request: Request) -> Response:
     return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _tell_api_error(_: Request, error: Exception) -> Response:
+async def _tell_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.scope["state"][REFUSAL] = error
     return Response(
         error.to_json(), error.status, headers=error.headers, media_type="application/json"
     )
@@ -132,9 +133,9 @@ async def _tell_http_error(request: Request, error: Exception) -> Response:
     return await _tell_api_error(request, told)
 
 
-async def _tell_nobody(_: Request, __: Exception) -> Response:
-    """The client has gone before all of its request was here."""
-    return Response(status_code=HTTPStatus.BAD_REQUEST)
+async def _tell_client_left(request: Request, _: Exception) -> Response:
+    error = ApiError.bad_request("the client left before all of its request had come")
+    return await _tell_api_error(request, error)
 
 
 async def _tell_mistake(request: Request, _: Exception) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
 from starlette.responses import Response
 
 from omni.server.openai.answers import (
@@ -22,6 +23,7 @@ from omni.server.openai.answers import (
     as_event,
     as_json,
 )
+from omni.server.openai.chat_request import StreamOptions
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.spoken_sound import (
     TRANSCRIPT_GAP_S,
@@ -38,6 +40,7 @@ from omni.server.openai.written_text import (
     num_completions,
     text_stage,
     usage_of,
+    usage_so_far,
 )
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds, Update
@@ -98,6 +101,7 @@ class Chat:
         )
         self._n = num_completions(stages, self._stage, self._sampling)
         self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs else None
+        self._options = body.stream_options or StreamOptions()
         self._id = f"chatcmpl-{client.request_id}"
         self._audio_id = f"audio-{client.request_id}"
         self._created = int(time.time())
@@ -149,19 +153,19 @@ class Chat:
                 if goes_on and output is not None and not (sounds or is_over):
                     piece = self._text_of(output, told[0])
                 else:
-                    goes_on = output is not None and self._n == 1 and self._logprobs is None
+                    is_plain = not (self._logprobs or self._options.counts_each_chunk)
+                    goes_on = output is not None and self._n == 1 and is_plain
                     news = self._new(output, sounds, told, is_over=is_over)
                     # Together, and the last ones with the end: each piece is a call of the system,
                     # and wakes the client.
-                    piece = b"".join([as_event(self._chunk([choice])) for choice in news])
+                    piece = b"".join([self._event_of(choice, output) for choice in news])
                 if is_over:  # nothing later is waited for
                     break
                 if piece:
                     yield piece
                     piece = b""
         assert output is not None
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if self._options.include_usage:
             piece += as_event(self._chunk([], usage_of([output])))
         yield LastPiece(piece + DONE)
 
@@ -171,6 +175,15 @@ class Chat:
         request = asked(self._client, await self._make_prompt(), self._sampling, terms)
         gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
         return Feeds(self._pipeline, [request], "messages", text_gap_s=gap)
+
+    def _event_of(self, choice: ChatChunkChoice, output: StageOutput | None) -> bytes:
+        """The event of what is new of one completion."""
+        usage = None
+        if self._options.counts_each_chunk and output is not None:
+            is_first = choice.delta.role is not UNSET
+            written = completions_of(output, self._n)[choice.index]
+            usage = usage_so_far(output, 0 if is_first else written.num_tokens)
+        return as_event(self._chunk([choice], usage))
 
     def _text_of(self, output: StageOutput, told: _Told) -> bytes:
         """The event of text that goes on, if there is any."""
@@ -246,9 +259,8 @@ class Chat:
             model=self._pipeline.name,
             choices=choices,
         )
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            chunk.usage = usage  # null but in the last one
+        if self._options.include_usage:
+            chunk.usage = usage  # null where it is not counted
         return chunk
 
 

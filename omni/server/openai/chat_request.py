@@ -103,15 +103,23 @@ class ChatMessage(ApiModel):
 
 
 class StreamOptions(ApiModel):
-    """How a stream is told.
+    """What a stream reports beside the answer.
 
     Attributes:
         include_usage: whether its last chunk counts the tokens.
+        continuous_usage_stats: whether every chunk counts those of its completion so far; as in
+            vLLM, without effect unless ``include_usage`` is true.
     """
 
     not_supported: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether chunks before the last one count tokens."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 class AudioWish(ApiModel):

@@ -16,6 +16,7 @@ from omni.server.openai.answers import (
     as_event,
     as_json,
 )
+from omni.server.openai.chat_request import StreamOptions
 from omni.server.openai.prompt_list import prompts_of
 from omni.server.openai.sampling_fields import merge_sampling
 from omni.server.openai.token_texts import TokenPlaces
@@ -26,6 +27,7 @@ from omni.server.openai.written_text import (
     num_completions,
     text_stage,
     usage_of,
+    usage_so_far,
 )
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
@@ -69,11 +71,11 @@ class Completions:
         stages = pipeline.omni.pipeline
         prompts = prompts_of(body.prompt, max_prompts, "prompt")
         self._pipeline = pipeline
-        self._body = body
         self._stage = text_stage(stages)
         sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
         self._n = num_completions(stages, self._stage, sampling)
         self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs is not None else None
+        self._options = body.stream_options or StreamOptions()
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [
@@ -105,11 +107,13 @@ class Completions:
                 at = index * self._n + number
                 choice = self._new(at, written, told[at])
                 if choice is not None:
-                    yield as_event(self._with_usage(self._answer([choice]), None))
+                    usage = None
+                    if self._options.counts_each_chunk:
+                        usage = usage_so_far(output, written.num_tokens)
+                    yield self._event_of([choice], usage)
         end = DONE
-        if self._tells_usage:
-            usage = usage_of(list(last.values()))
-            end = as_event(self._with_usage(self._answer([]), usage)) + DONE
+        if self._options.include_usage:
+            end = self._event_of([], usage_of(list(last.values()))) + DONE
         yield LastPiece(end)
 
     def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
@@ -134,15 +138,11 @@ class Completions:
         told.is_over = ends or told.is_over
         return choice
 
-    @property
-    def _tells_usage(self) -> bool:
-        options = self._body.stream_options
-        return options is not None and options.include_usage
-
-    def _with_usage(self, answer: CompletionAnswer, usage: Usage | None) -> CompletionAnswer:
-        if self._tells_usage:
-            answer.usage = usage  # null but in the last one
-        return answer
+    def _event_of(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        answer = self._answer(choices)
+        if self._options.include_usage:
+            answer.usage = usage  # null where it is not counted
+        return as_event(answer)
 
     def _answer(self, choices: list[CompletionChoice]) -> CompletionAnswer:
         return CompletionAnswer(

@@ -21,7 +21,7 @@ from omni.server.openai.realtime import RealtimeSession, refuse_session
 from omni.server.openai.speech import Speech, SpeechRequest
 from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.guard import Client
+from omni.server.serving.guard import REFUSAL, Client
 from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import read_json
@@ -108,6 +108,7 @@ async def _realtime(websocket: WebSocket) -> None:
         with server.session():
             await RealtimeSession(websocket, server, server.find(model), client).run()
     except ApiError as error:
+        websocket.scope["state"][REFUSAL] = error
         await refuse_session(websocket, error)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.interface.deferred import num_items
 from omni.server.openai.answers import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -31,6 +32,7 @@ __all__ = [
     "num_completions",
     "text_stage",
     "usage_of",
+    "usage_so_far",
 ]
 
 _LEAST = -9999.0
@@ -43,11 +45,13 @@ class Written:
 
     Attributes:
         text: all of it so far.
+        num_tokens: generated so far.
         finish_reason: ``stop`` or ``length``; None while it goes on.
         logprobs: per token, if they were asked for.
     """
 
     text: str
+    num_tokens: int
     finish_reason: str | None
     logprobs: Sequence[TokenLogprobs]
 
@@ -82,10 +86,12 @@ def completions_of(output: StageOutput, n: int) -> list[Written]:
     if n == 1:  # what the output itself tells, none of its tokens copied
         reason = output.finish_reason
         text, logprobs = output.text or "", output.logprobs or ()
-        return [Written(text, None if reason is None else reason.value, logprobs)]
+        num_tokens = num_items(output, "token_ids")
+        return [Written(text, num_tokens, None if reason is None else reason.value, logprobs)]
     return [
         Written(
             each.text,
+            len(each.token_ids),
             None if each.finish_reason is None else each.finish_reason.value,
             each.logprobs or (),
         )
@@ -95,8 +101,17 @@ def completions_of(output: StageOutput, n: int) -> list[Written]:
 
 def usage_of(outputs: Sequence[StageOutput]) -> Usage:
     """Count the tokens of prompts, and of all their completions."""
-    prompt = sum(output.num_prompt_tokens for output in outputs)
     written = sum(len(each.token_ids) for output in outputs for each in output.completions)
+    return _usage(outputs, written)
+
+
+def usage_so_far(output: StageOutput, num_tokens: int) -> Usage:
+    """Count the tokens of a prompt beside those of one of its completions."""
+    return _usage([output], num_tokens)
+
+
+def _usage(outputs: Sequence[StageOutput], written: int) -> Usage:
+    prompt = sum(output.num_prompt_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=prompt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 
     from omni.server.serving.settings import ServerSettings
 
-__all__ = ["Client", "Guard"]
+__all__ = ["REFUSAL", "Client", "Guard"]
 
 _logger = package_logger(__name__)
+
+REFUSAL = "refusal"
+"""Key of a scope's state, under which what answers with an error leaves it for the log."""
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """For everybody: a page without anybody's data, and whether the server is well."""
@@ -98,6 +102,7 @@ class Guard:
             if scope["type"] == "http" and scope["method"] == "POST":
                 self._check_room(client)
         except ApiError as error:
+            scope.setdefault("state", {})[REFUSAL] = error
             await _refuse(error, scope, receive, answer.send)
         else:
             scope.setdefault("state", {})["client"] = client
@@ -208,15 +213,18 @@ class _Answer:
         await self._send(message)
 
     def log(self, scope: Scope) -> None:
-        method = scope.get("method", "WebSocket")
-        # As repr: a path may hold what looks like a line of the log.
-        _logger.info(
-            "%s %s %r: %s, %.3f s",
+        refusal: ApiError | None = scope.get("state", {}).get(REFUSAL)
+        is_refused = refusal is not None and refusal.status < 500
+        # As repr: a path, and what a refusal quotes, may hold what looks like a line of the log.
+        _logger.log(
+            logging.WARNING if is_refused else logging.INFO,
+            "%s %s %r: %s, %.3f s%s",
             self._request_id,
-            method,
+            scope.get("method", "WebSocket"),
             scope["path"],
             self._status if self._status is not None else "closed",
             (self._ended or time.monotonic()) - self._began,
+            f": {refusal.message!r:.500}" if refusal is not None else "",
         )
 
 

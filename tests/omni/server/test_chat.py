@@ -126,6 +126,45 @@ def test_curl_reads_a_stream_as_well(server: LiveServer):
     assert "".join(delta.get("content", "") for delta in deltas) == expected.text
 
 
+@pytest.mark.parametrize("num_answers", [1, 2])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_every_chunk_counts_the_tokens_so_far_where_that_is_asked(
+    server: LiveServer, client: Any, endpoint: str, num_answers: int
+):
+    asked = {
+        "n": num_answers, "temperature": 1.0, "seed": 5, "stream": True, "max_tokens": 9,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    if endpoint == "chat":
+        chunks = list(client.chat.completions.create(model="chat", messages=HELLO, **asked))
+    else:
+        chunks = list(client.completions.create(model="chat", prompt="Once upon", **asked))
+    *chunks, last = chunks
+    counts: dict[int, list[int]] = {index: [] for index in range(num_answers)}
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        assert chunk.usage.prompt_tokens == last.usage.prompt_tokens > 0
+        assert chunk.usage.total_tokens == (
+            chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        )
+        counts[choice.index].append(chunk.usage.completion_tokens)
+    if endpoint == "chat":  # the chunk that names the role comes before the first token, as in vLLM
+        assert all(each.pop(0) == 0 for each in counts.values())
+    for each in counts.values():
+        assert each[0] > 0 and each == sorted(each) and each[-1] == 9
+    assert last.choices == [] and last.usage.completion_tokens == 9 * num_answers
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}])
+def test_no_chunk_counts_tokens_where_usage_is_not_asked_for(client: Any, options: dict[str, bool]):
+    stream = client.chat.completions.create(
+        model="chat", messages=HELLO, stream=True,
+        stream_options={"continuous_usage_stats": True, **options},
+    )  # fmt: skip
+    assert all(chunk.usage is None and chunk.choices for chunk in stream)
+
+
 def test_a_stream_comes_in_pieces_and_tells_no_usage_unasked(client: Any):
     # Who is slow gets several tokens in a piece, though hardly a hundred of them.
     stream = client.chat.completions.create(

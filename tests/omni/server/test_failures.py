@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import openai
 import pytest
@@ -122,6 +122,37 @@ def test_a_mistake_is_told_with_the_field_that_has_it(
         assert error.value.param == param
         body: Any = error.value.body
         assert message in body["message"] and body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/chat/completions", b'{"model": "chat", "messages": []}', 400, "messages:"),
+        ("/v1/completions", b'{"model": "chat", "prompt": [1000000]}', 400, "1000000"),
+        ("/v1/completions", b'{"model": "cat", "prompt": "x"}', 404, "'cat' does not exist"),
+        ("/v1/completions", b'{"model": "chat", "prompt": "x", "a\\nb": 1}', 400, "b: unknown"),
+        ("/v1/embeddings", b"no JSON", 400, "valid JSON"),
+        ("/v1/embeddings", None, 405, "Method Not Allowed"),
+        ("/v1/nowhere\n", None, 404, "Not Found"),
+    ],
+)
+def test_what_is_refused_is_one_line_of_the_log_with_the_reason(
+    server: LiveServer,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: bytes | None,
+    status: int,
+    reason: str,
+):
+    with caplog.at_level("WARNING", "omni"):
+        found, headers, _ = call(server.url + quote(path), body)
+        method = "GET" if body is None else "POST"
+        start = f"{headers['x-request-id']} {method} {path!r}: {status}, "
+        wait_until(lambda: any(line.startswith(start) for line in caplog.messages))
+    assert found == status
+    # Other requests may still be ending.
+    (line,) = (each for each in caplog.messages if headers["x-request-id"] in each)
+    assert reason in line and "\n" not in line
 
 
 def test_a_null_is_told_where_it_stands_like_a_key_that_is_absent(client: Any):
