@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from engine.attention.backend import AttentionBackend
@@ -9,38 +11,60 @@ from engine.attention.native_backend import NativeBackend
 from engine.attention.reference import ReferenceBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.xformers_backend import XformersBackend
+from engine.interface.log_fields import package_logger
 
 __all__ = ["BACKEND_NAMES", "get_backend", "resolve_backend_name"]
 
-BACKEND_NAMES = ("auto", "native", "torch", "xformers", "reference")
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    backend.name: backend
+    for backend in (NativeBackend, TorchBackend, XformersBackend, ReferenceBackend)
+}
+BACKEND_NAMES = ("auto", *_BACKENDS)
+
+logger = package_logger(__name__)
 
 
 def resolve_backend_name(
-    name: str, device: torch.device | str, dtype: torch.dtype, block_size: int
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dims: Collection[int] = (64,),
 ) -> str:
     """The backend that a name stands for: ``"auto"`` takes the fastest that can run.
 
-    That is xformers on CUDA, native on a CPU, and torch where those cannot run.
+    That is xformers on CUDA, native on a CPU, and torch where those cannot run; on CUDA a warning
+    says why.
+
+    Args:
+        name: one of :data:`BACKEND_NAMES`.
+        device: where the model runs.
+        dtype: of queries, keys and values.
+        block_size: tokens per block.
+        head_dims: of the model's heads; a usual one before the model is loaded.
 
     Raises:
-        ValueError: there is no such backend, or its kernels cannot be had.
+        ValueError: there is no such backend, or it cannot run this combination.
     """
     if name not in BACKEND_NAMES:
         raise ValueError(
             f"unknown attention backend {name!r}; known are {', '.join(BACKEND_NAMES)}"
         )
-    if name == "native":
-        # Its kernels are the layers' as well, which are made before any backend.
-        NativeBackend.check_support(torch.device(device), dtype, block_size)
-    if name != "auto":
-        return name
     device = torch.device(device)
-    preferred = XformersBackend if device.type == "cuda" else NativeBackend
+    best = "xformers" if device.type == "cuda" else "native"
+    chosen = _BACKENDS[best if name == "auto" else name]
     try:
-        preferred.check_support(device, dtype, block_size)
-    except ValueError:
+        chosen.check_support(device, dtype, block_size)
+        if chosen is XformersBackend:
+            for head_dim in head_dims:
+                XformersBackend.probe(device, dtype, block_size, head_dim)
+    except ValueError as error:
+        if name != "auto":
+            raise
+        if device.type == "cuda":
+            logger.warning("attention runs in torch, which is slower: %s", error)
         return TorchBackend.name
-    return preferred.name
+    return chosen.name
 
 
 def get_backend(
@@ -62,10 +86,5 @@ def get_backend(
     if name == "reference":
         return ReferenceBackend()
     if name == "xformers":
-        XformersBackend.check_support(device, dtype, block_size)
         return XformersBackend(device, dtype, block_size)
-    if name == "native":
-        NativeBackend.check_support(device, dtype, block_size)
-        return NativeBackend(device, dtype)
-    TorchBackend.check_support(device, dtype, block_size)
-    return TorchBackend(device, dtype)
+    return NativeBackend(device, dtype) if name == "native" else TorchBackend(device, dtype)

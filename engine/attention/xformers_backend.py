@@ -8,7 +8,6 @@ queries. xformers caps no scores and adds no biases to pages': such layers run a
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_rows import write_kv
+from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.xformers_masks import (
     decode_bias,
@@ -24,6 +24,10 @@ from engine.attention.xformers_masks import (
     prefill_slots,
     with_a_key_for_all,
 )
+from engine.interface.described_error import described
+from engine.resources.device import on_device
+from engine.resources.finite_numbers import require_finite
+from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
 
 __all__ = ["XformersBackend"]
 
@@ -58,20 +62,61 @@ class XformersBackend(AttentionBackend):
 
     @classmethod
     def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
-        """CUDA, half precision, blocks of a multiple of 16 tokens, and xformers installed."""
+        """CUDA, half precision, and blocks of a multiple of 16 tokens; see also :meth:`probe`."""
         if device.type != "cuda":
             raise ValueError(f"the xformers backend runs on CUDA devices only, not on {device}")
         if dtype not in _DTYPES:
             raise ValueError(f"the xformers backend needs float16 or bfloat16, got {dtype}")
         _key_tile(block_size)
-        if find_spec("xformers") is None:
-            raise ValueError("the xformers backend needs the xformers package; it is not installed")
         capability = torch.cuda.get_device_capability(device)
         if capability < _MIN_CAPABILITY:
             raise ValueError(
                 f"the xformers backend needs compute capability 8.0 or later, "
                 f"{device} has {capability[0]}.{capability[1]}"
             )
+
+    @classmethod
+    @cache
+    def probe(
+        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+    ) -> None:
+        """Attend to a few zeros, in a decode and a prefill: only the kernels know if they run.
+
+        Raises:
+            ValueError: with the reason that xformers or Triton gave.
+        """
+        try:
+            with on_device(device), torch.inference_mode():
+                cls._attend_to_zeros(device, dtype, block_size, head_dim)
+        except Exception as error:  # a missing package, library or compiler, or a refused input
+            reason = " ".join(described(error).split())
+            raise ValueError(
+                f"the xformers backend cannot run with {dtype}, block_size {block_size} and heads "
+                f"of {head_dim} on {device}: {reason}"
+            ) from error
+
+    @classmethod
+    def _attend_to_zeros(
+        cls, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+    ) -> None:
+        group = KVCacheGroup(("probe",), FullAttentionSpec(block_size, 1, head_dim, dtype))
+        memory = PagedMemory(KVCacheConfig(3, (group,)), device)
+        slots = torch.tensor((block_size + 1, 2 * block_size + 1, 2 * block_size + 2))
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor((0, 1, 3), dtype=torch.int32),
+            seq_lens=torch.tensor((2, 3), dtype=torch.int32),
+            block_table=torch.tensor(((1,), (2,)), dtype=torch.int32, device=device),
+            slot_mapping=slots.to(device),
+            row_mapping=memory.row_mapping(0, slots).to(device),
+            num_decodes=1,
+            block_size=block_size,
+        )
+        query = torch.zeros(3, 2, head_dim, dtype=dtype, device=device)
+        key = query[:, :1]
+        backend = cls(device, dtype, block_size)
+        backend.begin_step(metadata)
+        call = LayerCall(query, key, key, memory.layer(0, 0), metadata, Scoring(1.0))
+        require_finite({"outputs": backend.forward(call)})
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Forget the step before; see :meth:`_prepare`."""

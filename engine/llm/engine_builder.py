@@ -97,8 +97,18 @@ class _Choices:
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
         max_model_len = _max_model_len(config, checkpoint)
         attention = resolve_backend_name(config.attention_backend, device, dtype, config.block_size)
-        logger.info("attention backend %s on %s", attention, device)
         return cls(checkpoint, device, dtype, attention, max_model_len)
+
+    def with_heads_of(self, model: CausalModel, config: EngineConfig) -> _Choices:
+        """Decide between xformers and torch once more: not every head suits the kernels."""
+        attention = self.attention
+        if attention == "xformers":
+            head_dims = {layer.spec.head_dim for layer in model.attention_layers}
+            attention = resolve_backend_name(
+                config.attention_backend, self.device, self.dtype, config.block_size, head_dims
+            )
+        logger.info("attention backend %s on %s", attention, self.device)
+        return replace(self, attention=attention)
 
 
 def build_engine_parts(config: EngineConfig, output_names: Collection[str] | None) -> EngineParts:
@@ -109,10 +119,8 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     """
     choices = _Choices.of(config)
     checkpoint, model = choices.checkpoint, _load_model(config, choices)
-    tokenizer = None
-    if find_family(checkpoint).reads_text:
-        remote, whole = config.trust_remote_code, checkpoint.whole_config
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
+    choices = choices.with_heads_of(model, config)
+    tokenizer = _tokenizer(config, checkpoint)
     kv_config, plan = _plan(config, model, choices)
     manager = KVCacheManager(
         kv_config,
@@ -177,6 +185,13 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
         ),
     )
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    if not find_family(checkpoint).reads_text:
+        return None
+    remote, whole = config.trust_remote_code, checkpoint.whole_config
+    return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
 
 
 def _plan(

@@ -1,0 +1,79 @@
+"""An engine asks the kernels of xformers whether they run, for the heads of its model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+import pytest
+import torch
+
+from engine import EngineConfig, LLMEngine, SamplingParams
+from engine.attention.registry import get_backend, resolve_backend_name
+from engine.attention.xformers_backend import XformersBackend
+from engine.llm import engine_builder
+from tests.support.materialised_xformers import MaterialisedXformers
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU on which xformers is there and runs nothing, as where its ``_C.so`` does not load."""
+    reason = "xFormers wasn't build with CUDA support"
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(reason)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda _: 0)
+    monkeypatch.setattr(XformersBackend, "_attend_to_zeros", refuse)
+    return reason
+
+
+def test_the_probe_gives_the_reasons_of_xformers_itself():
+    pytest.importorskip("xformers", exc_type=ImportError)
+    with pytest.raises(ValueError, match=r"heads of 64 on cpu: ValueError: .*device=cpu \(supp"):
+        XformersBackend.probe(CPU, torch.float16, 16, 64)
+
+
+def test_the_probe_takes_what_runs():
+    pytest.importorskip("xformers", exc_type=ImportError)
+    for block_size, head_dim in ((16, 64), (48, 20)):
+        MaterialisedXformers.probe(CPU, torch.float32, block_size, head_dim)
+
+
+def test_auto_falls_back_to_torch_with_one_warning(refused: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "omni"):
+        assert resolve_backend_name("auto", CUDA, torch.float16, 16) == "torch"
+    assert len(caplog.records) == 1
+    assert refused in caplog.text
+
+
+def test_a_backend_asked_for_by_name_is_refused_with_the_reason(refused: str):
+    with pytest.raises(ValueError, match=rf"block_size 32 and heads of 64 on cuda: .*{refused}"):
+        get_backend("xformers", CUDA, torch.float16, 32)
+
+
+def test_heads_of_all_sizes_are_asked_about(refused: str, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(XformersBackend, "probe", lambda *needs: asked.append(needs[-1]))
+    name = resolve_backend_name("auto", CUDA, torch.bfloat16, 16, head_dims=(80, 128))
+    assert (name, asked) == ("xformers", [80, 128])
+
+
+def test_an_engine_asks_again_for_the_heads_of_its_model(
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Collection[int]] = []
+
+    def resolve(*needs: object) -> str:
+        asked.append(needs[4] if len(needs) > 4 else ())  # type: ignore[arg-type]
+        return "torch" if len(needs) > 4 else "xformers"
+
+    monkeypatch.setattr(engine_builder, "resolve_backend_name", resolve)
+    engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))
+    head_dims = {layer.spec.head_dim for layer in engine._runner._model.attention_layers}
+    assert asked == [(), head_dims]
+    assert engine.generate("a b", SamplingParams(max_tokens=2))[0].error is None
