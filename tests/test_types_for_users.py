@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -96,17 +98,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def findings(site: Path, folder: Path, text: str) -> dict[int, list[str]]:
-    """What mypy says of each line of a user's file; what it learns of a site lies beside it."""
+def findings(
+    site: Path, folder: Path, text: str, python: str = sys.executable
+) -> dict[int, list[str]]:
+    """What mypy says of each line of a user's file; what it learns of a site lies beside it.
+
+    Args:
+        site: a folder with the packages; it is not searched if another ``python`` has them.
+        folder: the user's.
+        text: of the user's file.
+        python: the interpreter whose packages are seen.
+    """
     (folder / "mine.py").write_text(text)
     (folder / "mypy.ini").write_text(SETTINGS)
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--config-file", "mypy.ini"),
-            *("--cache-dir", str(site.with_name("mypy_cache")), "mine.py"),
+            *("--cache-dir", str(site.with_name("mypy_cache")), "--python-executable", python),
+            "mine.py",
         ],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(site)},
+        env=os.environ | {"PYTHONPATH": str(site) if python == sys.executable else ""},
         capture_output=True,
         text=True,
         check=False,
@@ -132,6 +144,28 @@ def test_a_users_file_is_checked_with_our_types(site: Path, tmp_path: Path) -> N
         else:
             assert not said, (line, said)
     assert not found
+
+
+def test_an_editable_install_shows_its_types(site: Path, tmp_path: Path) -> None:
+    """Type checkers read ``.pth`` files and no import hooks, which is what setuptools may write."""
+    checkout, python = tmp_path / "checkout", tmp_path / "venv" / "bin" / "python"
+    shutil.copytree(site, checkout)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    # Its dependencies, and setuptools; a .pth of there is not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = ["install", "--no-deps", "--no-index", "--no-build-isolation", "--editable"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "--quiet", *install, str(checkout)],
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ""},
+    )
+    found = findings(tmp_path, tmp_path, "import omni\nreveal_type(omni.Omni)\n", str(python))
+    ((line, (said,)),) = found.items()
+    assert line == 2 and said.startswith('note: Revealed type is "def (') and "Omni" in said
 
 
 def test_no_public_name_is_of_a_type_that_says_nothing(site: Path, tmp_path: Path) -> None:
