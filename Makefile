@@ -8,8 +8,9 @@
 # make train-spoken-sums  the checkpoint of spoken_sums anew: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
 #
-# The first target that needs it builds .venv, with the first of python3.13, python3.12 and
-# python3.11 that works, or with the one that is named: make PYTHON=/path/to/python3.11 test.
+# The first target that needs it builds .venv, make run with what the demo needs, the others with the
+# rest as well. Its Python is the first of python3.13, python3.12 and python3.11 that works, or the
+# one that is named: make PYTHON=/path/to/python3.11 test.
 # Outside this folder only $OMNI_CACHE_DIR, by default ~/.cache/omni-pipeline, is written: seeded
 # models and compiled kernels. On Linux PyPI's torch brings CUDA along; for the small CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
@@ -20,9 +21,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 # Read from the constraints, so that the version stands in one place.
 TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
+# What omni needs, and what tests, linters and the documentation need beside it.
+OMNI := $(VENV)/.omni
 STAMP := $(VENV)/.installed
-# Not quiet: what it collects shows that the minutes of the first start are not lost.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # Strict: a link that leads nowhere is an error. (With --quiet it would not be.)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -35,23 +37,28 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(STAMP)
 
 # torch goes first and alone: the constraint then keeps every later package from replacing it.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "1/3 $(VENV): an environment of its own, about 2 GB with all that is in it"
+$(OMNI): pyproject.toml $(CONSTRAINTS)
+	@echo "1/3 $(VENV): an environment of its own"
 	@test -x $(BIN)/python || { python=$$(.ci/python "$(PYTHON)") && "$$python" -m venv $(VENV); }
-	@echo "2/3 $(TORCH), the largest part (some 200 MB)"
+	@echo "2/3 $(TORCH), the largest part (some 200 MB): minutes"
 	@$(PIP) $(TORCH) || { \
 		echo "$(TORCH) cannot be installed for $$($(BIN)/python --version)." \
 			"To try another Python: make clean, then make PYTHON=/path/to/python" >&2; \
 		exit 1; }
-	@echo "3/3 omni-pipeline and what it needs (some 330 MB)"
+	@echo "3/3 omni-pipeline and what it needs (some 100 MB)"
+	@$(PIP) --constraint $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(STAMP): $(OMNI)
+	@echo "and what tests, linters and the documentation need (some 180 MB)"
 	@$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 which-python:
 	@.ci/python "$(PYTHON)"
 
-run: $(STAMP)
-	$(BIN)/omni demo
+run: $(OMNI)
+	@$(BIN)/omni demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

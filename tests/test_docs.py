@@ -6,6 +6,7 @@ import importlib
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from docs.yaml_reference import EXAMPLE, PAGE, SCHEMA_FILE, page, schema_text
 from omni.commands.cli import app
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
-from tests.support.import_graph import ROOT
+from tests.support.import_graph import LAYERS, ROOT, modules
 
 DOCS = ROOT / "docs"
 REWRITE = "python -m docs.yaml_reference writes both anew"
@@ -96,6 +97,17 @@ def test_what_a_page_imports_of_ours_is_there(file: str, block: str) -> None:
     ):
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name), f"{file}: {module}.{name}"
+
+
+def test_what_is_to_be_installed_is_there() -> None:
+    """Of a checkout, and with extras that it has: no index has the package."""
+    files = [ROOT / "README.md", *PAGES, *(file for each in LAYERS for file in modules(each))]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    assert "omni-pipeline[" not in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = set(re.findall(r"pip install -e '\.\[(\w+)\]'", text))
+    assert {"bench", "otel", "ray", "serve"} <= asked <= set(project["optional-dependencies"])
+    assert "urls" not in project  # there is no home yet
 
 
 def commands() -> list[str]:

@@ -97,10 +97,30 @@ def test_the_environment_is_built_with_it(tmp_path: Path):
     assert (tmp_path / "asked").read_text() == f"-m venv {tmp_path}/env\n"
 
 
+def installs(folder: Path, target: str) -> list[str]:
+    """What pip is asked for, by a target in a folder whose Python only says what it was asked."""
+    script(folder / "env" / "bin" / "python", f'echo "$@" >> {folder}/asked')
+    script(folder / "env" / "bin" / "omni", "echo an answer")
+    done = make(f"VENV={folder}/env", target)
+    assert done.returncode == 0, done.stderr
+    asked = (folder / "asked").read_text().splitlines()
+    assert all("--quiet" in each for each in asked)
+    assert len(done.stdout.splitlines()) < 10
+    return [each.split()[-1] for each in asked]
+
+
+def test_the_demo_installs_what_it_needs_and_no_more_and_torch_first(tmp_path: Path):
+    torch, *rest = installs(tmp_path, "run")
+    assert torch.startswith("torch==") and rest == ["."]
+    (tmp_path / "asked").unlink()
+    assert installs(tmp_path, "install") == [".[dev]"]
+
+
 def tools(folder: Path, *, ruff: str = WORKS, mypy: str = WORKS, python: str = WORKS) -> str:
     """An installed environment of fakes."""
     for name, body in {"ruff": ruff, "mypy": mypy, "python": python}.items():
         script(folder / "bin" / name, body)
+    (folder / ".omni").touch()
     (folder / ".installed").touch()
     return f"VENV={folder}"
 

@@ -128,7 +128,7 @@ async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
     except ImportError as error:
         raise ValueError(
             f"omni bench --url needs a package that is not installed ({error.name}): "
-            "pip install 'omni-pipeline[bench]'"
+            "pip install -e '.[bench]' in a checkout of omni-pipeline"
         ) from error
     assert wanted.server is not None
     _allow_many_connections()

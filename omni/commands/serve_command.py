@@ -104,7 +104,7 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
     except ImportError as error:
         raise ValueError(
             f"omni serve needs packages that are not installed ({error.name}): "
-            "pip install 'omni-pipeline[serve]'"
+            "pip install -e '.[serve]' in a checkout of omni-pipeline"
         ) from error
     from omni.pipelines.runtime_checks import check_runtime
     from omni.runtime.uncollected import keep_for_good

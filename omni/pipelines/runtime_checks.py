@@ -83,8 +83,8 @@ def check_cluster(address: str | None) -> None:
     """
     if find_spec("ray") is None:
         raise ValueError(
-            "runtime.kind: 'ray' needs a package that is not installed: pip install "
-            "'omni-pipeline[ray]'"
+            "runtime.kind: 'ray' needs a package that is not installed: pip install -e '.[ray]' "
+            "in a checkout of omni-pipeline"
         )
     find_cluster(address)
 

@@ -86,7 +86,7 @@ class HttpTarget:
         except ImportError as error:
             raise ValueError(
                 f"--endpoint realtime needs a package that is not installed ({error.name}): "
-                "pip install 'omni-pipeline[bench]'"
+                "pip install -e '.[bench]' in a checkout of omni-pipeline"
             ) from error
         return RealtimeCall(self.settings, self.model, text).send
 

@@ -120,7 +120,9 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        _logger.warning("spans are wanted, but not made: pip install 'omni-pipeline[otel]'")
+        _logger.warning(
+            "spans are wanted, but not made: pip install -e '.[otel]' in omni-pipeline's checkout"
+        )
         return None
     # The server shuts it down itself, so it needs no handler at exit.
     provider = TracerProvider(shutdown_on_exit=False)

@@ -71,7 +71,7 @@ def test_nobody_waits_for_torch_where_no_device_is_named(monkeypatch: pytest.Mon
 
 def test_ray_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_checks, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed: pip install 'omni-pipeline\[ray\]'"):
+    with pytest.raises(ValueError, match=r"not installed: pip install -e '.\[ray\]'"):
         check_runtime(PipelineConfig.load("omni_speech", ON_RAY))
 
 
