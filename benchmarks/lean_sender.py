@@ -13,11 +13,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from omni.commands.bench.answer_events import AnswerEvents
-from omni.commands.bench.event_lines import EventLines
-from omni.commands.bench.load_source import Send
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.openai_answers import AnswerEvents
 
 __all__ = ["LeanSender"]
 
@@ -45,10 +42,10 @@ class LeanSender:
         )
         return partial(self._send, head.encode() + content)
 
-    async def _send(self, request: bytes, timer: RequestTimer) -> str:
+    async def _send(self, request: bytes, record: MeasuredRequest) -> str:
         loop = asyncio.get_running_loop()
-        answer = _Answer(request, timer, loop.create_future())
-        timer.send()
+        answer = _Answer(request, record, loop.create_future())
+        record.send()
         try:
             transport, _ = await loop.create_connection(lambda: answer, self._host, self._port)
         except OSError as error:
@@ -62,13 +59,13 @@ class LeanSender:
 class _Answer(asyncio.Protocol):
     """Reads an answer as it comes; what is no stream is read to its end, by its status."""
 
-    def __init__(self, request: bytes, timer: RequestTimer, text: asyncio.Future[str]) -> None:
+    def __init__(self, request: bytes, record: MeasuredRequest, text: asyncio.Future[str]) -> None:
         self.text = text
         self._request = request
-        self._timer = timer
+        self._record = record
         self._received = b""
         self._events: AnswerEvents | None = None
-        self._lines = EventLines()
+        self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -87,7 +84,7 @@ class _Answer(asyncio.Protocol):
             told = rest.decode("utf-8", "replace")
             self._end(RequestFailure(f"status {status}", told, is_rejection=is_rejection))
             return
-        self._events = AnswerEvents(self._timer)
+        self._events = AnswerEvents(self._record)
         self._read(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -96,12 +93,14 @@ class _Answer(asyncio.Protocol):
     def _read(self, data: bytes) -> None:
         """Lengths of chunks stand on lines of their own, which are no fields of events."""
         assert self._events is not None
+        *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            for event in self._lines.feed(data):
-                self._events.take(event)
-        except (RequestFailure, ValueError) as error:
+            for line in lines:
+                if line.startswith(b"data: "):
+                    self._events.take(line.removeprefix(b"data: ").decode())
+        except RequestFailure as error:
             self._end(error)
-        if self._events.is_whole and not self.text.done():
+        if self._events.is_complete and not self.text.done():
             self.text.set_result(self._events.text)
 
     def _end(self, error: Exception) -> None:

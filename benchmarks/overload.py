@@ -36,14 +36,10 @@ from urllib.parse import urlsplit
 
 from benchmarks.lean_sender import LeanSender
 from benchmarks.served import MemoryWatch, Served
-from omni.commands.bench.goodput_limits import GoodputLimits
-from omni.commands.bench.level_report import LevelReport
-from omni.commands.bench.level_run import LevelRun, LoadAmount
-from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import LineSource, Send
-from omni.commands.bench.made_up_words import made_up_text
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
+from omni.commands.bench.load_sources import line_source, made_up_text
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.report import LevelReport
 
 __all__ = ["main"]
 
@@ -99,11 +95,11 @@ async def _overload(served: Served, given: argparse.Namespace, wrong: list[str])
         )
         for number in range(_NUM_PROMPTS)
     ]
-    expected = [await send(RequestTimer(0.0, time.perf_counter)) for send in sends]
+    expected = [await send(MeasuredRequest(0.0)) for send in sends]
     checked = [partial(_answer_is, send, text) for send, text in zip(sends, expected, strict=True)]
     before = await _first_token(checked)
     capacity = await _run(checked, LoadLevel(concurrency=8), LoadAmount(128))
-    rate = capacity.throughput["requests"]
+    rate = capacity.throughput_per_s["requests"]
     print(f"capacity: {rate:.1f} requests/s; overload: {_OVERLOAD * rate:.1f}")
     amount = LoadAmount(10**9, duration_s=given.seconds, seed=given.seed)
     with MemoryWatch(served) as watch:
@@ -118,7 +114,9 @@ async def _overload(served: Served, given: argparse.Namespace, wrong: list[str])
 
 def _tell(report: LevelReport, capacity: float, wrong: list[str]) -> None:
     counts = report.requests
-    print(f"accepted and answered: {counts.ok}, {report.throughput['requests']:.1f} requests/s")
+    print(
+        f"accepted and answered: {counts.ok}, {report.throughput_per_s['requests']:.1f} requests/s"
+    )
     print(f"refused with 429: {counts.rejected}; failed: {dict(counts.failures)}")
     if counts.failed:
         wrong.append(f"{counts.failed} requests failed: {dict(counts.examples)}")
@@ -134,8 +132,8 @@ def _tell(report: LevelReport, capacity: float, wrong: list[str]) -> None:
         )
 
 
-async def _answer_is(send: Send, text: str, timer: RequestTimer) -> str:
-    answer = await send(timer)
+async def _answer_is(send: Send, text: str, record: MeasuredRequest) -> str:
+    answer = await send(record)
     if answer != text:
         raise RequestFailure("another answer", f"{answer!r} instead of {text!r}")
     return answer
@@ -143,8 +141,8 @@ async def _answer_is(send: Send, text: str, timer: RequestTimer) -> str:
 
 async def _run(sends: Sequence[Send], level: LoadLevel, amount: LoadAmount) -> LevelReport:
     run = LevelRun(level, amount)
-    await run.run(LineSource(sends))
-    return LevelReport.of(run, GoodputLimits())
+    await run.run(line_source(sends))
+    return LevelReport.of(run, {})
 
 
 async def _first_token(sends: Sequence[Send]) -> float:

@@ -27,14 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.served import Served
-from omni.commands.bench.goodput_limits import GoodputLimits
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.http_target import HttpTarget
-from omni.commands.bench.level_report import LevelReport
-from omni.commands.bench.level_run import LoadAmount
-from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.made_up_source import MadeUpShape
-from omni.commands.bench.measurement import Measurement, MeasurementPlan
+from omni.commands.bench.http_target import HttpSettings, HttpTarget
+from omni.commands.bench.load import LoadAmount, LoadLevel, Measurement, MeasurementPlan
+from omni.commands.bench.load_sources import MadeUpShape
+from omni.commands.bench.report import LevelReport
 
 __all__ = ["main"]
 
@@ -75,7 +71,7 @@ def _measured(
             await measurement.run(target)
         return measurement
 
-    reports = asyncio.run(run()).reports(GoodputLimits())
+    reports = [LevelReport.of(run, {}) for run in asyncio.run(run()).runs]
     for report in reports:
         if report.requests.failed or report.requests.rejected:
             raise RuntimeError(f"requests failed: {report.requests}")
@@ -85,8 +81,8 @@ def _measured(
 def _medians(reports: Sequence[LevelReport], name: str) -> dict[int, float]:
     found = defaultdict(list)
     for report in reports:
-        assert report.level.concurrency is not None
-        found[report.level.concurrency].append(report.latencies[name].p50)
+        assert report.concurrency is not None
+        found[report.concurrency].append(report.latencies[name].p50)
     return {concurrency: statistics.median(values) for concurrency, values in found.items()}
 
 
@@ -97,9 +93,9 @@ def _table(reports: Sequence[LevelReport]) -> Table:
     columns = {name: _medians(reports, name) for name in _MEASURES}
     for concurrency in columns["end_to_end"]:
         speeds = [
-            report.throughput["requests"]
+            report.throughput_per_s["requests"]
             for report in reports
-            if report.level.concurrency == concurrency
+            if report.concurrency == concurrency
         ]
         cells = [f"{columns[name][concurrency]:.3f}" for name in _MEASURES]
         table.add_row(str(concurrency), f"{statistics.median(speeds):.2f}", *cells)

@@ -1,27 +1,28 @@
-"""``omni bench``: load on a pipeline or on a server, and what came of it."""
+"""``omni bench``: measures a pipeline or a server under load, and reports the figures."""
 
 from __future__ import annotations
 
 import math
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from omni.commands.bench.bench_report import BenchReport
-from omni.commands.bench.goodput_limits import GoodputLimits
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.level_run import LoadAmount
-from omni.commands.bench.load_level import parse_levels
-from omni.commands.bench.made_up_source import MadeUpForm, MadeUpShape
-from omni.commands.bench.measurement import Measurement, MeasurementPlan
-from omni.commands.bench.report_plot import save_plot
-from omni.commands.bench.report_tables import failure_lines, report_tables
-from omni.commands.bench.request_lines import RequestLines
+from omni.commands.bench.load import LoadAmount, Measurement, MeasurementPlan, parse_levels
+from omni.commands.bench.load_sources import MadeUpForm, MadeUpShape, RequestLines
+from omni.commands.bench.report import (
+    BenchReport,
+    LevelReport,
+    failure_lines,
+    parse_goodput,
+    report_tables,
+    save_plot,
+)
 from omni.commands.bench_options import BenchOptions
 from omni.commands.command import Stopped
 from omni.commands.interruptible_loop import run_interruptibly
@@ -29,7 +30,8 @@ from omni.commands.interrupts import exit_status
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:
-    from omni.commands.bench.load_source import LoadTarget
+    from omni.commands.bench.http_target import HttpSettings
+    from omni.commands.bench.measured_request import LoadTarget
     from omni.pipelines.pipeline_config import PipelineConfig
 
 __all__ = ["run_bench"]
@@ -51,16 +53,16 @@ _OF_MADE_UP = (
 )
 _OF_LINES = "is about requests that are made up; the lines of --input say it themselves"
 _FLAGS = {"overrides": "--set", "input_file": "--input"}
-_NOT_TOLD = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
+_NOT_SETTINGS = {"api_key", "json", "plot", "verbose", "quiet", "debug"}
 _DEFAULTS = {each.name: each.default for each in fields(BenchOptions)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is to be measured, checked as far as that can be done before anything runs."""
+    """The flags, checked as far as that can be done before anything runs."""
 
     plan: MeasurementPlan
-    limits: GoodputLimits
+    limits: Mapping[str, float]
     lines: RequestLines | None
     server: HttpSettings | None
     num_requests: int | None
@@ -68,7 +70,7 @@ class _Wanted:
 
 
 def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
-    """Measure, and print what came of it, also if it is interrupted.
+    """Measure, and print the figures, also if it is interrupted.
 
     Args:
         options: of the command.
@@ -102,10 +104,9 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
                 run_interruptibly(_measure_server(measurement, wanted))
     except KeyboardInterrupt as caught:
         interrupt = caught
-    report = BenchReport(
-        target, _settings(options), measurement.reports(wanted.limits), interrupt is None
-    )
-    _tell(report, options)
+    levels = [LevelReport.of(run, wanted.limits) for run in measurement.runs]
+    report = BenchReport(target, _settings(options), levels, interrupt is None)
+    _print(report, options)
     if interrupt is not None:
         done = sum(len(run.records) for run in measurement.runs)
         told = f"interrupted: what stands above is of the {done} requests that had ended"
@@ -123,13 +124,8 @@ def _measure_pipeline(measurement: Measurement, config: PipelineConfig, wanted: 
 
 
 async def _measure_server(measurement: Measurement, wanted: _Wanted) -> None:
-    try:
-        from omni.commands.bench.http_target import HttpTarget
-    except ImportError as error:
-        raise ValueError(
-            f"omni bench --url needs a package that is not installed ({error.name}): "
-            "pip install -e '.[bench]' in a checkout of omni-pipeline"
-        ) from error
+    from omni.commands.bench.http_target import HttpTarget
+
     assert wanted.server is not None
     _allow_many_connections()
     async with HttpTarget(wanted.server) as target:
@@ -149,7 +145,7 @@ async def _measure(measurement: Measurement, target: LoadTarget, wanted: _Wanted
     await measurement.run(target, sends)
 
 
-def _tell(report: BenchReport, options: BenchOptions) -> None:
+def _print(report: BenchReport, options: BenchOptions) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_TABLE_WIDTH)
@@ -182,7 +178,9 @@ def _checked(options: BenchOptions) -> _Wanted:
         if path is not None:
             _check_file(flag, path, suffix)
     levels = parse_levels(options.concurrency, options.rate)
-    limits = GoodputLimits.parse(options.goodput) if options.goodput is not None else None
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise _missing("--plot", "matplotlib")
+    limits = {} if options.goodput is None else parse_goodput(options.goodput)
     server = _server(options) if options.url is not None else None
     shape = _shape(options)
     lines = None if options.input_file is None else RequestLines(options.input_file)
@@ -195,7 +193,7 @@ def _checked(options: BenchOptions) -> _Wanted:
             options.warmup,
             shape,
         ),
-        limits or GoodputLimits(),
+        limits,
         lines,
         server,
         total if options.duration is None else None,
@@ -231,7 +229,18 @@ def _check_file(flag: str, path: Path, suffix: str) -> None:
         raise ValueError(f"{flag}: {str(path)!r} cannot be written there")
 
 
+def _missing(flag: str, package: str | None) -> ValueError:
+    return ValueError(
+        f"omni bench {flag} needs a package that is not installed ({package}): "
+        "pip install -e '.[bench]' in a checkout of omni-pipeline"
+    )
+
+
 def _server(options: BenchOptions) -> HttpSettings:
+    try:
+        from omni.commands.bench.http_target import HttpSettings
+    except ImportError as error:
+        raise _missing("--url", error.name) from error
     key = options.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0].strip() or None
     assert options.url is not None
     return HttpSettings(
@@ -272,7 +281,7 @@ def _num_conversations(options: BenchOptions, lines: RequestLines | None) -> int
 
 def _settings(options: BenchOptions) -> dict[str, Any]:
     """The flags that were given; no secrets."""
-    given = {name: getattr(options, name) for name in _DEFAULTS if name not in _NOT_TOLD}
+    given = {name: getattr(options, name) for name in _DEFAULTS if name not in _NOT_SETTINGS}
     return {
         _flag(name).removeprefix("--"): str(value) if isinstance(value, Path) else value
         for name, value in given.items()

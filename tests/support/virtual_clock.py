@@ -1,62 +1,62 @@
-"""A clock that shows what a test wants: nothing really waits, and all times are exact."""
+"""An event loop with a clock of its own: nothing really waits, and all times are exact."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections.abc import Coroutine
-from itertools import count
-from typing import Any, TypeVar
+import selectors
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
 
-from omni.commands.bench.clock import Clock
-
-__all__ = ["VirtualClock"]
+__all__ = ["run_virtually"]
 
 _T = TypeVar("_T")
-_TURNS = 10
-"""Of the event loop, in which whatever can go on without waiting does."""
+_Ts = TypeVarTuple("_Ts")
 
 
-class VirtualClock(Clock):
-    """Jumps to the next time that anybody waits for, as soon as nobody can do anything else."""
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    """Jumps to its next timer as soon as nothing can run without waiting.
 
-    def __init__(self) -> None:
-        self.time = 100.0
-        self.lateness = 0.0
-        self._numbers = count()
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+    Args:
+        lateness: seconds by which every timer is late, as on a busy event loop.
+    """
 
-    def now(self) -> float:
-        return self.time
+    def __init__(self, lateness: float) -> None:
+        super().__init__(_JumpingSelector(self))
+        self.moment = 100.0
+        self._lateness = lateness
 
-    def cpu(self) -> float:
-        return self.time / 2
+    def time(self) -> float:
+        return self.moment
 
-    async def sleep_until(self, moment: float) -> None:
-        """Those who wait are woken ``lateness`` too late, as a busy event loop would."""
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (moment + self.lateness, next(self._numbers), woken))
-        await woken
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when + self._lateness, callback, *args, context=context)
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep so long, always woken in time."""
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self.time + seconds, next(self._numbers), woken))
-        await woken
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine to its end."""
-        return asyncio.run(self._run(work))
+class _JumpingSelector(selectors.SelectSelector):
+    def __init__(self, loop: _VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
 
-    async def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        task = asyncio.ensure_future(work)
-        while True:
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
-            if task.done():
-                return await task
-            assert self._sleepers, "everybody waits, and nobody for the time"
-            moment, _, woken = heapq.heappop(self._sleepers)
-            self.time = max(self.time, moment)
-            if not woken.cancelled():
-                woken.set_result(None)
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "everything waits, and nothing for the time"
+        self._loop.moment = round(self._loop.moment + timeout, 9)
+        return super().select(0)
+
+
+def run_virtually(work: Coroutine[Any, Any, _T], *, lateness: float = 0.0) -> _T:
+    """Run a coroutine to its end on an event loop whose clock begins at 100 s.
+
+    Args:
+        work: that is run.
+        lateness: seconds by which every timer is late.
+    """
+    with asyncio.Runner(loop_factory=partial(_VirtualLoop, lateness)) as runner:
+        return runner.run(work)

@@ -1,7 +1,7 @@
-"""Load on a pipeline or on a server, and what it was found to do. ``omni bench`` is its door.
+"""Load on a pipeline or on a server, and a report of its figures. ``omni bench`` runs it.
 
-Imports the runtime and what that imports; of the server nothing, which is measured over HTTP like
-any other. Sending over HTTP needs the extra ``bench``.
+Imports the runtime and what that imports; a server is measured over HTTP, so nothing of
+``omni.server``. HTTP and plots need the extra ``bench``.
 """
 
 __all__: tuple[str, ...] = ()

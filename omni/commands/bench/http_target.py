@@ -1,45 +1,48 @@
-"""A server with OpenAI's API, ours or another, as what the load is put on."""
+"""A server with OpenAI's API as the target of load."""
 
 from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlencode
 
 import httpx2
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus, WebSocketException
 
-from omni.commands.bench.answer_events import error_text
-from omni.commands.bench.http_call import HttpCall, read_events
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.load_source import Send
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.openai_body import CHAT_PATH, openai_body
-from omni.commands.bench.openai_call import openai_call, said_text
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.openai_answers import RealtimeEvents, error_text
+from omni.commands.bench.openai_requests import (
+    HttpSettings,
+    OpenAICall,
+    openai_call,
+    realtime_events,
+)
 
-__all__ = ["HttpTarget"]
+__all__ = ["HttpSettings", "HttpTarget"]
 
 _CHECK_TIMEOUT_S = 30.0
 _IDLE_S = 2.0
 """Connections that were idle for longer are not used again: the other side may just close them."""
 
-_EVENTS = "text/event-stream"
 _MOST_ERROR_BYTES = 1 << 16
+_MOST_MESSAGE_BYTES = 64 * 2**20
 
 
 class HttpTarget:
-    """A server, used in ``async with``, which finds out whether it is there.
+    """A server, used in ``async with``, which checks that it can be reached.
 
     Args:
-        settings: what to ask, and how.
+        settings: of the server, and what is requested.
 
     Raises:
-        ValueError: on entering: the server cannot be reached, does not let us in, or does not have
+        ValueError: on entering: the server cannot be reached, refuses the key, or does not have
             the model; names the flag.
     """
 
@@ -49,8 +52,9 @@ class HttpTarget:
         self.settings = settings
         self.model = settings.model or ""
         key = settings.api_key
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._client = httpx2.AsyncClient(
-            headers={} if key is None else {"authorization": f"Bearer {key}"},
+            headers=self._headers,
             # As many connections as requests: a limit of the client is none of the server.
             limits=httpx2.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S
@@ -71,59 +75,32 @@ class HttpTarget:
         await self._client.aclose()
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Make a request of a line; see :class:`~omni.commands.bench.load_source.LoadTarget`."""
-        endpoint = self.settings.endpoint
-        if endpoint == "realtime":
-            return self._realtime(said_text(line, endpoint))
-        if endpoint in ("chat", "completions"):
-            return partial(self._send, self._streamed(line, folder))
-        call = openai_call(endpoint, line, folder, self.model, self.settings.voice)
-        return partial(self._send, call)
-
-    def _realtime(self, text: str) -> Send:
-        try:
-            from omni.commands.bench.realtime_call import RealtimeCall
-        except ImportError as error:
-            raise ValueError(
-                f"--endpoint realtime needs a package that is not installed ({error.name}): "
-                "pip install -e '.[bench]' in a checkout of omni-pipeline"
-            ) from error
-        return RealtimeCall(self.settings, self.model, text).send
-
-    def _streamed(self, line: Mapping[str, Any], folder: Path) -> HttpCall:
-        """A chat, or completions, as the line says."""
-        body = openai_body(line, folder)
-        fields: dict[str, Any] = {**body.fields, "model": self.model, "stream": True}
-        fields["stream_options"] = {"include_usage": True}
-        if body.path == CHAT_PATH and self.settings.speech:
-            fields.setdefault("modalities", ["text", "audio"])
-        if "audio" in fields.get("modalities", ()):
-            voice = {} if self.settings.voice is None else {"voice": self.settings.voice}
-            fields["audio"] = {**voice, **fields.get("audio", {}), "format": "pcm16"}
-        elif "audio" in fields:  # a voice, but nothing is to be said
-            del fields["audio"]
-        content = json.dumps(fields).encode()
-        return HttpCall(body.path, content, "application/json", _EVENTS, read_events)
+        """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
+        if self.settings.endpoint == "realtime":
+            events = [json.dumps(event) for event in realtime_events(line, self.settings)]
+            return partial(self._talk, events)
+        call = openai_call(line, folder, self.settings, self.model)
+        accept = f"{call.answer_type}*" if call.answer_type.endswith("/") else call.answer_type
+        url = self.settings.base_url + call.path
+        request = self._client.build_request("POST", url, headers={"accept": accept}, **call.body)
+        request.read()  # the parts of a form, so that it can be sent again
+        return partial(self._send, request, call)
 
     async def reset_caches(self) -> None:
-        """Nothing: no API does that. Requests that are made up do not hit those of other levels."""
+        """Do nothing: the API has no way to. Made-up requests do not hit those of other levels."""
 
-    async def _send(self, call: HttpCall, timer: RequestTimer) -> str:
-        request = self._client.build_request(
-            "POST",
-            self.settings.base_url + call.path,
-            content=call.content,
-            headers={"content-type": call.content_type, "accept": call.accept},
-        )
-        timer.send()
+    async def _send(
+        self, request: httpx2.Request, call: OpenAICall, record: MeasuredRequest
+    ) -> str:
+        record.send()
         async with self._answer(request, call.answer_type) as response:
-            return await call.read(response.aiter_bytes(), timer)
+            return await call.read(response, record)
 
     @asynccontextmanager
     async def _answer(
         self, request: httpx2.Request, answer_type: str
     ) -> AsyncIterator[httpx2.Response]:
-        """An answer of a type; what is none, or breaks, is a failure of its kind."""
+        """An answer of a content type; any other, or a broken one, is a failure of its kind."""
         try:
             response = await self._client.send(request, stream=True)
             try:
@@ -131,17 +108,41 @@ class HttpTarget:
                     raise await _refusal(response)
                 kind = response.headers.get("content-type", "")
                 if not kind.startswith(answer_type):
-                    what = "not streamed" if answer_type == _EVENTS else f"not {answer_type}"
-                    raise RequestFailure("no stream", f"the answer is {kind!r:.80}, {what}")
+                    is_stream = answer_type == "text/event-stream"
+                    expected = "not streamed" if is_stream else f"not {answer_type}"
+                    raise RequestFailure("no stream", f"the answer is {kind!r:.80}, {expected}")
                 yield response
             finally:
                 await response.aclose()
         except httpx2.ConnectError as error:
-            raise RequestFailure("no connection", _told(error)) from error
+            raise RequestFailure("no connection", _message(error)) from error
         except httpx2.TimeoutException as error:
-            raise RequestFailure("timeout", _told(error)) from error
+            raise RequestFailure("timeout", _message(error)) from error
         except (httpx2.TransportError, httpx2.StreamError) as error:
-            raise RequestFailure("connection broke", _told(error)) from error
+            raise RequestFailure("connection broke", _message(error)) from error
+
+    async def _talk(self, events: Sequence[str], record: MeasuredRequest) -> str:
+        """Say a text over a WebSocket, whose connection is part of the time, as over HTTP."""
+        base = "ws" + self.settings.base_url.removeprefix("http")
+        url = f"{base}/realtime?{urlencode({'model': self.model})}"
+        answer = RealtimeEvents(record)
+        record.send()
+        try:
+            async with connect(
+                url, additional_headers=self._headers, max_size=_MOST_MESSAGE_BYTES, proxy=None
+            ) as connection:
+                for event in events:
+                    await connection.send(event)
+                async for message in connection:
+                    answer.take(message)
+                    if answer.is_complete:
+                        return answer.text
+        except InvalidStatus as error:
+            status = error.response.status_code
+            raise _status_failure(status, bytes(error.response.body or b"")) from error
+        except (OSError, WebSocketException) as error:
+            raise RequestFailure("connection broke", _message(error)) from error
+        raise RequestFailure("cut off", "the connection was closed before the answer was complete")
 
     async def _find_model(self) -> str:
         wanted, url = self.settings.model, self.settings.url
@@ -153,15 +154,16 @@ class HttpTarget:
                 headers={"connection": "close"},
             )
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ValueError(f"--url {url}: cannot be reached: {_told(error)}") from error
+            raise ValueError(f"--url {url}: cannot be reached: {_message(error)}") from error
         if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            told = _body_text(response.content)
-            raise ValueError(f"--url {url}: does not let us in; see --api-key: {told}")
+            raise ValueError(
+                f"--url {url}: refuses the key; see --api-key: {_body_text(response.content)}"
+            )
         names = _names(response)
         if names is None:
             if wanted is None:
                 raise ValueError(
-                    f"--url {url}: does not tell its models (status {response.status_code} for "
+                    f"--url {url}: does not list its models (status {response.status_code} for "
                     f"{self.settings.base_url}/models); name one with --model"
                 )
             return wanted
@@ -177,12 +179,12 @@ class HttpTarget:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Whom to trust; to read them takes longer than most requests."""
+    """The trusted certificates; to read them takes longer than most requests."""
     return httpx2.create_ssl_context()
 
 
 def _names(response: httpx2.Response) -> list[str] | None:
-    """The models that are told; None if the answer does not tell any."""
+    """The models that an answer lists; None if it is no list."""
     if response.status_code != HTTPStatus.OK:
         return None
     try:
@@ -197,12 +199,12 @@ async def _refusal(response: httpx2.Response) -> RequestFailure:
         content += chunk
         if len(content) > _MOST_ERROR_BYTES:
             break
-    status = response.status_code
-    return RequestFailure(
-        f"status {status}",
-        _body_text(bytes(content)),
-        is_rejection=status == HTTPStatus.TOO_MANY_REQUESTS,
-    )
+    return _status_failure(response.status_code, bytes(content))
+
+
+def _status_failure(status: int, content: bytes) -> RequestFailure:
+    is_rejection = status == HTTPStatus.TOO_MANY_REQUESTS
+    return RequestFailure(f"status {status}", _body_text(content), is_rejection=is_rejection)
 
 
 def _body_text(content: bytes) -> str:
@@ -212,5 +214,5 @@ def _body_text(content: bytes) -> str:
         return content[:200].decode("utf-8", "replace") or "(an empty answer)"
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) or type(error).__name__

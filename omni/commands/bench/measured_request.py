@@ -1,12 +1,27 @@
-"""What was seen of one request."""
+"""A request as it is sent, and the record of its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["PER_REQUEST_METRICS", "MeasuredRequest", "RequestFailure"]
+__all__ = ["METRICS", "LoadTarget", "MeasuredRequest", "RequestFailure", "Send"]
+
+METRICS: Mapping[str, str] = {
+    "first_token": "first token",
+    "between_tokens": "between tokens",
+    "per_token": "per token",
+    "first_audio": "first audio",
+    "real_time_factor": "real-time factor",
+    "end_to_end": "end to end",
+}
+"""Properties of a :class:`MeasuredRequest` that are reported, and their names in tables. All are in
+seconds but the factor."""
 
 
 class RequestFailure(Exception):
@@ -14,9 +29,8 @@ class RequestFailure(Exception):
 
     Args:
         kind: in a word or two, by which failures are counted: ``status 500``, ``connection``.
-        message: what was told, for people.
-        is_rejection: whether the server has said that it has too much to do (status 429), which
-            is no mistake of its own.
+        message: for people.
+        is_rejection: whether the server refused it because it is overloaded (status 429).
     """
 
     def __init__(self, kind: str, message: str, *, is_rejection: bool = False) -> None:
@@ -25,27 +39,29 @@ class RequestFailure(Exception):
         self.is_rejection = is_rejection
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MeasuredRequest:
-    """What was seen of one request; points in time are seconds of one monotonic clock.
+    """The record of one request, filled in while its answer arrives.
 
     Attributes:
-        scheduled: when it was to be sent.
-        sent: when it was: just before its first byte. All its times count from here.
-        ended: when its answer was whole, or it was clear that it would not be.
+        scheduled: when the request was due, in seconds of the clock.
+        now: the clock, which is monotonic.
+        sent: when it was sent: just before its first byte. Its times count from here.
+        ended: when its answer was complete, or it was clear that it would not be.
         text_times: when each piece of the answer came that had text in it.
-        first_audio_time: when the first piece came that had sound in it; None if none did.
+        first_audio_time: when the first piece with sound came; None if none did.
         audio_s: seconds of sound in the answer.
-        prompt_tokens: as the other side counts them; None if it does not tell.
-        cached_tokens: of these, how many its cache saved computing; likewise.
+        prompt_tokens: as the target counts them; None if it does not.
+        cached_tokens: those of them that its cache had; likewise.
         completion_tokens: of the answer; likewise.
         failure: why it failed; None if it did not.
     """
 
     scheduled: float
-    sent: float
-    ended: float
-    text_times: tuple[float, ...] = ()
+    now: Callable[[], float] = field(default=time.perf_counter, repr=False)
+    sent: float = math.nan
+    ended: float = math.nan
+    text_times: list[float] = field(default_factory=list)
     first_audio_time: float | None = None
     audio_s: float = 0.0
     prompt_tokens: int | None = None
@@ -53,26 +69,49 @@ class MeasuredRequest:
     completion_tokens: int | None = None
     failure: RequestFailure | None = None
 
+    def send(self) -> None:
+        """Note that the request is about to be sent."""
+        self.sent = self.now()
+
+    def text(self) -> None:
+        """Note a piece with text in it."""
+        self.text_times.append(self.now())
+
+    def audio(self, seconds: float) -> None:
+        """Note a piece with so much sound in it."""
+        if self.first_audio_time is None:
+            self.first_audio_time = self.now()
+        self.audio_s += seconds
+
+    def usage(self, prompt: int | None, cached: int | None, completion: int | None) -> None:
+        """Note the target's own counts of tokens; None for one that it does not give."""
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt, cached, completion
+
+    def end(self, failure: RequestFailure | None = None) -> None:
+        """Note that the answer is complete, or why it is not."""
+        self.ended, self.failure = self.now(), failure
+        if math.isnan(self.sent):
+            self.sent = self.ended
+
     @property
     def send_delay(self) -> float:
-        """How late it was sent, in seconds: due to the sender, not to the server."""
+        """Seconds from when it was due until it was sent, which is the sender's fault."""
         return self.sent - self.scheduled
 
     @property
     def first_token(self) -> float | None:
-        """Seconds until the first piece of text; one that only announces an answer is none."""
+        """Seconds until the first piece of text."""
         return self.text_times[0] - self.sent if self.text_times else None
 
     @property
     def gaps(self) -> list[float]:
         """Seconds between the pieces of text: vLLM's inter-token latencies."""
-        times = self.text_times
-        return [later - earlier for earlier, later in pairwise(times)]
+        return [later - earlier for earlier, later in pairwise(self.text_times)]
 
     @property
-    def between_tokens(self) -> float:
-        """Mean of :attr:`gaps`; 0 where there is none."""
-        return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
+    def between_tokens(self) -> float | None:
+        """Mean of :attr:`gaps`; 0 for a single piece."""
+        return sum(self.gaps) / max(1, len(self.gaps)) if self.text_times else None
 
     @property
     def per_token(self) -> float | None:
@@ -86,7 +125,7 @@ class MeasuredRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer; where nobody counts them, its pieces stand for them."""
+        """Tokens of the answer, or its pieces if the target does not count tokens."""
         counted = self.completion_tokens
         return len(self.text_times) if counted is None else counted
 
@@ -97,22 +136,38 @@ class MeasuredRequest:
 
     @property
     def end_to_end(self) -> float:
-        """Seconds until the answer was whole."""
+        """Seconds until the answer was complete."""
         return self.ended - self.sent
 
     @property
     def real_time_factor(self) -> float | None:
-        """Seconds that a second of sound took; below 1 it can be heard while it is made."""
+        """Seconds that a second of sound took; below 1 it can be played while it is generated."""
         return self.end_to_end / self.audio_s if self.audio_s else None
 
 
-PER_REQUEST_METRICS: dict[str, Callable[[MeasuredRequest], float | None]] = {
-    "first_token": lambda record: record.first_token,
-    "between_tokens": lambda record: record.between_tokens if record.text_times else None,
-    "per_token": lambda record: record.per_token if record.num_tokens != 1 else 0.0,
-    "first_audio": lambda record: record.first_audio,
-    "real_time_factor": lambda record: record.real_time_factor,
-    "end_to_end": lambda record: record.end_to_end,
-}
-"""What a request can be held to, by name: one number of each, all in seconds but the factor. One
-token has no other to wait for, and keeps every limit on what comes between."""
+Send: TypeAlias = Callable[[MeasuredRequest], Awaitable[str]]
+"""Sends one request, records its answer as it comes, and returns the text of the answer.
+
+It raises :class:`RequestFailure` if the answer is not what it should be."""
+
+
+class LoadTarget(Protocol):
+    """A pipeline or a server that requests are sent to."""
+
+    @property
+    def answering_stage(self) -> str | None:
+        """The stage that sampling fields are for; None where requests do not name it."""
+
+    def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
+        """Make a request that can be sent any number of times.
+
+        Args:
+            line: a line of ``requests.jsonl``.
+            folder: where the files are that it names.
+
+        Raises:
+            ValueError: the target cannot take it, or a file does not exist.
+        """
+
+    async def reset_caches(self) -> None:
+        """Empty the target's caches, if it has a way to."""

@@ -1,26 +1,19 @@
-"""A pipeline in this process as what the load is put on."""
+"""A pipeline in this process as the target of load."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from engine.interface.schema_error import explain_validation_error
-from omni.commands.bench.load_source import Send
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.load_sources import parse_line
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.requests.request_files import FolderFiles
-from omni.requests.request_line import RequestLine
 from omni.requests.request_prompt import prompt_of
 from omni.requests.request_sampling import sampling_of
 from omni.runtime.omni import Omni
@@ -30,10 +23,10 @@ __all__ = ["PipelineTarget"]
 
 
 class PipelineTarget:
-    """A pipeline in this process: no server, and nothing between.
+    """A pipeline in this process, without a server in between.
 
     Args:
-        omni: runs the pipeline; stays open.
+        omni: runs the pipeline; it is not closed.
         config: of the pipeline.
     """
 
@@ -48,19 +41,12 @@ class PipelineTarget:
 
     @property
     def answering_stage(self) -> str | None:
-        """The last stage whose text the user gets: the one that answers on a server too."""
+        """The last stage whose text the user gets, as on a server."""
         return self._text_stage
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        """Read a line; see :class:`~omni.commands.bench.load_source.LoadTarget`."""
-        data = dict(line)
-        if self._text_stage is None and not data.get("sampling", {}):
-            data.pop("sampling", None)
-        try:
-            parsed = RequestLine.model_validate_json(json.dumps(data), strict=True)
-        except ValidationError as error:
-            told = explain_validation_error(error, RequestLine, data)
-            raise ValueError(told.replace("\n", "; ")) from error
+        """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
+        parsed = parse_line(line)
         request = OmniRequest(
             prompt_of(parsed, FolderFiles(folder)),
             sampling=sampling_of(parsed.sampling, self._own_sampling),
@@ -68,14 +54,10 @@ class PipelineTarget:
             cache_salt=parsed.cache_salt,
             speaker=parsed.speaker,
         )
-        return self.send_of(request)
-
-    def send_of(self, request: OmniRequest) -> Send:
-        """What sends a request that is made already, under an id of its own every time."""
-        return partial(self._send, replace(request, request_id=None))
+        return partial(self._send, request)
 
     async def reset_caches(self) -> None:
-        """Forget what was computed, so that every level begins alike."""
+        """Empty the prefix caches of all stages, so that every level begins alike."""
         await asyncio.to_thread(self._reset_caches)
 
     def _reset_caches(self) -> None:
@@ -83,14 +65,14 @@ class PipelineTarget:
             for stage in pipeline.stages.values():
                 stage.reset_prefix_cache()
 
-    async def _send(self, request: OmniRequest, timer: RequestTimer) -> str:
+    async def _send(self, request: OmniRequest, record: MeasuredRequest) -> str:
         last: OmniOutput | None = None
         num_tokens = 0
-        timer.send()
+        record.send()
         try:
             async with aclosing(self._omni.astream(request)) as outputs:
                 async for last in outputs:
-                    num_tokens = self._note(last, num_tokens, timer)
+                    num_tokens = self._note(last, num_tokens, record)
         except RuntimeError as error:  # the pipeline itself is over
             raise RequestFailure("pipeline", f"{error}: {error.__cause__!r}") from error
         assert last is not None
@@ -101,7 +83,7 @@ class PipelineTarget:
             return ""
         # Of one that writes no tokens, such as an encoder, there is nothing to count.
         written = sum(len(each.token_ids) for each in answer.completions)
-        timer.usage(answer.num_prompt_tokens, answer.num_cached_tokens, written)
+        record.usage(answer.num_prompt_tokens, answer.num_cached_tokens, written)
         return answer.text or ""
 
     def _answer(self, output: OmniOutput) -> StageOutput | None:
@@ -110,15 +92,15 @@ class PipelineTarget:
             return output.stages.get(self._text_stage)
         return next(iter(output.stages.values()), None)
 
-    def _note(self, output: OmniOutput, num_tokens: int, timer: RequestTimer) -> int:
-        """Time what is new; returns how many tokens the answer has now."""
+    def _note(self, output: OmniOutput, num_tokens: int, record: MeasuredRequest) -> int:
+        """Record what is new; returns how many tokens the answer has now."""
         written = output.stages.get(self._text_stage or "")
         if written is not None:
             before, num_tokens = num_tokens, len(written.token_ids)
             # Without a tokenizer there are ids alone; with one, a token may not end a letter yet.
             if written.delta or (written.text is None and num_tokens > before):
-                timer.text()
+                record.text()
         sound = output.stages.get(self._sound_stage or "")
         if sound is not None and sound.audio_delta is not None:
-            timer.audio(sound.audio_delta.duration_s)
+            record.audio(sound.audio_delta.duration_s)
         return num_tokens

@@ -20,14 +20,10 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from omni.commands.bench.clock import Clock
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.http_target import HttpTarget
-from omni.commands.bench.level_run import LevelRun, LoadAmount
-from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import LineSource, Send
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.http_target import HttpSettings, HttpTarget
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
+from omni.commands.bench.load_sources import line_source
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until
@@ -51,8 +47,8 @@ def small(checkpoint_cache: object) -> Iterator[LiveServer]:
         yield running
 
 
-async def checked(send: Send, expected: str, timer: RequestTimer) -> str:
-    answer = await send(timer)
+async def checked(send: Send, expected: str, record: MeasuredRequest) -> str:
+    answer = await send(record)
     if answer != expected:
         raise RequestFailure("another answer", answer)
     return answer
@@ -66,11 +62,11 @@ def test_of_far_too_many_requests_some_are_answered_rightly_and_the_others_refus
         async with HttpTarget(HttpSettings(small.url)) as target:
             lines = [{"prompt": f"The tide of day {number} came in"} for number in range(5)]
             sends = [target.prepare(line, Path()) for line in lines]
-            alone = [await send(RequestTimer(0.0, Clock().now)) for send in sends]
+            alone = [await send(MeasuredRequest(0.0)) for send in sends]
             assert len(set(alone)) == 5
             run = LevelRun(level, LoadAmount(150, timeout_s=PATIENCE_S))
             pairs = zip(sends, alone, strict=True)
-            await run.run(LineSource([partial(checked, send, text) for send, text in pairs]))
+            await run.run(line_source([partial(checked, send, text) for send, text in pairs]))
             return run
 
     tasks = small.num_tasks()

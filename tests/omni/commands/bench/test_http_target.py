@@ -10,10 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from omni.commands.bench.http_settings import HttpSettings
-from omni.commands.bench.http_target import HttpTarget
+from omni.commands.bench.http_target import HttpSettings, HttpTarget
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
-from omni.commands.bench.request_timer import RequestTimer
 from tests.support.fake_openai import (
     Break,
     FakeOpenAI,
@@ -47,7 +45,7 @@ def within(work: Awaitable[Any]) -> Any:
     return asyncio.run(limited())
 
 
-class StepTimer(RequestTimer):
+class SteppedRecord(MeasuredRequest):
     """Its clock shows what the test sets, and it tells the test when something was noted."""
 
     def __init__(self) -> None:
@@ -68,14 +66,15 @@ async def ask(
     server: FakeOpenAI, line: dict[str, Any] = CHAT, **settings: Any
 ) -> tuple[str, MeasuredRequest]:
     async with HttpTarget(HttpSettings(server.url, **settings)) as target:
-        timer = RequestTimer(0.0, asyncio.get_running_loop().time)
-        text = await target.prepare(line, Path())(timer)
-        return text, timer.end()
+        record = MeasuredRequest(0.0, asyncio.get_running_loop().time)
+        text = await target.prepare(line, Path())(record)
+        record.end()
+        return text, record
 
 
 def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_none():
     async def main() -> MeasuredRequest:
-        timer = StepTimer()
+        record = SteppedRecord()
         script: list[tuple[float, Any]] = [
             (1.0, chat_piece("", role="assistant")),
             (2.0, chat_piece("One")),
@@ -86,21 +85,22 @@ def test_pieces_are_timed_when_they_come_and_what_has_neither_text_nor_sound_is_
 
         async def answer(path: str, body: Any) -> AsyncIterator[Any]:
             for moment, piece in script:
-                timer.time = moment
-                timer.noted.clear()
+                record.time = moment
+                record.noted.clear()
                 yield piece
                 if moment > 1:
-                    await timer.noted.wait()
-            timer.time = 10.0
+                    await record.noted.wait()
+            record.time = 10.0
             yield usage_piece(7, 4, cached=3)
             yield DONE
 
         async with FakeOpenAI(answer) as server, HttpTarget(HttpSettings(server.url)) as target:
-            assert await target.prepare(CHAT, Path())(timer) == "One two"
-        return timer.end()
+            assert await target.prepare(CHAT, Path())(record) == "One two"
+        record.end()
+        return record
 
     record = within(main())
-    assert record.text_times == (2.0, 5.0) and record.first_token == 2.0
+    assert record.text_times == [2.0, 5.0] and record.first_token == 2.0
     assert record.first_audio == 3.0
     assert record.audio_s == 0.25 + 1.0, "the second rate is OpenAI's, as none was told"
     assert record.end_to_end == 10.0
@@ -246,7 +246,7 @@ def test_an_answer_in_one_piece_is_no_stream_and_a_server_that_is_gone_no_connec
                 if is_gone:
                     server._server.close()
                     await server._server.wait_closed()
-                await target.prepare(CHAT, Path())(RequestTimer(0.0, lambda: 0.0))
+                await target.prepare(CHAT, Path())(MeasuredRequest(0.0))
 
     for is_gone, kind in ((False, "no stream"), (True, "no connection")):
         with pytest.raises(RequestFailure) as failure:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from omni.commands.bench.distribution import Distribution
-from omni.commands.bench.goodput_limits import GoodputLimits
-from omni.commands.bench.level_report import METRICS, LevelReport
-from omni.commands.bench.level_run import LevelRun, LoadAmount
-from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import LineSource, Send
-from omni.commands.bench.measured_request import (
-    PER_REQUEST_METRICS,
-    MeasuredRequest,
-    RequestFailure,
-)
-from omni.commands.bench.request_timer import RequestTimer
-from tests.support.virtual_clock import VirtualClock
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
+from omni.commands.bench.load_sources import line_source
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
+from omni.commands.bench.report import Distribution, LevelReport, keeps_limits, parse_goodput
+from tests.support.virtual_clock import run_virtually
 
 SPOKEN = MeasuredRequest(
     scheduled=9.5,
     sent=10.0,
     ended=14.0,
-    text_times=(10.5, 10.75, 11.5),
+    text_times=[10.5, 10.75, 11.5],
     first_audio_time=11.0,
     audio_s=8.0,
     prompt_tokens=100,
@@ -52,7 +47,7 @@ def test_what_a_request_did_not_have_is_missing_and_not_zero():
 
 
 def test_pieces_stand_for_tokens_where_nobody_counts_them():
-    record = MeasuredRequest(scheduled=0.0, sent=0.0, ended=3.0, text_times=(1.0, 2.0, 3.0))
+    record = MeasuredRequest(scheduled=0.0, sent=0.0, ended=3.0, text_times=[1.0, 2.0, 3.0])
     assert record.num_tokens == 3 and record.per_token == 1.0
 
 
@@ -70,43 +65,46 @@ def test_two_values_are_interpolated_and_none_have_no_distribution():
     assert Distribution.of([]) is None
 
 
-def speaking(clock: VirtualClock, *, fails: bool = False) -> Send:
+def speaking(*, fails: bool = False) -> Send:
     """After 1 s a token, after 2 and 4 more, after 5 the end; of 10 prompt tokens 4 are cached."""
 
-    async def send(timer: RequestTimer) -> str:
-        timer.send()
+    async def send(record: MeasuredRequest) -> str:
+        record.send()
         for wait in (1.0, 1.0, 2.0):
-            await clock.sleep(wait)
-            timer.text()
-        timer.audio(2.5)
-        await clock.sleep(1.0)
+            await asyncio.sleep(wait)
+            record.text()
+        record.audio(2.5)
+        await asyncio.sleep(1.0)
         if fails:
             raise RequestFailure("cut off", "no end")
-        timer.usage(10, 4, 3)
+        record.usage(10, 4, 3)
         return "text"
 
     return send
 
 
-def rejecting(clock: VirtualClock) -> Send:
-    async def send(timer: RequestTimer) -> str:
-        timer.send()
-        await clock.sleep(0.25)
+def rejecting() -> Send:
+    async def send(record: MeasuredRequest) -> str:
+        record.send()
+        await asyncio.sleep(0.25)
         raise RequestFailure("status 429", "full", is_rejection=True)
 
     return send
 
 
-def run_of(clock: VirtualClock, sends: list[Send], concurrency: int = 1) -> LevelRun:
-    run = LevelRun(LoadLevel(concurrency=concurrency), LoadAmount(len(sends)), clock=clock)
-    clock.run(run.run(LineSource(sends)))
+def run_of(sends: list[Send]) -> LevelRun:
+    run = LevelRun(LoadLevel(concurrency=1), LoadAmount(len(sends)))
+    run_virtually(run.run(line_source(sends)))
     return run
 
 
-def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind():
-    clock = VirtualClock()
-    sends = [speaking(clock), speaking(clock, fails=True), rejecting(clock), speaking(clock)]
-    report = LevelReport.of(run_of(clock, sends), GoodputLimits())
+def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # Half of the time is CPU's.
+    monkeypatch.setattr(time, "process_time", lambda: asyncio.get_running_loop().time() / 2)
+    sends = [speaking(), speaking(fails=True), rejecting(), speaking()]
+    report = LevelReport.of(run_of(sends), {})
     assert report.duration_s == 5 + 5 + 0.25 + 5
     counts = report.requests
     assert (counts.ok, counts.rejected, counts.failed, counts.unfinished) == (2, 1, 1, 0)
@@ -114,7 +112,7 @@ def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind():
     assert (report.tokens.prompt, report.tokens.cached, report.tokens.output) == (20, 8, 6)
     assert report.tokens.hit_rate == 0.4 and not report.tokens.are_pieces
     assert report.audio_s == 5.0
-    assert report.throughput == {
+    assert report.throughput_per_s == {
         "requests": 2 / 15.25,
         "output_tokens": 6 / 15.25,
         "total_tokens": 26 / 15.25,
@@ -131,14 +129,13 @@ def test_a_level_sums_up_what_was_answered_and_counts_the_rest_by_kind():
     }
     assert report.latencies["between_tokens"].count == 4, "every gap of the two answers"
     assert report.rejection is not None and report.rejection.max == 0.25
-    assert report.generator.cpu_share == 0.5, "of the clock that half of its time is CPU's"
+    assert report.generator.cpu_share == 0.5
 
 
 def test_a_level_of_failures_alone_has_no_times_and_can_be_written():
-    clock = VirtualClock()
-    report = LevelReport.of(run_of(clock, [rejecting(clock)]), GoodputLimits({"end_to_end": 9}))
+    report = LevelReport.of(run_of([rejecting()]), {"end_to_end": 9})
     assert report.latencies == {} and report.num_good == 0
-    written = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    written = json.loads(json.dumps(asdict(report), allow_nan=False))
     assert written["requests"]["rejected"] == 1 and written["throughput_per_s"]["requests"] == 0
 
 
@@ -155,20 +152,17 @@ def test_a_level_of_failures_alone_has_no_times_and_can_be_written():
     ],
 )
 def test_a_request_is_good_if_it_keeps_every_limit(limits: dict[str, float], is_good: bool):
-    assert GoodputLimits(limits).are_kept(SPOKEN) is is_good
+    assert keeps_limits(SPOKEN, limits) is is_good
 
 
 def test_one_token_keeps_limits_on_what_follows_it_and_a_failure_keeps_none():
-    one = MeasuredRequest(
-        scheduled=0.0, sent=0.0, ended=1.0, text_times=(1.0,), completion_tokens=1
-    )
-    assert GoodputLimits({"between_tokens": 0.0, "per_token": 0.0}).are_kept(one)
-    assert not GoodputLimits({"first_audio": 9.0}).are_kept(one), "it has no sound"
+    one = MeasuredRequest(scheduled=0.0, sent=0.0, ended=1.0, text_times=[1.0], completion_tokens=1)
+    assert keeps_limits(one, {"between_tokens": 0.0, "per_token": 0.0})
+    assert not keeps_limits(one, {"first_audio": 9.0}), "it has no sound"
     failed = MeasuredRequest(scheduled=0.0, sent=0.0, ended=1.0, failure=RequestFailure("x", "y"))
-    assert not GoodputLimits({"end_to_end": 9.0}).are_kept(failed)
+    assert not keeps_limits(failed, {"end_to_end": 9.0})
 
 
-def test_goodput_has_a_limit_for_everything_that_is_told():
-    assert tuple(PER_REQUEST_METRICS) == METRICS
-    parsed = GoodputLimits.parse(" first_token=0.5, real_time_factor = 1")
-    assert parsed.limits == {"first_token": 0.5, "real_time_factor": 1.0}
+def test_limits_are_read_by_the_names_of_measures():
+    parsed = parse_goodput(" first_token=0.5, real_time_factor = 1")
+    assert parsed == {"first_token": 0.5, "real_time_factor": 1.0}

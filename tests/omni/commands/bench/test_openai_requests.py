@@ -6,14 +6,23 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from omni.commands.bench.openai_body import openai_body
+from omni.commands.bench.openai_requests import HttpSettings, OpenAICall, openai_call
+
+HERE = Path()
+SAME = ("model", "stream", "stream_options")
 
 
-def said(line: dict[str, Any], folder: Path = Path()) -> tuple[str, dict[str, Any]]:
-    body = openai_body(line, folder)
-    return body.path, dict(body.fields)
+def call(endpoint: Any, line: dict[str, Any], folder: Path = HERE, **settings: Any) -> OpenAICall:
+    return openai_call(line, folder, HttpSettings("http://x", endpoint=endpoint, **settings), "m")
+
+
+def said(line: dict[str, Any], folder: Path = HERE) -> tuple[str, dict[str, Any]]:
+    """Path and body, without the fields that all requests have."""
+    found = call("chat", line, folder)
+    return found.path, {key: value for key, value in found.body["json"].items() if key not in SAME}
 
 
 def test_text_ids_and_messages():
@@ -33,14 +42,18 @@ def test_sampling_priority_salt_and_speaker():
         "cache_salt": "s",
         "speaker": "Ethan",
     }
-    _, fields = said(line)
-    del fields["messages"]
+    fields = call("chat", line, speech=True).body["json"]
     assert fields == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "modalities": ["text", "audio"],
         "max_tokens": 3,
         "stages": {"talker": {"seed": 1}},
         "priority": 2,
         "cache_salt": "s",
-        "audio": {"voice": "Ethan"},
+        "audio": {"voice": "Ethan", "format": "pcm16"},
     }
 
 
@@ -89,8 +102,13 @@ def test_files_become_part_of_the_messages_in_their_order(tmp_path: Path):
 
 
 def test_a_line_of_openais_files_for_batches_is_taken_as_it_is():
-    body = {"model": "other", "messages": [{"role": "user", "content": "x"}], "n": 1}
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 1}
+    line = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {**body, "model": "other"},
+    }
     assert said(line) == ("/chat/completions", body)
 
 
@@ -99,8 +117,8 @@ def test_a_line_of_openais_files_for_batches_is_taken_as_it_is():
     [
         ({}, "exactly one of prompt"),
         ({"promt": "x"}, "did you mean 'prompt'"),
-        ({"encoder_prompt": "x"}, "encoder_prompt: cannot be said"),
-        ({"prompt_embeds": "x.safetensors"}, "prompt_embeds: cannot be said"),
+        ({"encoder_prompt": "x"}, "encoder_prompt: OpenAI's API has no form"),
+        ({"prompt_embeds": "x.safetensors"}, "prompt_embeds: OpenAI's API has no form"),
         ({"audio": ["x.wav"]}, "write messages"),
         ({"prompt": "x", "images": ["x.png"]}, "write messages"),
         (
@@ -116,7 +134,7 @@ def test_a_line_of_openais_files_for_batches_is_taken_as_it_is():
                 "messages": [{"role": "user", "content": [{"type": "audio"}]}],
                 "audio": ["nowhere.wav"],
             },
-            "nowhere.wav' is not there, or is no file",
+            "nowhere.wav' does not exist, or is no file",
         ),
         ({"url": "/v1/embeddings", "body": {}}, "url: must be one of /v1/chat/completions"),
         ({"url": "/v1/completions", "body": 3}, "body: must be an object, got 3"),
@@ -124,5 +142,38 @@ def test_a_line_of_openais_files_for_batches_is_taken_as_it_is():
 )
 def test_what_cannot_be_said_is_refused(line: dict[str, Any], told: str, tmp_path: Path):
     with pytest.raises(ValueError) as error:
-        openai_body(line, tmp_path)
+        call("chat", line, tmp_path)
     assert told in str(error.value)
+
+
+def test_speech_is_asked_for_as_a_file_that_tells_its_rate():
+    line = {"prompt": "Hi", "speaker": "Ann"}
+    body = {"model": "m", "input": "Hi", "response_format": "wav", "voice": "Ann"}
+    speech = call("speech", line)
+    assert (speech.path, speech.body["json"]) == ("/audio/speech", body)
+    assert call("speech", line, voice="Ben").body["json"]["voice"] == "Ben"
+
+
+def test_a_recording_is_sent_as_a_form(tmp_path: Path):
+    (tmp_path / 'a "b".wav').write_bytes(b"RIFF\r\n--x")
+    line = {"audio": [{"file": 'a "b".wav', "language": "fr", "task": "translate"}]}
+    translation = call("transcriptions", line, tmp_path)
+    assert translation.path == "/audio/translations"
+    content = httpx2.Request("POST", "http://x", **translation.body).read()
+    assert b'name="language"\r\n\r\nfr\r\n' in content
+    assert b'filename="a %22b%22.wav"' in content and b"\r\n\r\nRIFF\r\n--x\r\n--" in content
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "line", "told"),
+    [
+        ("speech", {"prompt_token_ids": [1]}, "takes lines with a text as their 'prompt' alone"),
+        ("speech", {"prompt": "x", "sampling": {"n": 1}}, "takes lines with a text"),
+        ("embeddings", {"promt": "x"}, "did you mean 'prompt'?"),
+        ("transcriptions", {"prompt": "x"}, "takes lines with one file as their 'audio'"),
+        ("transcriptions", {"audio": ["nowhere.wav"]}, "does not exist"),
+    ],
+)
+def test_lines_that_cannot_be_said_so_are_told(endpoint: Any, line: Any, told: str):
+    with pytest.raises(ValueError, match=told.replace("?", r"\?")):
+        call(endpoint, line)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from omni.commands.bench.level_run import LoadAmount
-from omni.commands.bench.load_level import LoadLevel
-from omni.commands.bench.load_source import Send
-from omni.commands.bench.made_up_source import MadeUpShape, MadeUpSource
-from omni.commands.bench.made_up_words import TokenLengths, made_up_text
-from omni.commands.bench.measured_request import RequestFailure
-from omni.commands.bench.measurement import Measurement, MeasurementPlan
-from omni.commands.bench.request_timer import RequestTimer
+from omni.commands.bench.load import LoadAmount, LoadLevel, Measurement, MeasurementPlan
+from omni.commands.bench.load_sources import (
+    MadeUpShape,
+    MadeUpSource,
+    TokenLengths,
+    made_up_text,
+)
+from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 
 
 class Listener:
@@ -31,13 +31,13 @@ class Listener:
         self._per_word = per_word
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
-        async def send(timer: RequestTimer) -> str:
+        async def send(record: MeasuredRequest) -> str:
             self.lines.append(line)
-            timer.send()
+            record.send()
             if self.failure is not None:
                 raise self.failure
             if self.tells:
-                timer.usage(self.num_tokens(line), 0, 1)
+                record.usage(self.num_tokens(line), 0, 1)
             return f"answer {len(self.lines)}"
 
         return send
@@ -75,7 +75,8 @@ def test_where_nobody_counts_tokens_words_stand_for_them():
     listener = Listener()
     listener.tells = False
     measured(listener, MadeUpShape(prompt_tokens=50), 2)
-    assert [len(text.split()) for text in texts(listener)] == [50, 50]
+    _, *prompts = (line["prompt"][0]["content"] for line in listener.lines)
+    assert [len(text.split()) for text in prompts] == [50, 50]
 
 
 def test_beginnings_are_shared_in_turns_and_nothing_else():
@@ -142,9 +143,7 @@ def test_a_prefix_as_long_as_the_prompt_is_refused():
 def test_no_prompt_is_empty_however_much_stands_around_it():
     listener = Listener()
     source = MadeUpSource(listener, MadeUpShape(prompt_tokens=3), TokenLengths(1.0, 500.0))
-    send = source.conversation(0, 0).next(None)
-    assert send is not None
-    asyncio.run(send(RequestTimer(0.0, lambda: 0.0)))
+    asyncio.run(next(source.conversation(0, 0))(MeasuredRequest(0.0)))
     assert len(listener.lines[0]["prompt"][0]["content"].split()) == 1
 
 
