@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.fit_check import InputLimits
 from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
+from engine.interface.log_fields import package_logger
 from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
 from engine.models.whisper.speech_windows import SpeechWindows
 from engine.models.whisper.timestamp_rule import TimestampRule
@@ -21,13 +24,15 @@ __all__ = ["WhisperPromptRule"]
 
 _WISHES = ("language", "task", "timestamps")
 
-_NOT_DONE = (
+_NOT_SUPPORTED = (
     "condition_on_prev_tokens",
     "compression_ratio_threshold",
     "logprob_threshold",
     "no_speech_threshold",
 )
-"""What transformers can do beside with a long recording, if it is told to."""
+"""Settings by which transformers judges windows and transcribes them again."""
+
+_logger = package_logger(__name__)
 
 
 class WhisperPromptRule(DecoderPromptRule):
@@ -39,8 +44,25 @@ class WhisperPromptRule(DecoderPromptRule):
          always                multilingual models   unless timestamps are wanted
 
     They are those of transformers' ``WhisperForConditionalGeneration.generate``. Where no
-    language is named, the model itself chooses its token: the likeliest behind the first.
+    language is named, the model itself chooses its token: the likeliest behind the first. Where
+    the checkpoint names no task either, it is ``transcribe``: without a task token, which
+    ``generate`` leaves out, models write nonsense.
     """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        generation_config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        limits: InputLimits,
+    ) -> None:
+        super().__init__(config, generation_config, tokenizer, limits)
+        ignored = [name for name in _NOT_SUPPORTED if self._setting(name) not in (None, False)]
+        if ignored:
+            _logger.warning(
+                "the checkpoint's generation_config.json sets %s: not supported, and ignored",
+                ", ".join(ignored),
+            )
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
         """Ids that the decoder goes on from; see :class:`DecoderPromptRule`.
@@ -83,8 +105,7 @@ class WhisperPromptRule(DecoderPromptRule):
         """Window after window, each from where the text of the one before ended; with timestamps.
 
         Raises:
-            ValueError: timestamps are not to be had, or not wanted; a decoder prompt was given, or
-                the checkpoint asks for what is not done here.
+            ValueError: timestamps are not to be had, or not wanted, or a decoder prompt was given.
         """
         if decoder is not None or not isinstance(encoder, AudioPrompt):
             raise ValueError(
@@ -96,12 +117,6 @@ class WhisperPromptRule(DecoderPromptRule):
                 "a recording that is longer than the model's window is cut by its timestamps: "
                 "leave timestamps out, or cut the recording into shorter pieces"
             )
-        for name in _NOT_DONE:
-            if self._setting(name) not in (None, False):
-                raise ValueError(
-                    f"the checkpoint's generation_config.json states {name}, which is not "
-                    "supported for a recording that is longer than the model's window"
-                )
         without = self._setting("no_timestamps_token_id")
         asked = replace(encoder, timestamps=True)
         if without is None:
@@ -152,8 +167,9 @@ class WhisperPromptRule(DecoderPromptRule):
                     f"{', '.join(sorted(tasks)) or 'none'}"
                 )
             ids.append(tasks[task])
-        elif language is not None and tasks and not set(ids) & set(tasks.values()):
-            ids.append(tasks["transcribe"])
+        elif (language is not None or detects) and tasks and not set(ids) & set(tasks.values()):
+            # Behind the language, whose place may still be empty.
+            ids[2:2] = [tasks["transcribe"]]
         wanted = self._wants_timestamps(encoder)
         return self._with_timestamps([i for i in ids if i is not None], wanted), detects
 

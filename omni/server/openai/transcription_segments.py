@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMESTAMP", "TranscriptionSegment", "segments_of"]
 
-TIMESTAMP = re.compile(r"<\|(\d+\.\d\d)\|>")
-"""How speech models write the time of what they write."""
+TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
+"""How tokenizers that know Whisper's timestamps write them."""
+
+_TIMESTAMP_S = 0.02
 
 
 class TranscriptionSegment(Struct, kw_only=True):
@@ -63,17 +66,19 @@ def segments_of(
 def _between(
     token_ids: Sequence[int], begin: float, end: float | None, tokenizer: Any
 ) -> Iterator[tuple[float, float, list[int]]]:
-    """Every run of tokens that say something, with the times before and after it."""
+    """Every run of tokens that say something, with the times before and after it.
+
+    All ids above that of ``<|notimestamps|>`` are times. Many tokenizers have no text for them.
+    """
     start = begin
     ids: list[int] = []
-    pieces = tokenizer.convert_ids_to_tokens(list(token_ids))
+    first_time = tokenizer.get_added_vocab().get("<|notimestamps|>", sys.maxsize) + 1
     special = set(tokenizer.all_special_ids)
-    for token_id, piece in zip(token_ids, pieces, strict=True):
-        time = TIMESTAMP.fullmatch(piece or "")
-        if time is None:
+    for token_id in token_ids:
+        if token_id < first_time:
             ids += [] if token_id in special else [token_id]
             continue
-        now = round(begin + float(time[1]), 2)
+        now = round(begin + (token_id - first_time) * _TIMESTAMP_S, 2)
         if ids:
             yield start, now, ids
         start, ids = now, []

@@ -263,6 +263,9 @@ def test_a_language_that_nobody_named_is_chosen_where_generate_detects_it(
     assert rule.prompt_ids(asked, None) == detecting
     assert set(choice.candidates) == set(known.lang_to_id.values())
     assert expected[1] in choice.candidates
+    if "task" not in wishes and "transcribe" not in str(forced):
+        # generate() leaves the task out here, and models write nonsense.
+        expected.insert(2, known.task_to_id["transcribe"])
     assert (*detecting, expected[1], *choice.then) == tuple(expected)
 
 
