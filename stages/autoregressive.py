@@ -12,7 +12,7 @@ from engine.interface.deferred import Deferred, as_stored, defer
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
-from stages.model_fit import misfit_of_tokens
+from stages.model_fit import emitted_by, misfit_of_outputs, misfit_of_tokens, speakers_in
 from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -48,7 +48,16 @@ class AutoregressiveStageConfig(TokenStageConfig):
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
-        return misfit_of_tokens(config, self.part)
+        misfit = misfit_of_tokens(config, self.part)
+        return misfit or misfit_of_outputs(config, self.part, self.outputs)
+
+    def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return emitted_by(config, self.part)
+
+    def load_speakers(self) -> tuple[str, ...] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return speakers_in(self.model, self.part)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """See :class:`~stages.stage_config.StageConfig`."""

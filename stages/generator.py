@@ -10,7 +10,7 @@ from engine.interface.arguments import check_argument
 from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
-from stages.model_fit import misfit_of_codes
+from stages.model_fit import misfit_of_codes, speakers_in
 from stages.stage import OneOrMore, StageInputs, StageOutput
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
@@ -47,6 +47,10 @@ class GeneratorStageConfig(StageConfig):
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
         return misfit_of_codes(config, self.part)
+
+    def load_speakers(self) -> tuple[str, ...] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return speakers_in(self.model, self.part)
 
     def build_stage(self, name: str) -> GeneratorStage:
         """See :class:`~stages.stage_config.StageConfig`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from engine.models.registry import FAMILIES
+from engine.files.json_file import read_json_object
+from engine.models.registry import FAMILIES, FamilyRow
 
-__all__ = ["misfit_of_codes", "misfit_of_tokens"]
+__all__ = ["emitted_by", "misfit_of_codes", "misfit_of_outputs", "misfit_of_tokens", "speakers_in"]
 
 _Misfit = tuple[str, str] | None
 
@@ -29,6 +31,46 @@ def misfit_of_tokens(config: Mapping[str, Any], part: str | None) -> _Misfit:
 def misfit_of_codes(config: Mapping[str, Any], part: str | None) -> _Misfit:
     """The same for a model that makes sound of codec tokens."""
     return _misfit(config, part, makes_sound=True)
+
+
+def misfit_of_outputs(
+    config: Mapping[str, Any], part: str | None, outputs: Collection[str] | None
+) -> _Misfit:
+    """Say which of the outputs that a stage keeps its model does not emit, if that is known."""
+    emitted = emitted_by(config, part)
+    unknown = sorted(set(outputs or ()).difference(emitted or outputs or ()))
+    if emitted is None or not unknown:
+        return None
+    names = ", ".join(map(repr, unknown))
+    return "outputs", f"the model has no per-token output {names}; it emits {', '.join(emitted)}"
+
+
+def emitted_by(config: Mapping[str, Any], part: str | None) -> tuple[str, ...] | None:
+    """Names of the per-token tensors that a model emits; None of one that the table lacks."""
+    row = _row_of(config, part)
+    return None if row is None else row.outputs
+
+
+def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:
+    """Names of the voices of a checkpoint; None if it has none, or is not in a folder here.
+
+    Raises:
+        ValueError: a file of the checkpoint cannot be read.
+    """
+    folder = Path(model)
+    file = folder / "config.json"
+    row = _row_of(read_json_object(file), part) if file.is_file() else None
+    speakers = None if row is None else row.load().speakers
+    return None if speakers is None else speakers(folder)
+
+
+def _row_of(config: Mapping[str, Any], part: str | None) -> FamilyRow | None:
+    model_type, architectures = str(config.get("model_type")), config.get("architectures")
+    if rows := FAMILIES.parts_named_in_table(model_type):
+        return next((row for row in rows if row.part == part), None)
+    if isinstance(architectures, list) and architectures:
+        return FAMILIES.rows.get(str(architectures[0]))
+    return next((row for row in FAMILIES.rows.values() if row.base_type == model_type), None)
 
 
 def _misfit(config: Mapping[str, Any], part: str | None, *, makes_sound: bool) -> _Misfit:

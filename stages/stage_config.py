@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
@@ -146,6 +146,28 @@ class StageConfig(Settings):
 
         Returns:
             The key that is wrong and what is wrong there; None if nothing is known to be.
+        """
+        return None
+
+    def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
+        """Names of the tensors that a checkpoint's model emits, as far as its config tells.
+
+        Args:
+            config: the content of its ``config.json``.
+
+        Returns:
+            None if that is known only when the model is loaded.
+        """
+        return None
+
+    def load_speakers(self) -> tuple[str, ...] | None:
+        """Read the ``speakers`` of such a :class:`~stages.stage.Stage` without loading its model.
+
+        Returns:
+            None if it does not speak, or its voices are known only when the model is loaded.
+
+        Raises:
+            ValueError: the voices cannot be read.
         """
         return None
 

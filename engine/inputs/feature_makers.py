@@ -105,7 +105,9 @@ class AudioFeatureMaker(FeatureMaker):
         prompt = item if isinstance(item, AudioPrompt) else AudioPrompt(item)
         for wish in ("language", "task", "timestamps"):
             if getattr(prompt, wish) is not None:
-                raise ValueError(f"{wish} is for speech models; say in the prompt what is wanted")
+                raise ValueError(
+                    f"{wish} is for speech models; this one is asked in words beside the sound"
+                )
         samples = self._reader.read(prompt.audio, prompt.sampling_rate)
         # Silence fills up the last frame, and half of one more.
         hop = int(self._extractor.hop_length)

@@ -13,7 +13,14 @@ from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
 from engine.inputs.fit_check import check_item
 from engine.inputs.multimodal_data import items_of
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptContent, PromptSources
-from engine.interface.prompts import Prompt, VideoFeatures
+from engine.interface.prompts import (
+    AudioPrompt,
+    ChatPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    VideoFeatures,
+)
 from engine.requests.content_spans import item_spans
 from engine.requests.multimodal_input import Modality, MultiModalInput
 from engine.requests.prompt_positions import PromptPositions
@@ -66,10 +73,13 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
         """Put each item that a prompt shows in the place of its placeholder.
 
+        A sound or an image alone is a user's message that holds nothing else.
+
         Raises:
             ValueError: see :meth:`PromptProcessor.process`; there are more items than
                 placeholders or fewer, or an item cannot be held in the encoder cache.
         """
+        prompt = self._as_message(prompt)
         content = self._resolve(prompt)
         if content.embeds is not None:
             return content
@@ -102,6 +112,19 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             multimodal_inputs=tuple(inputs),
             positions=None if table is None else PromptPositions.of(table),
         )
+
+    def _as_message(self, prompt: Prompt) -> Prompt:
+        lone = prompt
+        if isinstance(prompt, ExplicitEncoderDecoderPrompt) and prompt.decoder_prompt is None:
+            lone = prompt.encoder_prompt
+        if not isinstance(lone, AudioPrompt | ImagePrompt):
+            return prompt
+        modality: Modality = "audio" if isinstance(lone, AudioPrompt) else "image"
+        if modality not in self._makers:
+            raise ValueError(f"this model takes no {modality}; it takes {', '.join(self._makers)}")
+        message = {"role": "user", "content": [{"type": modality}]}
+        item = lone if isinstance(lone, AudioPrompt) else lone.image
+        return ChatPrompt((message,), multi_modal_data={modality: [item]})
 
     def _check_count(self, modality: Modality, token_ids: Sequence[int], num_items: int) -> None:
         placeholder = self._model.placeholders[modality]

@@ -152,13 +152,19 @@ def resolve_prompt(
         limits.check_length(len(ids))
         return check_token_ids(ids, limits.vocab_size), None
     kind = type(prompt).__name__
-    if isinstance(prompt, ExplicitEncoderDecoderPrompt | AudioPrompt | ImagePrompt):
-        if isinstance(prompt, ExplicitEncoderDecoderPrompt):
-            kind = f"{type(prompt.encoder_prompt).__name__} for an encoder"
+    if isinstance(prompt, AudioPrompt | ImagePrompt):
+        what = "sound" if isinstance(prompt, AudioPrompt) else "images"
         raise ValueError(
-            f"this model is not an encoder-decoder model, so it takes no {kind}; "
-            "give it one prompt of text, chat messages, token ids or embeddings; sound and images, "
-            "where a model takes them, stand beside such a prompt"
+            f"this model reads text and takes no {what}; give it text, chat messages, token ids or "
+            "embeddings"
+        )
+    if isinstance(prompt, ExplicitEncoderDecoderPrompt):
+        encoder, decoder = prompt.encoder_prompt, prompt.decoder_prompt
+        if decoder is None and isinstance(encoder, AudioPrompt | ImagePrompt):
+            return resolve_prompt(encoder, tokenizer, limits)
+        raise ValueError(
+            "this model has no encoder beside its decoder: give it one prompt of text, chat "
+            "messages, token ids or embeddings, not an encoder prompt or a decoder prompt"
         )
     if isinstance(prompt, SpeechPrompt | CodecPrompt):
         reader = "a model that speaks" if isinstance(prompt, SpeechPrompt) else "a generator"

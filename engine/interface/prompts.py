@@ -150,6 +150,8 @@ AudioTask: TypeAlias = Literal["transcribe", "translate"]
 class AudioPrompt:
     """Speech for the encoder of an encoder-decoder model, or sound that a prompt shows.
 
+    By itself, to a decoder that hears, it is a user's chat message that holds nothing else.
+
     The last three say what the decoder is asked for; None leaves it to the checkpoint's generation
     config. Where that names no language, the model finds out which one is spoken. They cannot stand
     beside an explicit decoder prompt, nor in :data:`MultiModalData`.
@@ -177,6 +179,8 @@ class AudioPrompt:
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePrompt:
     """An image for the encoder of an encoder-decoder model.
+
+    To a decoder that sees, it is a user's chat message that holds nothing else.
 
     Attributes:
         image: a file of PNG, JPEG, WebP, GIF, BMP or TIFF, its content (as bytes, or as a data

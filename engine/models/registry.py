@@ -35,6 +35,7 @@ class FamilyRow(NamedTuple):
         whole: ``model_type`` of the checkpoints that it is a part of.
         makes_sound: whether it is a generator.
         base_type: see :attr:`~engine.models.family.ModelFamily.base_type`.
+        outputs: names of the per-token tensors that its model emits.
     """
 
     module: str
@@ -43,6 +44,7 @@ class FamilyRow(NamedTuple):
     whole: str | None = None
     makes_sound: bool = False
     base_type: str | None = None
+    outputs: tuple[str, ...] = ("hidden_states",)
 
     @property
     def part(self) -> str | None:
@@ -59,6 +61,7 @@ class FamilyRow(NamedTuple):
 
 
 _OMNI = "qwen2_5_omni"
+_TWO_SIDES = ("encoder_hidden_states", "hidden_states")
 _TABLE = (
     FamilyRow("decoders.llama", ("LlamaForCausalLM", "LlamaModel"), base_type="llama"),
     FamilyRow("decoders.mistral", ("MistralForCausalLM", "MistralModel"), base_type="mistral"),
@@ -70,13 +73,19 @@ _TABLE = (
     FamilyRow("decoders.gemma3", ("Gemma3ForCausalLM", "Gemma3TextModel")),
     FamilyRow("hybrids.jamba", ("JambaForCausalLM", "JambaModel")),
     FamilyRow("hybrids.bamba", ("BambaForCausalLM", "BambaModel")),
-    FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",)),
-    FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",)),
-    FamilyRow("whisper.whisper", ("WhisperForConditionalGeneration",)),
-    FamilyRow("mllama.mllama", ("MllamaForConditionalGeneration",)),
+    FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",), outputs=_TWO_SIDES),
+    FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",), outputs=_TWO_SIDES),
+    FamilyRow("whisper.whisper", ("WhisperForConditionalGeneration",), outputs=_TWO_SIDES),
+    FamilyRow("mllama.mllama", ("MllamaForConditionalGeneration",), outputs=_TWO_SIDES),
     FamilyRow("llava.llava", ("LlavaForConditionalGeneration",)),
     FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",)),
-    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniThinkerForConditionalGeneration",), "THINKER", _OMNI),
+    FamilyRow(
+        f"{_OMNI}.family",
+        ("Qwen2_5OmniThinkerForConditionalGeneration",),
+        "THINKER",
+        _OMNI,
+        outputs=("hidden_states", "position_ids", "token_embeds"),
+    ),
     FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniTalkerForConditionalGeneration",), "TALKER", _OMNI),
     FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True),
 )

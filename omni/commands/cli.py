@@ -245,7 +245,9 @@ def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | N
         )
     if input_file is not None:
         return _read_file(pipeline, input_file)
-    return _Given([*flags.requests()], flags.digest())
+    requests = flags.requests()
+    flags.check_files()
+    return _Given([*requests], flags.digest())
 
 
 def _read_file(pipeline: PipelineConfig, input_file: Path) -> _Given:

@@ -59,8 +59,10 @@ def with_speaker(pipeline: PipelineConfig, speaker: str) -> PipelineConfig:
     """Change whose voice speaks.
 
     Raises:
-        ValueError: the name is empty. Whether there is such a voice is the checkpoint's to say.
+        ValueError: the name is empty, or a stage whose checkpoint is here has no such voice.
     """
     if not speaker:
         raise ValueError("--speaker must not be empty")
-    return pipeline.model_copy(update={"speaker": speaker})
+    pipeline = pipeline.model_copy(update={"speaker": speaker})
+    pipeline.check_speaker()
+    return pipeline

@@ -49,8 +49,8 @@ class PromptFlags:
             "--audio",
             metavar="FILE",
             help="Sound (WAV, FLAC, OGG, MP3) that every --chat begins with, after its images, or "
-            "that every --prompt shows where its next placeholder is; without either, a request to "
-            "a speech model. May be given several times.",
+            "that every --prompt shows where its next placeholder is; without either, each is a "
+            "request of its own. May be given several times.",
         ),
     ] = None
     language: Annotated[
@@ -110,6 +110,19 @@ class PromptFlags:
 
         given = {field.name: getattr(self, field.name) for field in fields(PromptFlags)}
         return hashlib.sha256(json.dumps(given, default=os.fspath).encode()).hexdigest()
+
+    def check_files(self) -> None:
+        """Check that the files are there; what is in them is checked when they are read.
+
+        Raises:
+            ValueError: one is not, or is no regular file.
+        """
+        from engine.media.regular_file import regular_file
+
+        given = {"--audio": self.audio, "--image": self.images, "--video": self.videos}
+        for flag, files in given.items():
+            for file in files or ():
+                regular_file(file, f"{flag}: {str(file)!r}")
 
     def requests(self) -> list[OmniRequest]:
         """The requests, with made-up ids.

@@ -10,7 +10,14 @@ from engine.interface.suggestion import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import Requirements, is_custom, requirements_of
 
-__all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
+__all__ = [
+    "GraphError",
+    "check_graph",
+    "check_speaker",
+    "check_tensors",
+    "sources_of",
+    "topological_order",
+]
 
 
 GraphStage: TypeAlias = Stage | StageConfig
@@ -68,7 +75,10 @@ def topological_order(sources: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def check_graph(
-    stages: Mapping[str, GraphStage], *, run_custom: bool = True
+    stages: Mapping[str, GraphStage],
+    *,
+    run_custom: bool = True,
+    emitted: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, Transform]:
     """Check that stages form an acyclic graph out of which something comes.
 
@@ -76,6 +86,7 @@ def check_graph(
         stages: by name.
         run_custom: whether to import the modules of users' transforms. If not, those that are
             named by their module are taken as they are.
+        emitted: names of the tensors that stages' models emit, where they are known.
 
     Returns:
         For every stage with inputs, the function that makes its prompt, but for those.
@@ -103,8 +114,30 @@ def check_graph(
             _check_streamed_edge(name, stages, stage.inputs, needs)
         if needs is not None:
             _check_number_of_sources(name, stage.inputs, needs)
-            _check_outputs(name, stages, stage.inputs, needs)
+            _check_outputs(name, stages, stage.inputs, needs, emitted or {})
     return transforms
+
+
+def check_speaker(
+    speaker: str, speaking: Mapping[str, Sequence[str]], stages: Collection[str]
+) -> None:
+    """Check that every stage that speaks has a voice.
+
+    Args:
+        speaker: its name.
+        speaking: the voices of stages that speak.
+        stages: names of all stages.
+
+    Raises:
+        ValueError: one does not have it, or none speaks at all.
+    """
+    if not speaking:
+        raise ValueError(f"speaker {speaker!r}: none of the stages {list(stages)} speaks")
+    for name, speakers in speaking.items():
+        if speaker not in speakers:
+            raise ValueError(
+                f"speaker {speaker!r}: stage {name!r} has no such voice{suggest(speaker, speakers)}"
+            )
 
 
 def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transform]) -> None:
@@ -190,11 +223,24 @@ def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements
 
 
 def _check_outputs(
-    name: str, stages: Mapping[str, GraphStage], inputs: StageInputs, needs: Requirements
+    name: str,
+    stages: Mapping[str, GraphStage],
+    inputs: StageInputs,
+    needs: Requirements,
+    emitted: Mapping[str, Collection[str]],
 ) -> None:
-    """Whether every source hands on the tensors that the transform needs."""
+    """Check that every source hands on the tensors that the transform needs."""
     for source in inputs.sources:
         outputs: Collection[str] | None = getattr(stages[source], "outputs", None)
+        known = emitted.get(source)
+        lacking = sorted(set(needs.tensors).difference(known or needs.tensors))
+        if known is not None and lacking:
+            problem = (
+                f"stage {name!r} needs {', '.join(map(repr, lacking))} of {source!r} with its "
+                f"transform {inputs.transform_name!r}, but the model of {source!r} emits "
+                f"{', '.join(known)}"
+            )
+            raise GraphError(("stages", source, "model"), problem, problem)
         missing = [
             tensor for tensor in needs.tensors if outputs is not None and tensor not in outputs
         ]

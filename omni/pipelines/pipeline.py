@@ -15,7 +15,13 @@ from engine.interface.ownership import Ownership
 from engine.interface.placed_error import PlacedError
 from engine.interface.schema_error import explain_validation_error, place_of
 from engine.interface.suggestion import suggest
-from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
+from omni.pipelines.graph_rules import (
+    check_graph,
+    check_speaker,
+    check_tensors,
+    sources_of,
+    topological_order,
+)
 from stages import Stage, Transform
 
 if TYPE_CHECKING:
@@ -79,7 +85,8 @@ class Pipeline:
             ValueError: a stage cannot be built, or the graph is wrong.
         """
         # Users' transforms are imported, and found wrong if they are, before models are loaded.
-        check_graph(config.stages)
+        check_graph(config.stages, emitted=config.emitted())
+        config.check_speaker()
         with ExitStack() as built:
             stages = []
             for name in config.topological_order():
@@ -117,14 +124,7 @@ class Pipeline:
             for name, stage in self.stages.items()
             if stage.speakers is not None
         }
-        if not speaking:
-            raise ValueError(f"speaker {speaker!r}: none of the stages {list(self.order)} speaks")
-        for name, speakers in speaking.items():
-            if speaker not in speakers:
-                raise ValueError(
-                    f"speaker {speaker!r}: stage {name!r} has no such voice"
-                    f"{suggest(speaker, speakers)}"
-                )
+        check_speaker(speaker, speaking, self.order)
 
     def merge_sampling(
         self, overrides: Mapping[str, SamplingParams | Mapping[str, Any]]

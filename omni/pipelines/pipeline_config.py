@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,13 @@ from engine.interface.schema_error import explain_validation_error
 from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
-from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
+from omni.pipelines.graph_rules import (
+    GraphError,
+    check_graph,
+    check_speaker,
+    sources_of,
+    topological_order,
+)
 from omni.pipelines.left_behind import leave_behind, placement_for, tell
 from omni.pipelines.local_config import local_config
 from omni.pipelines.runtime_config import RuntimeConfig
@@ -101,7 +107,7 @@ class PipelineConfig(Settings):
     @model_validator(mode="after")
     def _stages_make_a_pipeline(self) -> PipelineConfig:
         try:
-            check_graph(self.stages, run_custom=False)
+            check_graph(self.stages, run_custom=False, emitted=self.emitted())
         except GraphError as error:
             raise PlacedError(error.place, error.at_place) from error
         for name, stage in self.stages.items():
@@ -115,6 +121,33 @@ class PipelineConfig(Settings):
                 key, problem = misfit
                 raise PlacedError(("stages", name, key), f"model {stage.model!r}: {problem}")
         return self
+
+    def emitted(self) -> dict[str, Collection[str]]:
+        """Names of the tensors that stages' models emit, where their checkpoints' configs tell."""
+        configs = {
+            name: local_config(stage.model)
+            for name, stage in self.stages.items()
+            if stage.model is not None
+        }
+        known = {
+            name: self.stages[name].emitted(config)
+            for name, config in configs.items()
+            if config is not None
+        }
+        return {name: names for name, names in known.items() if names is not None}
+
+    def check_speaker(self) -> None:
+        """Check the speaker against the voices that are known before any model is loaded.
+
+        Raises:
+            ValueError: a stage has no such voice.
+        """
+        if self.speaker is None:
+            return
+        known = {name: self.resolved(name).load_speakers() for name in self.stages}
+        speaking = {name: voices for name, voices in known.items() if voices is not None}
+        if speaking:
+            check_speaker(self.speaker, speaking, self.stages)
 
     def custom_transforms(self) -> dict[str, str]:
         """Code of users that runs when the pipeline is built: stages, and their transforms' names.

@@ -253,7 +253,8 @@ class RequestLine(_Forms):
         request_id: unique in the file; made up when absent.
         encoder_prompt: of an encoder-decoder model: text, or a mapping with one of the forms above.
         audio: beside a prompt of text, messages or token ids: files of sound, one for each
-            placeholder in it. Else one, for the encoder of a speech model.
+            placeholder in it. Else one, for the encoder of a speech model, or as a user's
+            message to a decoder that hears.
         images: likewise: image files, or one for the encoder of a vision model.
         videos: beside such a prompt: files of video.
         decoder_prompt: beside one of these three: what the decoder goes on from, in the same

@@ -44,7 +44,7 @@ def build_pipeline(
     check_runtime(config)
     if config.runtime.kind == "inline" and connect is None:
         return Pipeline.from_config(config)
-    check_graph(config.stages)
+    check_graph(config.stages, emitted=config.emitted())
     policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
     names = config.topological_order()
     threads = _threads(config)

@@ -13,6 +13,7 @@ modelling along, and readers of sound and images, which a talker's process would
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from engine.checkpoints.checkpoint_parts import CheckpointPart
 from engine.inputs.prompt_processor import PromptProcessor, PromptSources
 from engine.models.family import ModelFamily
 from engine.models.model_settings import ModelSettings
+from engine.models.qwen2_5_omni.speakers import load_speakers
 from engine.models.qwen2_5_omni.speech_prompt import SpeechPromptProcessor
 
 if TYPE_CHECKING:
@@ -64,6 +66,10 @@ def _build_code2wav(checkpoint: Checkpoint, device: torch.device) -> Code2Wav:
     return Code2Wav(checkpoint, device)
 
 
+def _speakers(path: Path) -> tuple[str, ...]:
+    return load_speakers(path).names
+
+
 THINKER = _family(
     "thinker",
     "thinker",
@@ -78,5 +84,12 @@ TALKER = _family(
     build=_build_talker,
     prompts=SpeechPromptProcessor,
     reads_text=False,  # the tokenizer beside it is its thinker's
+    speakers=_speakers,
 )
-CODE2WAV = _family("code2wav", "token2wav", "Qwen2_5OmniToken2WavModel", generator=_build_code2wav)
+CODE2WAV = _family(
+    "code2wav",
+    "token2wav",
+    "Qwen2_5OmniToken2WavModel",
+    generator=_build_code2wav,
+    speakers=_speakers,
+)

@@ -269,15 +269,19 @@ def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> N
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "expected"),
     [
-        ExplicitEncoderDecoderPrompt(TEXT, TEXT),
-        ExplicitEncoderDecoderPrompt(TEXT),
-        AudioPrompt("a.wav"),
-        ImagePrompt("a.png"),
+        (ExplicitEncoderDecoderPrompt(TEXT, TEXT), "no encoder beside its decoder"),
+        (ExplicitEncoderDecoderPrompt(TEXT), "no encoder beside its decoder"),
+        (ExplicitEncoderDecoderPrompt(AudioPrompt("a.wav"), TEXT), "no encoder beside its decoder"),
+        (ExplicitEncoderDecoderPrompt(AudioPrompt("a.wav")), "reads text and takes no sound"),
+        (AudioPrompt("a.wav"), "reads text and takes no sound"),
+        (ImagePrompt("a.png"), "reads text and takes no images"),
     ],
 )
-def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Family) -> None:
+def test_a_decoder_only_model_takes_no_encoder_prompt(
+    prompt: Prompt, expected: str, bart: Family
+) -> None:
     limits = InputLimits(64, 8, 768, 768, 4, 64, torch.float32)
     decoder_only = InputProcessor(
         bart.tokenizer,
@@ -286,7 +290,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(prompt: Prompt, bart: Fami
         eos_token_ids=[2],
         seed=0,
     )
-    with pytest.raises(ValueError, match="is not an encoder-decoder model, so it takes no "):
+    with pytest.raises(ValueError, match=expected):
         decoder_only.process(NewRequest("r", prompt), decoder_only.arrive(SamplingParams()))
 
 

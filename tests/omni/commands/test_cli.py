@@ -199,12 +199,12 @@ def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path)
     assert "=== good\n--- writer" in result.stdout
     for name in ("pair", "speech"):
         assert f"{name}: error: stage 'writer'" in result.stderr
-    assert result.stderr.count("this model is not an encoder-decoder model") == 2
-    assert "stand beside such a prompt" in result.stderr
-    flags = ["--audio", "a.wav", "--encoder-prompt", "a", "--decoder-prompt", "b", "-q"]
+    assert "this model has no encoder beside its decoder" in result.stderr
+    assert "this model reads text and takes no sound" in result.stderr
+    flags = ["--audio", tmp_path / "a.wav", "--encoder-prompt", "a", "--decoder-prompt", "b", "-q"]
     result = omni("run", "two_step", *flags, *SHORT)
     assert result.exit_code == 1
-    assert result.stderr.count("this model is not an encoder-decoder model") == 2
+    assert result.stderr.count("this model has no encoder beside its decoder") == 2
 
 
 def inputs_of(name: str, folder: Path) -> list[str | Path]:

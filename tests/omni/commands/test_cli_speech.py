@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import wave
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
 from omni.pipelines.pipeline_config import PipelineConfig
+from stages import AutoregressiveStageConfig
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.published_layout import publish_on_hub
 
@@ -259,3 +261,31 @@ def test_what_no_stage_has_is_told_before_anything_runs(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert expected in result.stderr
+
+
+def test_a_sound_alone_asks(tmp_path: Path) -> None:
+    question = files("stage_configs") / "spoken_sums/questions/twelve_plus_thirty.flac"
+    silent = ["--set", "stages.talker.sampling.max_tokens=1"]
+    result = omni("run", "spoken_sums", "--audio", str(question), *silent, "-q")
+    assert result.exit_code == 0, result.stderr
+    assert "12 + 30 = forty two" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["-p", "x", "--speaker", "Bob"], "'Bob': stage 'talker' has no such voice; known are "),
+        (["--audio", "no.wav"], "--audio: 'no.wav' cannot be read: No such file"),
+        (["-p", "x", "--image", "no.png"], "--image: 'no.png' cannot be read: No such file"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_models_are_loaded(
+    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(AutoregressiveStageConfig, "build_stage", load)
+    result = omni("run", "omni_speech", *flags)
+    assert result.exit_code == 2
+    assert told in result.stderr

@@ -6,15 +6,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import EngineConfig, LLMEngine
 from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
+from omni import Omni
 from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.seeded.checkpoints import SEEDED_MODELS
+from prefix_cache import ENCODER_HIDDEN_STATES
+from stages.model_fit import emitted_by
 from tests.support.import_graph import ROOT
 
 PIPELINE = """\
@@ -200,3 +205,57 @@ def test_outputs_that_a_transform_needs_are_missed_without_a_model() -> None:
             "its transform 'hidden_states_as_prompt_embeds': add 'hidden_states' to them"
         ) in str(raised.value)
     PipelineConfig.load("two_step", {"stages.writer.outputs": None})
+
+
+def test_outputs_that_a_model_does_not_emit_are_missed_without_it() -> None:
+    for outputs in (["hidden_states", "hidden_statez"], ["hidden_states", "pooled"]):
+        with pytest.raises(ConfigError, match="outputs: model 'seeded:qwen2': the model has no "):
+            PipelineConfig.load("two_step", {"stages.writer.outputs": outputs})
+
+
+def test_what_a_transform_needs_and_no_model_emits_is_missed_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "codes.py").write_text(
+        "from omni import TextPrompt, requires\n"
+        "@requires('codes')\n"
+        "def from_codes(context):\n"
+        "    return TextPrompt('x')\n"
+    )
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nstages:\n"
+        "  writer: {kind: autoregressive, model: 'seeded:qwen2'}\n"
+        "  reader: {kind: autoregressive, model: 'seeded:qwen2', final_output: text,\n"
+        "           inputs: {from: writer, transform: 'codes.py:from_codes'}}\n"
+    )
+    with pytest.raises(ValueError, match="needs 'codes' of 'writer' .* emits hidden"):
+        Omni(file)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("qwen2", None),
+        ("jamba", None),
+        ("bart", None),
+        ("whisper", None),
+        ("mllama", None),
+        ("llava", None),
+        ("qwen2_5_vl", None),
+        ("qwen2_5_omni", "thinker"),
+        ("qwen2_5_omni", "talker"),
+    ],
+)
+def test_the_table_names_the_outputs_that_models_emit(
+    name: str, part: str | None, seeded: Callable[[str], str]
+) -> None:
+    folder = seeded(name)
+    config = json.loads(Path(folder, "config.json").read_text())
+    settings = EngineConfig(model=folder, part=part, device="cpu", num_blocks=64, max_model_len=64)
+    with closing(LLMEngine(settings)) as engine:
+        emitted = set(engine.memory_plan.stage_output_bytes)
+        emitted |= {ENCODER_HIDDEN_STATES} if engine.is_encoder_decoder else set()
+    assert emitted_by(config, part) == tuple(sorted(emitted))

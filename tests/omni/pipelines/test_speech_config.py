@@ -16,7 +16,7 @@ from stages import AutoregressiveStageConfig, GeneratorStageConfig
 SPEECH = """\
 name: speech
 stages:
-  thinker: {kind: autoregressive, model: seeded:qwen2, final_output: text}
+  thinker: {kind: autoregressive, model: nobody/thinker, final_output: text}
   talker:
     kind: autoregressive
     model: seeded:qwen2

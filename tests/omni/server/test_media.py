@@ -81,6 +81,25 @@ def spoken_request(kind: str = "wav", speaker: str | None = None) -> OmniRequest
     return OmniRequest(prompt, sampling=SHORT, speaker=speaker)
 
 
+def test_what_is_heard_can_be_asked_as_a_transcription(media: LiveServer, client: Any):
+    answer = client.audio.transcriptions.create(**MODEL, file=("a.wav", sound()))
+    message = {"role": "user", "content": [{"type": "audio"}]}
+    prompt = ChatPrompt((message,), {"audio": [sound()]})
+    assert (
+        answer.text == in_python(media, "omni_speech", OmniRequest(prompt)).stages["thinker"].text
+    )
+
+
+def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any):
+    for model, fields, told in (
+        ("omni_speech", {"language": "en"}, "language is for speech models"),
+        ("omni_speech", {"response_format": "verbose_json"}, "timestamps is for speech models"),
+        ("seeing", {}, "this model takes no audio; it takes image"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=told):
+            client.audio.transcriptions.create(model=model, file=("a.wav", sound()), **fields)
+
+
 def test_an_image_is_seen(media: LiveServer, client: Any):
     url = f"data:image/png;base64,{b64encode(picture()).decode()}"
     parts: list[Any] = [

@@ -8,7 +8,7 @@ are: ``tests/omni/commands/test_demo.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import stage_configs
-from engine import ChatPrompt
+from engine import AudioPrompt, ChatPrompt
+from engine import ExplicitEncoderDecoderPrompt as Explicit
 from omni import Omni, OmniRequest
 from omni.requests.request import OmniOutput
 
@@ -80,6 +81,13 @@ def test_spoken_questions_in_voices_that_training_never_had_are_answered(thinker
     asked = recordings()
     assert len(asked) >= 10
     outputs = thinker.generate([spoken(path) for path in asked])
+    assert dict(zip(asked, map(reply, outputs), strict=True)) == asked
+
+
+@pytest.mark.parametrize("form", [AudioPrompt, lambda file: Explicit(AudioPrompt(file))])
+def test_a_sound_alone_is_a_message_with_it(thinker: Omni, form: Callable[[Path], Any]) -> None:
+    asked = dict([*recordings().items()][:2])
+    outputs = thinker.generate([OmniRequest(form(path)) for path in asked])
     assert dict(zip(asked, map(reply, outputs), strict=True)) == asked
 
 
