@@ -129,7 +129,7 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
             "--output-dir",
             "-o",
             metavar="DIR",
-            help="Write outputs.jsonl, tensors and sounds here instead of printing the texts.",
+            help="Write outputs.jsonl, tensors and sounds here; texts are printed as well.",
         ),
     ] = None
     resume: Annotated[

@@ -34,13 +34,12 @@ def run_requests(
 ) -> bool:
     """Run what can be run and is not done yet, and tell what became of every request as it ends.
 
-    Texts go to the standard output, or to the writer; errors, progress and the summary go to the
-    standard error.
+    Texts go to the standard output; errors, progress and the summary go to the standard error.
 
     Args:
         config: the pipeline.
         requests: each has a request id; those of runnable ones are unique.
-        writer: where to write, instead of printing the texts.
+        writer: where to write whole outputs.
         quiet: neither progress bar nor summary.
         trace: a file that gets a timeline of every request.
 
@@ -133,14 +132,13 @@ class _Run:
                 yield position_of[output.request_id], output
 
     def _take(self, position: int, output: OmniOutput, progress: RunProgress) -> None:
+        error = output.error
         if self._writer is not None:
             try:
                 error = self._writer.write(position, output)
             except OSError as failure:
                 raise self._not_written(failure) from failure
-        else:
-            error = output.error
-            progress.echo(format_output(output))
+        progress.echo(format_output(output))
         self.num_done += 1
         if error is not None:
             self.num_failed += 1

@@ -114,7 +114,12 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
         check_runtime(config)
     settings = _settings(options)
     server = PipelineServer(configs, settings, apart=True)
-    server.on_loaded = keep_for_good  # nothing else runs in this process
+
+    def on_loaded() -> None:
+        keep_for_good()  # nothing else runs in this process
+        typer.echo("ready", err=True)
+
+    server.on_loaded = on_loaded
     listener = bind(settings)
     names = ", ".join(server.pipelines)
     # Of use to programs too: with --port 0 they cannot know where it is.

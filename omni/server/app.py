@@ -37,12 +37,11 @@ def create_app(server: PipelineServer) -> FastAPI:
     """Make the ASGI application of a server.
 
     Args:
-        server: its pipelines are loaded when the application starts, and closed when it ends.
+        server: its pipelines are closed when the application ends.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.start_loading()
         yield
         await server.close()
 

@@ -60,7 +60,8 @@ class HttpServer:
     Args:
         pipelines: what to serve; they are loaded when the server runs.
         listener: of :func:`bind`; closed in the end.
-        on_start: called when connections are answered, and signals end the server well.
+        on_start: called when connections are answered, and signals end the server well; only then
+            pipelines are loaded.
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self.on_start()
+        if self.started:
+            self.on_start()
+            self._pipelines.start_loading()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -226,7 +226,8 @@ def _stage_lines(stage: StageVerification) -> list[str]:
             hits += f", {stage.encoder_hits} encodings found"
         if not stage.has_hits:
             hits += ": nothing was proven of this stage"
-        saved = f", {stage.saved_s:.3f} saved"
+        # Runs of equal work differ, too: a negative difference says no more than that.
+        saved = f", {stage.saved_s:.3f} saved" if stage.saved_s > 0 else ", nothing saved"
     return [
         f"stage {stage.stage!r}: {stage.prompt_tokens} input tokens, {hits}",
         f"  seconds: {stage.uncached_s:.3f} uncached, {stage.cold_s:.3f} cold, "

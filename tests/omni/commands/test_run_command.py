@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -69,7 +70,8 @@ def test_success_says_where_the_files_are(requests: Path, tmp_path: Path) -> Non
     assert f"{tmp_path / 'out' / 'outputs.jsonl'}: 7 requests, 2 failed\n" in result.stderr
     lines = read(tmp_path / "out/outputs.jsonl")
     assert [line["request_id"] for line in lines] == [f"line-{number + 1}" for number in range(7)]
-    assert result.stdout == ""
+    printed = re.findall(r"^=== (.*)$", result.stdout, re.M)
+    assert sorted(printed) == [line["request_id"] for line in lines]
 
 
 def test_an_interrupted_run_says_what_was_done_and_is_resumed(

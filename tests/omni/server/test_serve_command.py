@@ -44,7 +44,7 @@ def invoke(*arguments: str, **env: str) -> Any:
 
 
 def test_what_is_loaded_is_left_out_of_later_garbage_collections(
-    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch
+    served: list[HttpServer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """One of all that models bring holds every request up for a quarter of a second."""
     done: list[str] = []
@@ -53,6 +53,7 @@ def test_what_is_loaded_is_left_out_of_later_garbage_collections(
     assert invoke("two_step", "--port", "0").exit_code == 0
     assert not done, "nothing is loaded yet"
     served[0].pipelines.on_loaded()
+    assert capsys.readouterr().err == "ready\n"
     assert done == ["collect", "freeze"]
 
 

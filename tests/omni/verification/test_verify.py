@@ -25,6 +25,7 @@ from omni.seeded.language_models import build_causal_lm
 from omni.verification import tolerance
 from omni.verification import verify as verify_module
 from omni.verification.verify import verify
+from omni.verification.verify_report import VerifyReport
 from prefix_cache import BlockHash, KVCacheBlock, extend_block_hashes
 from stages import StageOutput, StageStats
 from tests.support.fake_stage import FakeStage
@@ -348,6 +349,8 @@ def test_a_stage_without_a_cache_saves_nothing() -> None:
     assert (first.has_cache, voice.has_cache) == (True, False)
     for stage, saved_s in ((first, 2.0), (voice, 0.0)):
         assert replace(stage, uncached_s=3.0, warm_s=1.0).saved_s == saved_s
+    slower = VerifyReport(1, (replace(first, uncached_s=1.0, cold_s=2.0, warm_s=3.0),), (), (), ())
+    assert slower.lines()[2] == "  seconds: 1.000 uncached, 2.000 cold, 3.000 warm, nothing saved"
 
 
 TWO = [OmniRequest("x", "short"), OmniRequest("xyz", "long")]
