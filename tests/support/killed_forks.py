@@ -64,6 +64,7 @@ def _run(requests: Path, out: Path, point: int | None) -> int:
         final = "stages.writer.final_output=[text, tensors]"
         flags = ["-i", str(requests), "-o", str(out), "--resume", "-q", "--set", final]
         with open(os.devnull, "w") as sys.stderr:
+            sys.stdout = sys.stderr  # the number alone is printed there
             status = app(["run", "two_step", *flags], standalone_mode=False) or 0
     finally:
         os._exit(status)
