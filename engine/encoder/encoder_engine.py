@@ -215,7 +215,8 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
-        return self.memory_plan.describe(self.hidden_size, self._enable_prefix_caching)
+        plan = self.memory_plan.describe(self.hidden_size, self._enable_prefix_caching)
+        return plan if self.tokenizer is None else {"input_modalities": ["text"], **plan}
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""

@@ -58,6 +58,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
         self._encoder: EncoderSide = encoder
         self._encoder_inputs = encoder_inputs(sources)
+        self.modalities = (*(["text"] * text_is_for_decoder), self._encoder_inputs.modality)
         self._decoder_rule = decoder_rule(config, generation, sources.tokenizer, sources.limits)
         self.suppress_token_ids = tuple(generation.suppress_tokens or ())
         self.begin_suppress_token_ids = tuple(generation.begin_suppress_tokens or ())

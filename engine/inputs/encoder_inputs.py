@@ -65,9 +65,11 @@ class EncoderInputMaker(ABC):
         encoder: of the model.
 
     Attributes:
+        modality: text, image or audio.
         takes: the kind of input, in words.
     """
 
+    modality: str
     takes: str
 
     def __init__(self, encoder: EncoderSide) -> None:
@@ -115,6 +117,7 @@ class TextEncoderInputs(EncoderInputMaker):
         sources: of an encoder-decoder model; text needs their tokenizer.
     """
 
+    modality = "text"
     takes = "text or token ids"
 
     def __init__(self, sources: PromptSources) -> None:
@@ -164,6 +167,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         limits: how much of a file is read.
     """
 
+    modality = "audio"
     takes = "audio (a file or samples)"
 
     def __init__(
@@ -234,6 +238,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         limits: how much of a file is read.
     """
 
+    modality = "image"
     takes = "an image"
 
     def __init__(

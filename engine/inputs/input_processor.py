@@ -222,6 +222,11 @@ class InputProcessor:
         return self._prompts.takes_chunks
 
     @property
+    def modalities(self) -> tuple[str, ...]:
+        """What prompts are made of; see :class:`PromptProcessor`."""
+        return self._prompts.modalities
+
+    @property
     def speakers(self) -> tuple[str, ...] | None:
         """Voices that prompts choose from; None of models that do not speak."""
         return self._prompts.speakers

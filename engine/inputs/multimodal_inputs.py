@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.inputs.audio_in_video import AudioInVideo
 from engine.inputs.encoder_inputs import features_hash
-from engine.inputs.feature_makers import FeatureTaker, load_feature_makers
+from engine.inputs.feature_makers import FeatureTaker, MissingFeatureMaker, load_feature_makers
 from engine.inputs.fit_check import check_item
 from engine.inputs.multimodal_data import items_of
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptContent, PromptSources
@@ -66,6 +66,11 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             self._model.towers,
             sources.media_limits,
             trust_remote_code=checkpoint.trust_remote_code,
+        )
+        self.modalities += tuple(
+            modality
+            for modality, maker in self._makers.items()
+            if not isinstance(maker, MissingFeatureMaker)
         )
         self._row_bytes = sources.limits.hidden_size * sources.limits.dtype.itemsize
         self._cache_bytes = sources.encoder_cache_bytes

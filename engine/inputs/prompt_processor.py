@@ -90,6 +90,7 @@ class PromptProcessor(ABC):
         begin_suppress_token_ids: nor at the first place.
         stop_token_ids: what ends the output; None leaves it to the checkpoint's configs.
         takes_chunks: whether prompts may come in chunks, by :meth:`extend`.
+        modalities: what prompts are made of: text, image, audio, video.
         speakers: voices that prompts choose from; None if the model does not speak.
         is_encoder_decoder: whether prompts have two sides.
     """
@@ -97,6 +98,7 @@ class PromptProcessor(ABC):
     suppress_token_ids: tuple[int, ...] = ()
     begin_suppress_token_ids: tuple[int, ...] = ()
     stop_token_ids: Collection[int] | None = None
+    modalities: tuple[str, ...] = ()
     speakers: tuple[str, ...] | None = None
     takes_chunks: bool = False
     is_encoder_decoder: bool = False
@@ -132,6 +134,7 @@ class PlainPromptProcessor(PromptProcessor):
 
     def __init__(self, sources: PromptSources) -> None:
         self._tokenizer = sources.tokenizer
+        self.modalities = () if sources.tokenizer is None else ("text",)
         self._limits = sources.limits
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:

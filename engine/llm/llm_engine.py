@@ -310,7 +310,9 @@ class LLMEngine(Engine[RequestOutput]):
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
-        return self.memory_plan.describe(self.hidden_size, self.enable_prefix_caching)
+        plan = self.memory_plan.describe(self.hidden_size, self.enable_prefix_caching)
+        read = list(self._inputs.modalities)
+        return {"input_modalities": read, **plan} if read else plan
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError``, with the equation that failed, if blocks are not conserved."""

@@ -10,14 +10,7 @@ from engine.interface.suggestion import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import Requirements, is_custom, requirements_of
 
-__all__ = [
-    "GraphError",
-    "check_graph",
-    "check_speaker",
-    "check_tensors",
-    "sources_of",
-    "topological_order",
-]
+__all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
 
 
 GraphStage: TypeAlias = Stage | StageConfig
@@ -116,28 +109,6 @@ def check_graph(
             _check_number_of_sources(name, stage.inputs, needs)
             _check_outputs(name, stages, stage.inputs, needs, emitted or {})
     return transforms
-
-
-def check_speaker(
-    speaker: str, speaking: Mapping[str, Sequence[str]], stages: Collection[str]
-) -> None:
-    """Check that every stage that speaks has a voice.
-
-    Args:
-        speaker: its name.
-        speaking: the voices of stages that speak.
-        stages: names of all stages.
-
-    Raises:
-        ValueError: one does not have it, or none speaks at all.
-    """
-    if not speaking:
-        raise ValueError(f"speaker {speaker!r}: none of the stages {list(stages)} speaks")
-    for name, speakers in speaking.items():
-        if speaker not in speakers:
-            raise ValueError(
-                f"speaker {speaker!r}: stage {name!r} has no such voice{suggest(speaker, speakers)}"
-            )
 
 
 def check_tensors(stages: Mapping[str, Stage], transforms: Mapping[str, Transform]) -> None:

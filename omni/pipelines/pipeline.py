@@ -15,13 +15,8 @@ from engine.interface.ownership import Ownership
 from engine.interface.placed_error import PlacedError
 from engine.interface.schema_error import explain_validation_error, place_of
 from engine.interface.suggestion import suggest
-from omni.pipelines.graph_rules import (
-    check_graph,
-    check_speaker,
-    check_tensors,
-    sources_of,
-    topological_order,
-)
+from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
+from omni.pipelines.voices import Voices
 from stages import Stage, Transform
 
 if TYPE_CHECKING:
@@ -41,12 +36,14 @@ class Pipeline:
         stages: in any order, of no other pipeline. This one takes them over: :meth:`close` closes
             them.
         speaker: whose voice answers requests that name none; None leaves it to the checkpoint.
+        voices: other names of voices; see :class:`~omni.pipelines.voices.Voices`.
 
     Attributes:
         stages: by name, in topological order.
         transforms: for every stage with inputs, the function that makes its prompt.
         consumers: for every stage the names of those that it feeds.
-        speaker: as given.
+        speaker: as given, by the voice's own name.
+        voices: finds voices by their names.
         ownership: which :class:`~omni.runtime.omni.Omni` runs it.
 
     Raises:
@@ -54,10 +51,16 @@ class Pipeline:
             were, as after any error.
         ValueError: no stage, two of the same name, what :func:`check_graph` and
             :func:`check_tensors` refuse, several completions in a stage that feeds another, or an
-            unknown speaker.
+            unknown speaker or voice.
     """
 
-    def __init__(self, stages: Sequence[Stage], *, speaker: str | None = None) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        speaker: str | None = None,
+        voices: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         by_name = _by_name(stages)
         check_argument("speaker", speaker, str | None, "a str or None")
         transforms = check_graph(by_name)
@@ -68,10 +71,12 @@ class Pipeline:
         self.consumers: Mapping[str, tuple[str, ...]] = MappingProxyType(
             {name: tuple(other for other in order if name in sources[other]) for name in order}
         )
-        self.speaker = speaker
         self._check_completions()
         check_tensors(self.stages, transforms)
-        self.check_speaker(speaker)
+        speakers = {name: stage.speakers for name, stage in self.stages.items()}
+        speaking = {name: each for name, each in speakers.items() if each is not None}
+        self.voices = Voices(self.stages, speaking, voices)
+        self.speaker = self.voices.find(speaker)
         self.ownership = Ownership("this pipeline")
         self._after_stages: list[Callable[[], object]] = []
         self._checked_sampling: dict[str, SamplingParams] = {}
@@ -97,7 +102,7 @@ class Pipeline:
                     raise ValueError(f"stage {name!r}: {error}") from error
                 built.callback(stage.close)
                 stages.append(stage)
-            pipeline = cls(stages, speaker=config.speaker)
+            pipeline = cls(stages, speaker=config.speaker, voices=config.voices)
             built.pop_all()
         return pipeline
 
@@ -110,21 +115,6 @@ class Pipeline:
     def final_stages(self) -> tuple[str, ...]:
         """Names of the stages whose outputs the user gets."""
         return tuple(name for name, stage in self.stages.items() if stage.final_output)
-
-    def check_speaker(self, speaker: str | None) -> None:
-        """Check that every stage that speaks can speak with this voice.
-
-        Raises:
-            ValueError: one cannot, or none speaks at all.
-        """
-        if speaker is None:
-            return
-        speaking = {
-            name: stage.speakers
-            for name, stage in self.stages.items()
-            if stage.speakers is not None
-        }
-        check_speaker(speaker, speaking, self.order)
 
     def merge_sampling(
         self, overrides: Mapping[str, SamplingParams | Mapping[str, Any]]

@@ -23,16 +23,11 @@ from engine.interface.schema_error import explain_validation_error
 from engine.interface.settings import Settings
 from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
-from omni.pipelines.graph_rules import (
-    GraphError,
-    check_graph,
-    check_speaker,
-    sources_of,
-    topological_order,
-)
+from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.left_behind import leave_behind, placement_for, tell
 from omni.pipelines.local_config import local_config
 from omni.pipelines.runtime_config import RuntimeConfig
+from omni.pipelines.voices import Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig
 from stages.stage_config import parse_stage_config
@@ -72,6 +67,8 @@ class PipelineConfig(Settings):
         name: of the pipeline.
         description: what it is for, in a sentence.
         speaker: whose voice requests get that name none; None takes the checkpoint's first choice.
+        voices: other names of voices, such as ``{alloy: Ada}``. OpenAI's stock names that are not
+            here stand for the checkpoint's voices in order.
         runtime: where the stages run.
         stages: any acyclic graph.
     """
@@ -79,6 +76,7 @@ class PipelineConfig(Settings):
     name: Name
     description: str | None = None
     speaker: str | None = Field(default=None, min_length=1)
+    voices: dict[Annotated[str, Field(min_length=1)], str] = Field(default_factory=dict)
     runtime: RuntimeConfig = RuntimeConfig()
     stages: dict[Name, Annotated[SerializeAsAny[StageConfig], PlainValidator(_of_its_kind)]] = (
         Field(min_length=1)
@@ -137,17 +135,17 @@ class PipelineConfig(Settings):
         return {name: names for name, names in known.items() if names is not None}
 
     def check_speaker(self) -> None:
-        """Check the speaker against the voices that are known before any model is loaded.
+        """Check the speaker and other names of voices, as far as these are known before loading.
 
         Raises:
             ValueError: a stage has no such voice.
         """
-        if self.speaker is None:
+        if self.speaker is None and not self.voices:
             return
         known = {name: self.resolved(name).load_speakers() for name in self.stages}
         speaking = {name: voices for name, voices in known.items() if voices is not None}
         if speaking:
-            check_speaker(self.speaker, speaking, self.stages)
+            Voices(self.stages, speaking, self.voices).find(self.speaker)
 
     def custom_transforms(self) -> dict[str, str]:
         """Code of users that runs when the pipeline is built: stages, and their transforms' names.

@@ -71,12 +71,12 @@ class LiveRequest:
         Raises:
             ValueError: the pipeline has not the stage that it names, or no such voice.
         """
-        pipeline.check_speaker(request.speaker)
+        speaker = pipeline.voices.find(request.speaker)
         return cls(
             request=request,
             request_id=request_id,
             sampling=pipeline.merge_sampling(request.sampling),
-            speaker=request.speaker if request.speaker is not None else pipeline.speaker,
+            speaker=speaker if speaker is not None else pipeline.speaker,
             waiting=set(pipeline.order),
             streams=streams,
             final_stages=pipeline.final_stages,

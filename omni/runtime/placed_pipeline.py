@@ -45,6 +45,7 @@ def build_pipeline(
     if config.runtime.kind == "inline" and connect is None:
         return Pipeline.from_config(config)
     check_graph(config.stages, emitted=config.emitted())
+    config.check_speaker()
     policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
     names = config.topological_order()
     threads = _threads(config)
@@ -63,7 +64,7 @@ def build_pipeline(
                 stages.append(starting[name].wait())
             except ValueError as error:
                 raise ValueError(f"stage {name!r}: {error}") from error
-        pipeline = Pipeline(stages, speaker=config.speaker)
+        pipeline = Pipeline(stages, speaker=config.speaker, voices=config.voices)
         pipeline.close_after_stages(ground.close)
         built.pop_all()
     return pipeline
@@ -131,6 +132,7 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     given = {
         "name": "composed",
         "speaker": pipeline.speaker,
+        "voices": pipeline.voices.aliases,
         "runtime": runtime,
         "stages": stages,
     }

@@ -60,7 +60,7 @@ async def _run(request: Request) -> Response:
     try:
         prepared = await asyncio.to_thread(_request, line, pipeline, request.state.client)
         omni.pipeline.merge_sampling(prepared.sampling)
-        omni.pipeline.check_speaker(prepared.speaker)
+        omni.pipeline.voices.find(prepared.speaker)
     except PlacedError as error:
         param = _sampling_param(line.sampling, error.place)
         raise ApiError.bad_request(str(error), param=param) from error

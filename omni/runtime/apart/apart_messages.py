@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -38,6 +39,7 @@ class ApartSpec:
         name: of the pipeline.
         stages: what a worker of each would be told, each after all that feed it.
         speaker: whose voice answers requests that name none.
+        voices: other names of voices.
         threads: CPU threads of stages that do not say how many they take.
         log_level: of ``logging``, below which it tells nothing of what it logs.
     """
@@ -45,6 +47,7 @@ class ApartSpec:
     name: str
     stages: tuple[WorkerSpec, ...]
     speaker: str | None
+    voices: Mapping[str, str] = field(default_factory=dict)
     threads: int = 1
     log_level: int = logging.WARNING
 

@@ -49,11 +49,12 @@ def start_apart(
     """
     check_runtime(config)
     check_graph(config.stages)
+    config.check_speaker()
     names = config.topological_order()
     threads = _threads()
     specs = tuple(spec for name in names for spec in worker_specs(config, name, threads))
     level = logging.getLogger("omni").getEffectiveLevel()
-    spec = ApartSpec(config.name, specs, config.speaker, threads, level)
+    spec = ApartSpec(config.name, specs, config.speaker, config.voices, threads, level)
     shapes = {name: config.resolved(name) for name in names}
     return build_apart(spec, shapes, config.runtime.stall_timeout_s, connect or connect_host)
 
@@ -85,7 +86,7 @@ def build_apart(
         assert life.facts is not None, "it is built"
         facts = life.facts
         stages = [ApartStage(name, shape, facts[name], life) for name, shape in shapes.items()]
-        pipeline = Pipeline(stages, speaker=spec.speaker)
+        pipeline = Pipeline(stages, speaker=spec.speaker, voices=spec.voices)
         pipeline.close_after_stages(life.close)
         unless_built.pop_all()
     return pipeline, ApartRunner(life)

@@ -80,7 +80,7 @@ def build_stages(spec: ApartSpec) -> Pipeline:
                 raise ValueError(f"{each.called}: {error}") from error
             unless_built.callback(stage.close)
             stages.append(stage)
-        pipeline = Pipeline(stages, speaker=spec.speaker)
+        pipeline = Pipeline(stages, speaker=spec.speaker, voices=spec.voices)
         unless_built.pop_all()
     return pipeline
 

@@ -54,7 +54,7 @@ def planned(pipeline: Pipeline, wish: ResponseWish, place: str) -> ResponsePlan:
     speaker = output.voice if output is not None else None
     is_spoken = wish.output_modalities == ["audio"]
     # Of a pipeline that speaks, before it is asked to; to others clients may name any.
-    if is_spoken or any(stage.speakers is not None for stage in pipeline.stages.values()):
+    if is_spoken or pipeline.voices.speaks:
         check_voice(pipeline, speaker, f"{place}.audio.output.voice")
     voice = None
     if is_spoken:

@@ -25,7 +25,7 @@ from omni.server.serving.guard import REFUSAL, Client
 from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import read_json
-from omni.server.serving.served_pipeline import ServedPipeline
+from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 
 __all__ = ["ROUTES"]
 
@@ -112,6 +112,22 @@ async def _realtime(websocket: WebSocket) -> None:
         await refuse_session(websocket, error)
 
 
+async def _list_voices(request: Request) -> Response:
+    """List the voices of one pipeline, or of all that are loaded."""
+    server, name = _server(request), request.query_params.get("model")
+    if name is None:
+        found = [each for each in server.pipelines.values() if each.state is PipelineState.READY]
+    else:
+        found = [server.find(name)]
+    voices = {each.name: each.omni.pipeline.voices for each in found}
+    listed = [
+        {"id": voice, "name": voice, "model": model, "aliases": of.other_names(voice)}
+        for model, of in voices.items()
+        for voice in of.own
+    ]
+    return JSONResponse({"object": "list", "voices": listed})
+
+
 async def _transcription(request: Request, task: AudioTask) -> Response:
     body, audio = await read_transcription(request)
     server = _server(request)
@@ -135,6 +151,7 @@ def _model(pipeline: ServedPipeline) -> dict[str, object]:
         "object": "model",
         "created": pipeline.created,
         "owned_by": "omni",
+        **pipeline.describe(),
     }
 
 
@@ -145,6 +162,7 @@ ROUTES: Sequence[BaseRoute] = (
     Route("/v1/audio/speech", _speech, methods=["POST"]),
     Route("/v1/audio/transcriptions", _transcriptions, methods=["POST"]),
     Route("/v1/audio/translations", _translations, methods=["POST"]),
+    Route("/v1/audio/voices", _list_voices),
     WebSocketRoute("/v1/realtime", _realtime),
     Route("/v1/models", _list_models),
     Route("/v1/models/{name}", _retrieve_model),

@@ -51,10 +51,10 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
     """Check a voice before anything runs.
 
     Raises:
-        ApiError: with status 400: no stage has it.
+        ApiError: with status 400: the pipeline has no such voice.
     """
     try:
-        pipeline.check_speaker(voice)
+        pipeline.voices.find(voice)
     except ValueError as error:
         raise ApiError.bad_request(f"{param}: {error}", param=param) from error
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
@@ -122,6 +122,28 @@ class ServedPipeline:
         """Every stage's counters; none while the pipeline is not loaded."""
         omni = self._omni
         return {} if omni is None else omni.stats()
+
+    def describe(self) -> dict[str, Any]:
+        """What clients choose a model by; null is what is known once it is loaded."""
+        stages = self.config.stages
+        made = [kind for stage in stages.values() for kind in stage.final_output]
+        told: dict[str, Any] = {
+            "stages": [{"name": name, "kind": stage.kind} for name, stage in stages.items()],
+            "modalities": {"input": None, "output": list(dict.fromkeys(made))},
+            "voices": None,
+            "max_model_len": None,
+        }
+        omni = self._omni
+        if omni is None:
+            return told
+        # A prompt goes to every stage that no other feeds.
+        readers = [each.describe() for each in omni.pipeline.stages.values() if each.inputs is None]
+        lengths = [each["max_model_len"] for each in readers if "max_model_len" in each]
+        read = [kind for each in readers for kind in each.get("input_modalities", ())]
+        told["modalities"]["input"] = list(dict.fromkeys(read))
+        told["voices"] = list(omni.pipeline.voices.own)
+        told["max_model_len"] = min(lengths, default=None)
+        return told
 
     def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
         """How the workers of stages that run elsewhere are doing; waits for none of them."""

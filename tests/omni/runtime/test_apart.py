@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import FinishReason, RequestMetrics, SamplingParams, TokenLogprobs, Waveform
 from engine.interface.deferred import with_fields
-from omni import Omni, OmniOutput, OmniRequest, Pipeline
+from omni import Omni, OmniOutput, OmniRequest, Pipeline, TextPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.stage_time import StageTime
 from omni.runtime.apart.apart_messages import apart_codec
@@ -217,6 +217,22 @@ def test_a_models_answers_are_the_same_as_inline_from_the_cache_or_not(
             pipeline.stages["writer"].enable_prefix_caching = False
         (again,) = omni.generate(requests[0])
         assert again.stages["writer"].num_cached_tokens == 0
+
+
+def test_a_voice_has_its_other_names_there_too() -> None:
+    sampling = {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 20}}
+    config = PipelineConfig.load("omni_speech", {"voices": {"narrator": "Ethan"}})
+    with ApartThreads().omni(config) as omni:
+        narrator, ethan, chelsie = (
+            output.stages["code2wav"].audio.encoded("pcm16")
+            for output in omni.generate(
+                [
+                    OmniRequest(TextPrompt("Hello"), sampling=sampling, speaker=name)
+                    for name in ("narrator", "ash", "alloy")
+                ]
+            )
+        )
+    assert narrator == ethan != chelsie
 
 
 def test_what_its_user_knows_of_a_stage_is_what_it_says(writer: PipelineConfig) -> None:

@@ -52,7 +52,9 @@ def test_a_server_says_that_it_is_loading_until_it_is_ready(monkeypatch: pytest.
             "status": "loading",
             "pipelines": {"slow": {"status": "loading", "error": None}},
         }
-        assert [each["id"] for each in get(f"{server.url}/v1/models")[2]["data"]] == ["slow"]
+        (model,) = get(f"{server.url}/v1/models")[2]["data"]
+        assert model["id"] == "slow" and model["modalities"]["input"] is model["voices"] is None
+        assert get(f"{server.url}/v1/audio/voices")[2]["voices"] == []
         may_load.set()
         while body["status"] == "loading":
             status, _, body = get(f"{server.url}/health")

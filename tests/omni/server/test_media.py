@@ -23,6 +23,7 @@ from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
 from omni.server.serving import url_fetcher
 from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from omni.server.serving.url_fetcher import UrlFetcher
+from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, picture, sound
 from tests.support.patience import PATIENCE_S
@@ -300,6 +301,48 @@ def test_speech_is_a_file_of_the_kind_that_was_asked_for(media: LiveServer, clie
         return
     found = np.frombuffer(content, "<i2") if kind == "pcm" else heard(content)
     assert np.abs(found - samples).max() <= 1
+
+
+def test_stock_names_stand_for_the_voices_of_the_pipeline(media: LiveServer, client: Any):
+    asked = {"model": "omni_speech", "input": "Tell me.", "response_format": "pcm"}
+    more = {"stages": {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 20}}}
+    alloy, ash, chelsie, ethan = (
+        client.audio.speech.create(voice=voice, extra_body=more, **asked).read()
+        for voice in ("alloy", "ash", "Chelsie", "Ethan")
+    )
+    assert alloy == chelsie != ethan == ash
+    listed = json.loads(call(f"{media.url}/v1/audio/voices?model=omni_speech")[2])["voices"]
+    assert [(each["id"], each["name"]) for each in listed] == [
+        ("Chelsie", "Chelsie"), ("Ethan", "Ethan"),
+    ]  # fmt: skip
+    assert listed[0]["aliases"][0] == "alloy" and listed[1]["aliases"][0] == "ash"
+    everywhere = json.loads(call(f"{media.url}/v1/audio/voices")[2])["voices"]
+    assert {each["model"] for each in everywhere} == {"omni_speech", "silent"}
+    assert call(f"{media.url}/v1/audio/voices?model=none")[0] == 404
+
+
+def test_models_say_what_they_take_and_give(client: Any):
+    models = {each.id: each.model_dump() for each in client.models.list()}
+    expected: dict[str, tuple[list[str], list[str], list[str]]] = {
+        "omni_speech": (
+            ["text", "image", "audio", "video"],
+            ["text", "audio"],
+            ["Chelsie", "Ethan"],
+        ),
+        "seeing": (["text", "image"], ["text"], []),
+        "transcribe_then_summarize": (["audio"], ["text"], []),
+        "encode_then_generate": (["text"], ["tensors", "text"], []),
+    }
+    for name, (read, made, voices) in expected.items():
+        assert models[name]["modalities"] == {"input": read, "output": made}, name
+        assert models[name]["voices"] == voices
+        assert models[name]["max_model_len"] > 0
+    assert client.models.retrieve("omni_speech").model_dump() == models["omni_speech"]
+    assert models["omni_speech"]["stages"] == [
+        {"name": "thinker", "kind": "autoregressive"},
+        {"name": "talker", "kind": "autoregressive"},
+        {"name": "code2wav", "kind": "generator"},
+    ]
 
 
 def test_speech_is_sampled_by_stage_as_chats_are(media: LiveServer, client: Any):
