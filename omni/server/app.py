@@ -63,7 +63,9 @@ def create_app(server: PipelineServer) -> FastAPI:
         openapi_url=None,
     )
     app.state.server = server
-    app.add_middleware(Guard, settings=server.settings, check_room=server.check_room)
+    app.add_middleware(
+        Guard, settings=server.settings, check_room=server.check_room, meters=server.meters
+    )
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)
     app.add_exception_handler(ClientDisconnect, _tell_client_left)

@@ -28,6 +28,10 @@ class ApiError(Exception):
         param: the field at fault, with dots and indices.
         code: for programs.
         headers: more of them, such as ``Retry-After``.
+
+    Attributes:
+        is_recorded: whether the request that it ends has a record of its own, see
+            :class:`~omni.server.serving.recent_requests.RequestRecord`.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.is_recorded = False
 
     @classmethod
     def bad_request(

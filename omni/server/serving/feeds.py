@@ -121,9 +121,10 @@ class Feeds:
         timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
         try:
             places = self._pipeline.turn_queue.take([each.priority for each in self._requests])
-        except ApiError:
+        except ApiError as error:
             for meter in timed:
                 meter.end("rejected")
+            error.is_recorded = True
             raise
         self._feeds = [_Feed(*each) for each in zip(places, timed, strict=True)]
         self._tasks = [
@@ -160,12 +161,12 @@ class Feeds:
             for index, feed in enumerate(self._feeds):
                 told[index] |= feed.is_over
                 if feed.error is not None:
-                    raise self._failure(feed.error)
+                    raise _recorded(self._failure(feed.error))
                 update = feed.take(index)
                 if update is None:
                     continue
                 if update.output.error is not None:
-                    raise self._refusal(update.output)
+                    raise _recorded(self._refusal(update.output))
                 yield update
 
     async def _run(self, omni: Omni, request: AskedRequest, feed: _Feed) -> None:
@@ -216,6 +217,11 @@ class Feeds:
                 output.error, param=self._prompt_param, code="invalid_prompt"
             )
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.error, code="request_failed")
+
+
+def _recorded(error: ApiError) -> ApiError:
+    error.is_recorded = True  # by the meter of its request
+    return error
 
 
 async def outputs_of_stage(

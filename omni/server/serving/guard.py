@@ -26,6 +26,7 @@ from omni.server.serving.live_response import DIRECT_SEND
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerSettings
 
 __all__ = ["REFUSAL", "Client", "Guard"]
@@ -67,13 +68,19 @@ class Guard:
         app: behind the door. It finds a :class:`Client` in the state of its scope.
         settings: of the server.
         check_room: raises an error if a request would not be taken now, whatever it asks for.
+        meters: with what makes spans.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, check_room: Callable[[Client], None]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        check_room: Callable[[Client], None],
+        meters: Meters,
     ) -> None:
         self._app = app
         self._check_room = check_room
+        self._meters = meters
         self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
         self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
@@ -112,6 +119,27 @@ class Guard:
         finally:
             body.let_go()
             answer.log(scope)
+            self._trace_refusal(scope, headers.get("traceparent"), request_id, answer.took_s)
+
+    def _trace_refusal(
+        self, scope: Scope, traceparent: str | None, request_id: str, took_s: float
+    ) -> None:
+        """Make a span of what was refused before a pipeline's records began."""
+        spans, refusal = self._meters.spans, _refusal_of(scope)
+        method = scope.get("method", "WebSocket")
+        if spans is None or refusal is None or refusal.is_recorded:
+            return
+        if method not in ("POST", "WebSocket"):  # nothing was to be run
+            return
+        attributes: dict[str, str | int] = {
+            "omni.request_id": request_id,
+            "http.response.status_code": int(refusal.status),
+            "url.path": scope["path"],
+            "error.type": refusal.code or refusal.kind,
+        }
+        # A path that is none of the server's is no name: there are too many.
+        name = f"{method} {scope['path']}" if "endpoint" in scope else method
+        spans.add_refused(name, traceparent, attributes, took_s)
 
     def _admit(self, path: str, headers: Headers) -> str | None:
         if not self._keys or path in _OPEN_PATHS:
@@ -212,8 +240,13 @@ class _Answer:
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 
+    @property
+    def took_s(self) -> float:
+        """Seconds until the answer had ended, or until now."""
+        return (self._ended or time.monotonic()) - self._began
+
     def log(self, scope: Scope) -> None:
-        refusal: ApiError | None = scope.get("state", {}).get(REFUSAL)
+        refusal = _refusal_of(scope)
         is_refused = refusal is not None and refusal.status < 500
         # As repr: a path, and what a refusal quotes, may hold what looks like a line of the log.
         _logger.log(
@@ -223,9 +256,14 @@ class _Answer:
             scope.get("method", "WebSocket"),
             scope["path"],
             self._status if self._status is not None else "closed",
-            (self._ended or time.monotonic()) - self._began,
+            self.took_s,
             f": {refusal.message!r:.500}" if refusal is not None else "",
         )
+
+
+def _refusal_of(scope: Scope) -> ApiError | None:
+    found: ApiError | None = scope.get("state", {}).get(REFUSAL)
+    return found
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

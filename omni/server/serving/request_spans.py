@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from omni.server.serving.recent_requests import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
+    from opentelemetry.trace import Span, Tracer
 
     from omni.requests.stage_time import StageTime
 
@@ -48,20 +49,18 @@ class RequestSpans:
 
     def add(self, record: RequestRecord) -> None:
         """Make the spans of a request; it belongs to the trace that its client named, if any."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
-        span = self._tracer.start_span(
+        attributes: dict[str, str | int] = {
+            "omni.model": record.model,
+            "omni.request_id": record.request_id,
+            "omni.status": record.status,
+        }
+        span = self._begin(
             f"request {record.model}",
-            TraceContextTextMapPropagator().extract(carrier),
-            SpanKind.SERVER,
-            {
-                "omni.model": record.model,
-                "omni.request_id": record.request_id,
-                "omni.status": record.status,
-            },
-            start_time=_nanos(record, record.began_s),
+            record.traceparent,
+            attributes,
+            _nanos(record, record.began_s),
         )
         moments = {
             "turn": record.turn_s,
@@ -74,20 +73,38 @@ class RequestSpans:
         if record.status == "failed":
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
-        for time in record.stages.values():
+        for spent in record.stages.values():
             stage = self._tracer.start_span(
-                f"stage {time.stage}",
+                f"stage {spent.stage}",
                 inside,
-                attributes=_attributes(record, time),
-                start_time=_nanos(record, time.entered_s),
+                attributes=_attributes(record, spent),
+                start_time=_nanos(record, spent.entered_s),
             )
-            after = {"first step": time.queue_s, "first token": time.first_token_s}
+            after = {"first step": spent.queue_s, "first token": spent.first_token_s}
             for name, after_s in after.items():
                 if after_s is not None:
-                    stage.add_event(name, timestamp=_nanos(record, time.entered_s + after_s))
-            left_s = record.ended_s if time.ended_s is None else time.ended_s
+                    stage.add_event(name, timestamp=_nanos(record, spent.entered_s + after_s))
+            left_s = record.ended_s if spent.ended_s is None else spent.ended_s
             stage.end(_nanos(record, left_s))
         span.end(_nanos(record, record.ended_s))
+
+    def add_refused(
+        self, name: str, traceparent: str | None, attributes: Mapping[str, str | int], took_s: float
+    ) -> None:
+        """Make the span of a request that was refused before it came to a pipeline, just now."""
+        end = time.time_ns()
+        start = end - round(took_s * 1e9)
+        self._begin(name, traceparent, {"omni.status": "refused", **attributes}, start).end(end)
+
+    def _begin(
+        self, name: str, traceparent: str | None, attributes: Mapping[str, str | int], start: int
+    ) -> Span:
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {} if traceparent is None else {"traceparent": traceparent}
+        context = TraceContextTextMapPropagator().extract(carrier)
+        return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start)
 
 
 def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
@@ -117,6 +134,7 @@ def spans_by_environment(environment: Mapping[str, str] = os.environ) -> Request
 
 def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvider | None:
     try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
@@ -124,8 +142,11 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
             "spans are wanted, but not made: pip install -e '.[otel]' in omni-pipeline's checkout"
         )
         return None
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: _NAME}))
     # The server shuts it down itself, so it needs no handler at exit.
-    provider = TracerProvider(shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     known = {each.name: each for each in entry_points(group=_EXPORTERS)}
     for wanted in names:
         name = _otlp_by_protocol(known, environment) if wanted == "otlp" else wanted

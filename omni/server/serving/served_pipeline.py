@@ -196,6 +196,7 @@ class ServedPipeline:
                 is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
                 status = "rejected" if is_full else "failed"
                 RequestMeter(self.meters, self.name, client).end(status)
+                error.is_recorded = True
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:

@@ -22,8 +22,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from omni.server.serving.recent_requests import RequestRecord
 from omni.server.serving.request_spans import RequestSpans, spans_by_environment
+from tests.support.http_call import call
 from tests.support.import_graph import ROOT
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -97,6 +98,47 @@ def test_what_was_refused_is_a_span_too(server: LiveServer, exporter: InMemorySp
     (span,) = by_name(exporter).values()
     assert span.attributes["omni.status"] == "refused"
     assert span.status.status_code is StatusCode.UNSET, "the server has done nothing wrong"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/completions", b'{"model": "two_step", "prompt": 1}', 400, "invalid_request_error"),
+        ("/v1/completions", b'{"model": "none", "prompt": "x"}', 404, "model_not_found"),
+        ("/v1/embeddings", b'{"model": "two_step", "input": "x"}', 400, "invalid_request_error"),
+        ("/v1/nowhere", b"{}", 404, "not_found_error"),
+    ],
+)
+def test_what_never_came_to_a_pipeline_is_one_span(
+    server: LiveServer,
+    exporter: InMemorySpanExporter,
+    path: str,
+    body: bytes,
+    status: int,
+    reason: str,
+) -> None:
+    traceparent = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+    found, headers, _ = call(server.url + path, body, traceparent)
+    wait_until(lambda: bool(exporter.get_finished_spans()))
+    (span,) = exporter.get_finished_spans()
+    assert span.name == ("POST" if "nowhere" in path else f"POST {path}")
+    assert span.kind is SpanKind.SERVER and f"{span.context.trace_id:032x}" == TRACE_ID
+    assert span.attributes == {
+        "omni.status": "refused",
+        "omni.request_id": headers["x-request-id"],
+        "http.response.status_code": status,
+        "url.path": path,
+        "error.type": reason,
+    }
+    assert found == status and span.start_time <= span.end_time
+
+
+def test_what_asks_for_no_model_is_no_span(
+    server: LiveServer, exporter: InMemorySpanExporter
+) -> None:
+    assert call(f"{server.url}/favicon.ico")[0] == 404
+    server.client().completions.create(model="two_step", prompt="x", max_tokens=1)
+    assert set(by_name(exporter)) == {"request two_step", "stage writer", "stage reader"}
 
 
 def test_a_failed_request_is_an_error(spans: RequestSpans, exporter: InMemorySpanExporter) -> None:
@@ -213,7 +255,15 @@ def test_a_collector_gets_spans_that_belong_together(checkpoint_cache: object) -
     assert counted["omni.generated_tokens"] == 5
 
 
-def test_the_environment_s_exporter_gets_the_spans() -> None:
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({}, "omni-pipeline"),
+        ({"OTEL_SERVICE_NAME": "spoken"}, "spoken"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=written"}, "written"),
+    ],
+)
+def test_the_environment_s_exporter_gets_the_spans(told: dict[str, str], name: str) -> None:
     code = (
         "import sys\n"
         "from omni.server.serving.request_spans import spans_by_environment\n"
@@ -223,9 +273,9 @@ def test_the_environment_s_exporter_gets_the_spans() -> None:
         "spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
         "spans.close()\n"
     )
-    told = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "spoken"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **told}, cwd=ROOT,
+        [sys.executable, "-c", code], cwd=ROOT,
+        env={**os.environ, "OTEL_TRACES_EXPORTER": "console", **told},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert '"name": "request mine"' in done.stdout and '"service.name": "spoken"' in done.stdout
+    assert '"name": "request mine"' in done.stdout and f'"service.name": "{name}"' in done.stdout
