@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from engine.interface.config import EngineConfig
+from engine.interface.cpu_threads import configure_openmp
 from engine.interface.engine import Engine
 from engine.interface.generator_config import (
     GenerationParams,
@@ -127,6 +128,9 @@ __all__ = [
     "decoder_family",
     "register_model_family",
 ]
+
+# PyTorch's OpenMP reads its settings when it is loaded, which no import above does.
+configure_openmp()
 
 _IMPORTED_ON_USE = {
     "CausalModel": "engine.models.base",

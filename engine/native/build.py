@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,9 @@ from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 
 __all__ = ["NativeBuildError", "compile_kernels", "find_compiler"]
 
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 # Not -ffast-math: linking with it makes the whole process flush denormals to zero.
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _LIBRARY = "kernels.so"
 # It takes seconds, and on a machine that is busy with other things many times as long.
 _TIMEOUT_S = 1200
@@ -75,13 +74,11 @@ def compile_kernels() -> Path:
 
 
 def _build(compiler: str, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        objects = [Path(aside, f"{source.stem}.o") for source in SOURCES]
-        for source, target in zip(SOURCES, objects, strict=True):
-            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(target)])
-        # Linked without -fopenmp: the OpenMP functions are then those that torch has loaded,
-        # so that there is one pool of threads, never two that fight over the cores.
-        _run([compiler, "-shared", *map(str, objects), "-o", str(folder / _LIBRARY)])
+    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+    headers = f"-I{Path(__file__).parent}"
+    _run(
+        [compiler, *_FLAGS, headers, "-pthread", "-shared", *sources, "-o", str(folder / _LIBRARY)]
+    )
 
 
 def _run(command: Sequence[str]) -> str:

@@ -1,16 +1,21 @@
 /* What a decode step does between its matrix products, in one pass each. fp32, CPU.
  *
  * Compiled on first use (build.py) and called through ctypes (kernels.py), which checks types,
- * strides and bounds: nothing is checked here. All strides and offsets count floats. `threads` is
- * torch's thread count; GOMP_parallel is torch's own, so that both work in one pool of threads.
+ * strides and bounds: nothing is checked here. All strides and offsets count floats. A kernel's
+ * pieces run on at most `threads` threads of the process's team (team.h).
  */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "team.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
+/* A piece of a kernel that works through rows of floats has at least so many of them: some
+ * microseconds of work, which is what it takes to hand it to another thread. */
+#define FEWEST_FLOATS 16384
 
 /* Sixteen floats at any address; the compiler splits them where registers are narrower. */
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -43,45 +48,85 @@ INLINE float dot(const float *a, const float *b, int n) {
     return sum;
 }
 
-/* residual += x (unless x is NULL), then out = residual / rms(residual) * weight. */
-void omni_add_rms_norm(const float *x, float *residual, const float *weight, float *out,
-                       int64_t rows, int64_t width, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        float *sum = residual + row * width, *normed = out + row * width;
-        if (x) {
-            const float *added = x + row * width;
+/* Rows that one piece takes of a kernel over `rows` rows of `width` floats. */
+INLINE int64_t rows_of_piece(int64_t rows, int64_t width, int threads) {
+    return omni_piece_size(rows, FEWEST_FLOATS / width + 1, threads);
+}
+
+/* The first row of a piece and, as `end`, the one past its last. */
+#define EACH_ROW(row, piece, size, rows)                                                         \
+    for (int64_t row = (piece) * (size),                                                         \
+                 end = row + (size) < (rows) ? row + (size) : (rows);                            \
+         row < end; row++)
+
+typedef struct {
+    const float *x, *weight;
+    float *residual, *out;
+    int64_t rows, width, size;
+    float eps;
+} Norm;
+
+static void norm_rows(const void *arguments, int64_t piece) {
+    const Norm *n = arguments;
+    const int64_t width = n->width;
+    EACH_ROW(row, piece, n->size, n->rows) {
+        float *sum = n->residual + row * width, *normed = n->out + row * width;
+        if (n->x) {
+            const float *added = n->x + row * width;
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) sum[i] += added[i];
         }
-        const float scale = 1.0f / sqrtf(dot(sum, sum, (int)width) / (float)width + eps);
+        const float scale = 1.0f / sqrtf(dot(sum, sum, (int)width) / (float)width + n->eps);
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) normed[i] = sum[i] * scale * weight[i];
+        for (int64_t i = 0; i < width; i++) normed[i] = sum[i] * scale * n->weight[i];
+    }
+}
+
+/* residual += x (unless x is NULL), then out = residual / rms(residual) * weight. */
+void omni_add_rms_norm(const float *x, float *residual, const float *weight, float *out,
+                       int64_t rows, int64_t width, float eps, int threads) {
+    const int64_t size = rows_of_piece(rows, width, threads);
+    const Norm norm = {x, weight, residual, out, rows, width, size, eps};
+    omni_team_run(norm_rows, &norm, omni_num_pieces(rows, size), threads);
+}
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    int64_t rows, width, size;
+} Gate;
+
+static void gate_rows(const void *arguments, int64_t piece) {
+    const Gate *g = arguments;
+    EACH_ROW(row, piece, g->size, g->rows) {
+        const float *gate = g->gate_up + row * 2 * g->width, *up = gate + g->width;
+        float *gated = g->out + row * g->width;
+#pragma omp simd
+        for (int64_t i = 0; i < g->width; i++)
+            gated[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
     }
 }
 
 /* out = silu(gate) * up; a row of gate_up is width gates, then width ups. */
 void omni_gated_silu(const float *gate_up, float *out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gate = gate_up + row * 2 * width, *up = gate + width;
-        float *gated = out + row * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++)
-            gated[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
-    }
+    const int64_t size = rows_of_piece(rows, 2 * width, threads);
+    const Gate gate = {gate_up, out, rows, width, size};
+    omni_team_run(gate_rows, &gate, omni_num_pieces(rows, size), threads);
 }
 
-/* Rotate the first 2 * half channels of every head in place, channel i with channel half + i.
- * cos and sin are (tokens, 2 * half); of cos the first half is read, of sin the second, which is
- * the one that is not negated. */
-void omni_rotate(float *heads, int64_t row_stride, const float *cos, const float *sin,
-                 int64_t tokens, int64_t num_heads, int64_t head_dim, int64_t half, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens > 1)
-    for (int64_t token = 0; token < tokens; token++) {
-        const float *c = cos + token * 2 * half, *s = sin + token * 2 * half + half;
-        for (int64_t h = 0; h < num_heads; h++) {
-            float *low = heads + token * row_stride + h * head_dim, *high = low + half;
+typedef struct {
+    float *heads;
+    const float *cos, *sin;
+    int64_t row_stride, tokens, num_heads, head_dim, half, size;
+} Rotation;
+
+static void rotate_rows(const void *arguments, int64_t piece) {
+    const Rotation *r = arguments;
+    const int64_t half = r->half;
+    EACH_ROW(token, piece, r->size, r->tokens) {
+        const float *c = r->cos + token * 2 * half, *s = r->sin + token * 2 * half + half;
+        for (int64_t h = 0; h < r->num_heads; h++) {
+            float *low = r->heads + token * r->row_stride + h * r->head_dim, *high = low + half;
 #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 const float a = low[i], b = high[i];
@@ -90,6 +135,17 @@ void omni_rotate(float *heads, int64_t row_stride, const float *cos, const float
             }
         }
     }
+}
+
+/* Rotate the first 2 * half channels of every head in place, channel i with channel half + i.
+ * cos and sin are (tokens, 2 * half); of cos the first half is read, of sin the second, which is
+ * the one that is not negated. */
+void omni_rotate(float *heads, int64_t row_stride, const float *cos, const float *sin,
+                 int64_t tokens, int64_t num_heads, int64_t head_dim, int64_t half, int threads) {
+    const int64_t size = rows_of_piece(tokens, num_heads * head_dim, threads);
+    const Rotation rotation = {heads,  cos,       sin,      row_stride,
+                               tokens, num_heads, head_dim, half,       size};
+    omni_team_run(rotate_rows, &rotation, omni_num_pieces(tokens, size), threads);
 }
 
 /* tanh to 1e-7 relative: near 0 an odd polynomial (Cephes), where 1 - 2 / (e^2x + 1) cancels. */
@@ -356,11 +412,83 @@ void omni_write_kv(const float *key, const float *value, int64_t key_stride, int
     }
 }
 
+/* See omni_paged_attention. */
+typedef struct {
+    Pages pages;
+    const float *query;
+    int64_t query_stride;
+    const int32_t *block_table;
+    int64_t table_stride;
+    const int32_t *table_rows, *starts, *ends;
+    int64_t tokens, parts, together, size;
+    float scale;
+    float *partial, *out;
+} Attention;
+
+INLINE int64_t heads_of(const Pages *p) { return (int64_t)p->num_kv_heads * p->group; }
+
+/* One part of the keys of one token, or of some neighbours. */
+static void attend_part(const void *arguments, int64_t piece) {
+    const Attention *a = arguments;
+    const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim, parts = a->parts;
+    const int64_t part = piece % parts, from = piece / parts * a->together;
+    const int64_t to = from + a->together < a->tokens ? from + a->together : a->tokens;
+    float scaled[MAX_TOKENS][heads * dim];
+    Token run[MAX_TOKENS];
+    int length = 0;
+    for (int64_t token = from; token < to; token++) {
+        const int64_t start = a->starts[token], seen = a->ends[token] - start;
+        float *sums = a->partial + (token * parts + part) * heads * (dim + 2);
+        for (int64_t i = 0; i < heads * dim; i++)
+            scaled[length][i] = a->query[token * a->query_stride + i] * a->scale;
+        run[length] = (Token){scaled[length],
+                              a->ends[token] - 1,
+                              start + seen * part / parts,
+                              start + seen * (part + 1) / parts,
+                              sums,
+                              sums + heads * dim,
+                              sums + heads * (dim + 1)};
+        length++;
+        const int32_t *row = a->table_rows + token;
+        if (token + 1 < to && row[1] == row[0]) continue;
+        /* The tokens before, if of the same request, have just used the same pages. */
+        const int64_t head = token - length;
+        attend_any(&a->pages, run, length, a->block_table + *row * a->table_stride,
+                   head < 0 || a->table_rows[head] != *row);
+        length = 0;
+    }
+}
+
+/* Bring the parts of some heads of tokens together. */
+static void merge_parts(const void *arguments, int64_t piece) {
+    const Attention *a = arguments;
+    const int64_t heads = heads_of(&a->pages), dim = a->pages.head_dim, parts = a->parts;
+    const int64_t part_size = heads * (dim + 2);
+    EACH_ROW(row, piece, a->size, a->tokens * heads) {
+        const float *first = a->partial + row / heads * parts * part_size;
+        const int64_t head = row % heads;
+        float top = -INFINITY, total = 0.0f, *result = a->out + row * dim;
+        for (int64_t part = 0; part < parts; part++) {
+            const float peak = first[part * part_size + heads * dim + head];
+            top = peak > top ? peak : top;
+        }
+        memset(result, 0, sizeof(float) * (size_t)dim);
+        if (a->starts[row / heads] == a->ends[row / heads]) continue;
+        for (int64_t part = 0; part < parts; part++) {
+            const float *sums = first + part * part_size;
+            const float weight = exp_fast(sums[heads * dim + head] - top);
+            total += weight * sums[heads * (dim + 1) + head];
+            for (int64_t i = 0; i < dim; i++) result[i] += weight * sums[head * dim + i];
+        }
+        for (int64_t i = 0; i < dim; i++) result[i] /= total;
+    }
+}
+
 /* Query tokens over paged sequences: token i sees positions starts[i] .. ends[i] - 1 of the
  * sequence whose blocks are row table_rows[i] of the block table. It gets zeros if that is none. A
  * bias takes ends[i] - 1 for its own position.
  *
- * A task is one part of the keys of one token, or of some neighbours, so that few long sequences
+ * A piece is one part of the keys of one token, or of some neighbours, so that few long sequences
  * keep all threads busy too; parts meet in `partial`, (tokens, parts, heads, dim + 2): sums, peak
  * and total of each head. query is (tokens, heads, dim), `query_stride` from row to row; out is
  * contiguous. */
@@ -371,61 +499,27 @@ void omni_paged_attention(const float *query, int64_t query_stride, const int32_
                           int32_t num_kv_heads, int32_t group, int32_t head_dim, float scale,
                           float softcap, const float *bias, int64_t distances, float *partial,
                           float *out, int threads) {
-    const Pages pages = {keys,  values,   page_stride, block_size, num_kv_heads,
-                         group, head_dim, softcap,     bias,       distances};
-    const int64_t heads = (int64_t)num_kv_heads * group, dim = head_dim;
-    const int64_t part_size = heads * (dim + 2);
-    /* Few tokens are spread over the threads, many share what they read. */
-    const int64_t together = tokens >= 16 * MAX_TOKENS ? MAX_TOKENS : 1;
-    const int64_t tasks = (tokens + together - 1) / together * parts;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
-            const int64_t part = task % parts, from = task / parts * together;
-            const int64_t to = from + together < tokens ? from + together : tokens;
-            float scaled[MAX_TOKENS][heads * dim];
-            Token run[MAX_TOKENS];
-            int length = 0;
-            for (int64_t token = from; token < to; token++) {
-                const int64_t start = starts[token], seen = ends[token] - start;
-                float *sums = partial + (token * parts + part) * part_size;
-                for (int64_t i = 0; i < heads * dim; i++)
-                    scaled[length][i] = query[token * query_stride + i] * scale;
-                run[length] = (Token){scaled[length],
-                                      ends[token] - 1,
-                                      start + seen * part / parts,
-                                      start + seen * (part + 1) / parts,
-                                      sums,
-                                      sums + heads * dim,
-                                      sums + heads * (dim + 1)};
-                length++;
-                if (token + 1 < to && table_rows[token + 1] == table_rows[token]) continue;
-                /* The tokens before, if of the same request, have just used the same pages. */
-                const int64_t head = token - length;
-                attend_any(&pages, run, length, block_table + table_rows[token] * table_stride,
-                           head < 0 || table_rows[head] != table_rows[token]);
-                length = 0;
-            }
-        }
-#pragma omp for
-        for (int64_t row = 0; row < tokens * heads; row++) {
-            const float *first = partial + row / heads * parts * part_size;
-            const int64_t head = row % heads;
-            float top = -INFINITY, total = 0.0f, *result = out + row * dim;
-            for (int64_t part = 0; part < parts; part++) {
-                const float peak = first[part * part_size + heads * dim + head];
-                top = peak > top ? peak : top;
-            }
-            memset(result, 0, sizeof(float) * (size_t)dim);
-            if (starts[row / heads] == ends[row / heads]) continue;
-            for (int64_t part = 0; part < parts; part++) {
-                const float *sums = first + part * part_size;
-                const float weight = exp_fast(sums[heads * dim + head] - top);
-                total += weight * sums[heads * (dim + 1) + head];
-                for (int64_t i = 0; i < dim; i++) result[i] += weight * sums[head * dim + i];
-            }
-            for (int64_t i = 0; i < dim; i++) result[i] /= total;
-        }
-    }
+    const int64_t rows = tokens * num_kv_heads * group;
+    const Attention attention = {
+        .pages = {keys, values, page_stride, block_size, num_kv_heads, group, head_dim, softcap,
+                  bias, distances},
+        .query = query,
+        .query_stride = query_stride,
+        .block_table = block_table,
+        .table_stride = table_stride,
+        .table_rows = table_rows,
+        .starts = starts,
+        .ends = ends,
+        .tokens = tokens,
+        .parts = parts,
+        /* Few tokens are spread over the threads, many share what they read. */
+        .together = tokens >= 16 * MAX_TOKENS ? MAX_TOKENS : 1,
+        .size = rows_of_piece(rows, head_dim * parts, threads),
+        .scale = scale,
+        .partial = partial,
+        .out = out,
+    };
+    omni_team_run(attend_part, &attention,
+                  omni_num_pieces(tokens, attention.together) * parts, threads);
+    omni_team_run(merge_parts, &attention, omni_num_pieces(rows, attention.size), threads);
 }

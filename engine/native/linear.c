@@ -20,10 +20,13 @@
  */
 #include <stdint.h>
 
+#include "team.h"
+
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define OUTPUTS (2 * LANES) /* of a tile */
 #define MAX_ROWS 14
+#define MOST_PAIRS 32 /* of panels in a piece: fewer would fetch in vain at its end too often */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -115,44 +118,67 @@ static void tile_of(const Rows *from, int64_t t, int64_t first, int64_t count, c
     }
 }
 
-static void copy_tile(const Rows *from, const Rows *to, float *copy, int64_t t) {
-    const int64_t row = row_of(to, t), rows = row_of(to, t + 1) - row;
+/* See omni_linear. */
+typedef struct {
+    Rows given, from; /* as they came, and as they are multiplied */
+    const float *w, *bias;
+    float *copy, *y;
+    int64_t out;
+    int64_t block;  /* tiles of rows that are multiplied together */
+    int64_t chunks; /* pieces of a block */
+    int64_t size;   /* pairs of panels of a piece */
+} Product;
+
+static void copy_tile(const void *arguments, int64_t t) {
+    const Product *p = arguments;
+    const Rows *from = &p->given;
+    const int64_t row = row_of(from, t), rows = row_of(from, t + 1) - row;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < from->in; k++)
-            copy[row * from->in + k * rows + r] = from->x[(row + r) * from->stride + k];
+            p->copy[row * from->in + k * rows + r] = from->x[(row + r) * from->stride + k];
+}
+
+/* A block of rows by one pair of panels. */
+static void multiply_pair(const Product *p, int64_t begin, int64_t end, int64_t pair) {
+    const int64_t in = p->from.in, tiles = end - begin;
+    const float *w = p->w + pair * OUTPUTS * in, *bias = p->bias ? p->bias + pair * OUTPUTS : 0;
+    for (int64_t first = 0; first < in; first += SPAN)
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t count = in - first < SPAN ? in - first : SPAN;
+            const int64_t next = first + SPAN < in ? first + SPAN : OUTPUTS / LANES * in;
+            const int64_t share = (t - begin) * count / tiles;
+            const Fetch fetch = {w + (next + share) * LANES, (LANES << 8) / tiles};
+            tile_of(&p->from, t, first, count, w, bias, p->y + pair * OUTPUTS, p->out, fetch);
+        }
+}
+
+static void multiply(const void *arguments, int64_t piece) {
+    const Product *p = arguments;
+    const int64_t begin = piece / p->chunks * p->block, pairs = p->out / OUTPUTS;
+    const int64_t end = begin + p->block < p->from.tiles ? begin + p->block : p->from.tiles;
+    const int64_t first = piece % p->chunks * p->size;
+    const int64_t last = first + p->size < pairs ? first + p->size : pairs;
+    for (int64_t pair = first; pair < last; pair++) multiply_pair(p, begin, end, pair);
 }
 
 /* x (rows, in), `x_stride` from row to row; y (rows, out) contiguous; out is a multiple of 32;
  * `copy` has room for all of x, or is NULL for few rows.
  *
  * Rows go in blocks of a quarter of a megabyte, which stay in the second-level cache while all
- * panels pass over them. */
+ * panels pass over them. A piece is one block by some pairs of panels. */
 void omni_linear(const float *x, int64_t x_stride, const float *w, const float *bias, float *y,
                  int64_t rows, int64_t in, int64_t out, float *copy, int threads) {
     const Rows given = {x, x_stride, rows, (rows + MAX_ROWS - 1) / MAX_ROWS, in, 0};
-    Rows from = given;
+    Product product = {given, given, w, bias, copy, y, out, 0, 0, 0};
     if (copy) {
-        from.x = copy, from.copied = 1;
-#pragma omp parallel for num_threads(threads)
-        for (int64_t t = 0; t < from.tiles; t++) copy_tile(&given, &from, copy, t);
+        product.from.x = copy, product.from.copied = 1;
+        omni_team_run(copy_tile, &product, given.tiles, threads);
     }
-    int64_t block = (1 << 16) / in / MAX_ROWS;
-    block = block < 4 ? 4 : block;
-    const int64_t blocks = (from.tiles + block - 1) / block, pairs = out / OUTPUTS;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t p = 0; p < pairs; p++) {
-            const int64_t begin = b * block;
-            const int64_t end = begin + block < from.tiles ? begin + block : from.tiles;
-            for (int64_t first = 0; first < in; first += SPAN)
-                for (int64_t t = begin; t < end; t++) {
-                    const int64_t count = in - first < SPAN ? in - first : SPAN, tiles = end - begin;
-                    const int64_t next = first + SPAN < in ? first + SPAN : OUTPUTS / LANES * in;
-                    const int64_t share = (t - begin) * count / tiles;
-                    const Fetch fetch = {w + p * OUTPUTS * in + (next + share) * LANES,
-                                         (LANES << 8) / tiles};
-                    tile_of(&from, t, first, count, w + p * OUTPUTS * in,
-                            bias ? bias + p * OUTPUTS : 0, y + p * OUTPUTS, out, fetch);
-                }
-        }
+    const int64_t block = (1 << 16) / in / MAX_ROWS, pairs = out / OUTPUTS;
+    product.block = block < 4 ? 4 : block;
+    const int64_t blocks = omni_num_pieces(given.tiles, product.block);
+    product.size = omni_piece_size(pairs * blocks, 1, threads);
+    product.size = product.size < MOST_PAIRS ? product.size : MOST_PAIRS;
+    product.chunks = omni_num_pieces(pairs, product.size);
+    omni_team_run(multiply, &product, blocks * product.chunks, threads);
 }

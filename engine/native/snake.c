@@ -10,6 +10,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "team.h"
+
 #define TAPS 12
 #define HALF (TAPS / 2)
 #define TILE 512
@@ -80,34 +82,45 @@ static void twice(const float *x, int64_t length, int64_t start, int64_t count, 
     snake(odd, count + 2 * HALO, rate, scale);
 }
 
+typedef struct {
+    const float *x, *up, *down, *rates, *scales;
+    float *out;
+    int64_t channels, length;
+} Snake;
+
+/* One row: a channel of one item of the batch. */
+static void snake_row(const void *arguments, int64_t row) {
+    const Snake *k = arguments;
+    const int64_t length = k->length;
+    const float *from = k->x + row * length;
+    float *to = k->out + row * length;
+    const float rate = k->rates[row % k->channels], scale = k->scales[row % k->channels];
+    float even[TILE + 2 * HALO], odd[TILE + 2 * HALO];
+    for (int64_t start = 0; start < length; start += TILE) {
+        const int64_t count = length - start < TILE ? length - start : TILE;
+        twice(from, length, start, count, k->up, rate, scale, even, odd);
+        /* Beyond the ends it is the samples at twice the rate that repeat. */
+        if (start == 0)
+            for (int i = 0; i < HALO; i++) even[i] = odd[i] = even[HALO];
+        const int64_t end = length - start + HALO;
+        for (int64_t i = end; i < count + 2 * HALO; i++) even[i] = odd[i] = odd[end - 1];
+        const float *e = even + HALO, *o = odd + HALO, *down = k->down;
+        float *made = to + start;
+#pragma omp simd
+        for (int64_t s = 0; s < count; s++) {
+            float sum = 0.0f;
+#pragma GCC unroll 6
+            for (int k = 0; k < HALF; k++)
+                sum += e[s - 2 + k] * down[2 * k + 1] + o[s - 3 + k] * down[2 * k];
+            made[s] = sum;
+        }
+    }
+}
+
 /* Rows of (batch, channels, length): a rate and a scale for each channel, filters for all. */
 void omni_snake(const float *x, float *out, int64_t rows, int64_t channels, int64_t length,
                 const float *up, const float *down, const float *rates, const float *scales,
                 int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * length;
-        float *to = out + row * length;
-        const float rate = rates[row % channels], scale = scales[row % channels];
-        float even[TILE + 2 * HALO], odd[TILE + 2 * HALO];
-        for (int64_t start = 0; start < length; start += TILE) {
-            const int64_t count = length - start < TILE ? length - start : TILE;
-            twice(from, length, start, count, up, rate, scale, even, odd);
-            /* Beyond the ends it is the samples at twice the rate that repeat. */
-            if (start == 0)
-                for (int i = 0; i < HALO; i++) even[i] = odd[i] = even[HALO];
-            const int64_t end = length - start + HALO;
-            for (int64_t i = end; i < count + 2 * HALO; i++) even[i] = odd[i] = odd[end - 1];
-            const float *e = even + HALO, *o = odd + HALO;
-            float *made = to + start;
-#pragma omp simd
-            for (int64_t s = 0; s < count; s++) {
-                float sum = 0.0f;
-#pragma GCC unroll 6
-                for (int k = 0; k < HALF; k++)
-                    sum += e[s - 2 + k] * down[2 * k + 1] + o[s - 3 + k] * down[2 * k];
-                made[s] = sum;
-            }
-        }
-    }
+    const Snake snake = {x, up, down, rates, scales, out, channels, length};
+    omni_team_run(snake_row, &snake, rows, threads);
 }

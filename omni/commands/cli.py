@@ -98,10 +98,10 @@ def validate(options: ValidateOptions) -> bool:
 @command(app, "omni.commands.options:ExplainOptions")
 def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
+    from engine.interface.cpu_threads import available_cores
     from omni.commands.explanation import describe_config, describe_memory, draw_graph
     from omni.commands.placement_drawing import draw_placement
     from omni.commands.serving_limits import describe_serving
-    from omni.pipelines.runtime_config import available_cores
 
     pipeline = _load(options)
     typer.echo(

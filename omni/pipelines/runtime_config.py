@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol, Self, get_args
@@ -15,7 +14,7 @@ from engine.interface.suggestion import suggest
 from omni.pipelines.left_behind import runtime_for, tell
 from stages.placement import Placement, RuntimeKind
 
-__all__ = ["OBJECT_STORE", "RuntimeConfig", "available_cores", "check_address", "resolve_threads"]
+__all__ = ["OBJECT_STORE", "RuntimeConfig", "check_address", "resolve_threads"]
 
 _ADDRESS = re.compile(r"auto|([\w.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 _CLIENT = "ray://"
@@ -132,13 +131,6 @@ def check_address(address: str) -> None:
     port = address.rpartition(":")[2]
     if not _ADDRESS.fullmatch(address) or (address != "auto" and not 0 < int(port) < 2**16):
         raise ValueError(f"must be host:port or auto, got {address[:80]!r}; such as 127.0.0.1:6379")
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
 
 
 class _Placed(Protocol):

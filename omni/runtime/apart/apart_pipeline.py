@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from engine.interface.cpu_threads import available_cores
 from omni.pipelines.graph_rules import check_graph
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
-from omni.pipelines.runtime_config import available_cores
 from omni.runtime.apart.apart_messages import ApartSpec, apart_codec
 from omni.runtime.apart.apart_runner import ApartRunner
 from omni.runtime.apart.apart_stage import ApartStage
