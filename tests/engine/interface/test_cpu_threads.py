@@ -59,7 +59,7 @@ def test_without_cgroups_there_is_no_quota(tmp_path: Path):
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 3), (0.2, 1), (1.5, 2), (64.0, 3)])
 def test_a_quota_bounds_the_cores(quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: quota)
     assert available_cores() == cores
 
