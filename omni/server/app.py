@@ -64,7 +64,10 @@ def create_app(server: PipelineServer) -> FastAPI:
     )
     app.state.server = server
     app.add_middleware(
-        Guard, settings=server.settings, check_room=server.check_room, meters=server.meters
+        Guard,
+        settings=server.settings,
+        check_room=server.check_room,
+        spans=lambda: server.meters.spans,
     )
     app.add_exception_handler(ApiError, _tell_api_error)
     app.add_exception_handler(HTTPException, _tell_http_error)

@@ -26,7 +26,7 @@ from omni.server.serving.live_response import DIRECT_SEND
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from omni.server.serving.meters import Meters
+    from omni.server.serving.request_spans import RequestSpans
     from omni.server.serving.settings import ServerSettings
 
 __all__ = ["REFUSAL", "Client", "Guard"]
@@ -68,7 +68,7 @@ class Guard:
         app: behind the door. It finds a :class:`Client` in the state of its scope.
         settings: of the server.
         check_room: raises an error if a request would not be taken now, whatever it asks for.
-        meters: with what makes spans.
+        spans: gives what makes spans of refused requests, if anything does.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Guard:
         app: ASGIApp,
         settings: ServerSettings,
         check_room: Callable[[Client], None],
-        meters: Meters,
+        spans: Callable[[], RequestSpans | None],
     ) -> None:
         self._app = app
         self._check_room = check_room
-        self._meters = meters
+        self._spans = spans
         self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
         self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
@@ -125,7 +125,7 @@ class Guard:
         self, scope: Scope, traceparent: str | None, request_id: str, took_s: float
     ) -> None:
         """Make a span of what was refused before a pipeline's records began."""
-        spans, refusal = self._meters.spans, _refusal_of(scope)
+        spans, refusal = self._spans(), _refusal_of(scope)
         method = scope.get("method", "WebSocket")
         if spans is None or refusal is None or refusal.is_recorded:
             return

@@ -130,7 +130,9 @@ def test_what_never_came_to_a_pipeline_is_one_span(
         "url.path": path,
         "error.type": reason,
     }
-    assert found == status and span.start_time <= span.end_time
+    assert found == status
+    assert span.start_time is not None and span.end_time is not None
+    assert span.start_time <= span.end_time
 
 
 def test_what_asks_for_no_model_is_no_span(
