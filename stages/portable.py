@@ -14,7 +14,7 @@ from typing import Any
 
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
-from stages.transforms.custom_transform import FOLDER_PACKAGE
+from stages.transforms.custom_transform import FOLDER_PACKAGE, load_custom
 from stages.transforms.registry import is_custom, resolve_transform
 
 __all__ = ["check_portable", "import_name", "load_by_name", "portable_transform"]
@@ -129,8 +129,10 @@ def load_by_name(name: str) -> Any:
         ValueError: it cannot be imported here; says why.
     """
     module, colon, path = name.rpartition(":")
-    if not colon or module.endswith(".py"):
+    if not colon:
         return resolve_transform(name)
+    if module.endswith(".py"):
+        return load_custom(name, what="the stage's code")
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises is this name's error

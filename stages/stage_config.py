@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
+from engine.interface.suggestion import suggest
 from stages.placement import Placement
 from stages.stage import OneOrMore, Stage, StageInputs
+from stages.transforms.custom_transform import load_custom, locate_custom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +42,8 @@ ENTRY_POINTS = "omni_pipeline.stage_kinds"
 
 _ConfigT = TypeVar("_ConfigT", bound="StageConfig")
 _KINDS: dict[str, type[StageConfig]] = {}
+_IN_CODE: dict[str, type[StageConfig]] = {}
+"""Kinds that are named by their class, as they were loaded last."""
 
 
 def _located(value: str, info: ValidationInfo) -> str:
@@ -63,9 +70,11 @@ def _noting(build: Callable[..., Any]) -> Callable[..., Any]:
 class StageConfig(Settings):
     """One stage of a YAML file: what it says, and how the stage is made of it.
 
-    A kind of stage is a subclass, made known by :func:`register_stage_kind`. It declares its kind
-    as a ``Literal``, and the model as a ``ModelReference`` if it cannot do without one. Its module
-    imports the engine only when a stage is built, so that configurations are checked without torch.
+    A kind of stage is a subclass, made known by :func:`register_stage_kind`, or named by where it
+    is: ``kind: file.py:Class``, ``kind: package.module:Class``. It declares its kind as a
+    ``Literal``, and the model as a ``ModelReference`` if it cannot do without one. A relative path
+    in a field of type ``Path`` starts at the YAML file's folder. Its module imports the engine only
+    when a stage is built, so that configurations are checked without torch.
 
     Attributes:
         kind: which kind of stage this is; it decides which other keys there are.
@@ -96,6 +105,14 @@ class StageConfig(Settings):
         build = vars(cls).get("build_stage")
         if build is not None:
             cls.build_stage = _noting(build)  # type: ignore[method-assign]
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _starts_at_the_file(cls, value: Any, info: ValidationInfo) -> Any:
+        folder = (info.context or {}).get("folder")
+        if folder is None or not isinstance(value, Path):
+            return value
+        return (folder / value.expanduser()).absolute()
 
     @model_validator(mode="after")
     def _devices_are_the_engines(self) -> Self:
@@ -190,7 +207,8 @@ class StageConfig(Settings):
     @classmethod
     def model_for(cls, data: Mapping[str, Any]) -> type[StageConfig]:
         """The class that a mapping is checked against: that of its kind, where there is one."""
-        return _KINDS.get(str(data.get("kind")), cls)
+        kind = str(data.get("kind"))
+        return _KINDS.get(kind) or _IN_CODE.get(kind, cls)
 
 
 class TokenStageConfig(StageConfig):
@@ -224,6 +242,8 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
     An installed package has its kinds found by naming them among the entry points
     ``omni_pipeline.stage_kinds``: ``shout = "package.module:ShoutStageConfig"``.
 
+    A module that is imported a second time, as a file of transforms, may register its kinds again.
+
     Raises:
         ValueError: ``kind`` is no ``Literal`` of one name, or there is such a kind already.
     """
@@ -236,9 +256,18 @@ def register_stage_kind(config: type[_ConfigT]) -> type[_ConfigT]:
             f"{config.__qualname__} must declare its kind as a Literal of one name, such as "
             'kind: Literal["shout"]'
         )
-    if _KINDS.setdefault(names[0], config) is not config:
-        raise ValueError(f"a stage kind named {names[0]!r} is registered already")
+    known = _KINDS.setdefault(names[0], config)
+    if known is not config and _written_at(known) != _written_at(config):
+        raise ValueError(
+            f"a stage kind named {names[0]!r} is registered already, by {known.__module__}:"
+            f"{known.__qualname__}; give it another name"
+        )
     return config
+
+
+def _written_at(config: type[StageConfig]) -> tuple[object, ...]:
+    file = getattr(sys.modules.get(config.__module__), "__file__", None)
+    return (id(config),) if file is None else (os.path.realpath(file), config.__qualname__)
 
 
 def parse_stage_config(
@@ -249,7 +278,8 @@ def parse_stage_config(
     Args:
         data: a mapping with ``kind``; a configuration is returned as it is.
         from_file: whether types are JSON's, and must be right: a number in quotes is no number.
-        context: of the validation; see ``ModelReference``.
+        context: of the validation; see ``ModelReference``. Its ``folder`` is where files and
+            modules that are named by it are looked for first.
 
     Raises:
         ValueError: whatever is wrong, as pydantic tells it.
@@ -261,11 +291,16 @@ def parse_stage_config(
     if "kind" not in data:
         raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
     kind = str(data["kind"])
-    config = _stage_kind(kind)
+    config = _stage_kind(kind, (context or {}).get("folder"))
     if config is None:
-        known = ", ".join(map(repr, stage_kind_names()))
-        tags = {"discriminator": "'kind'", "tag": kind, "expected_tags": known}
-        raise PydanticKnownError("union_tag_invalid", tags)
+        hint = suggest(kind, stage_kind_names())
+        if not hint.endswith("?"):
+            own = f"file.py:Class, or by an entry point {ENTRY_POINTS!r} of its package"
+            hint += f"; one of your own is named as {own}"
+        raise PlacedError(("kind",), f"unknown kind {kind!r}{hint}")
+    if ":" in kind:
+        named = get_args(config.model_fields["kind"].annotation)
+        data = data | {"kind": named[0] if named else kind}
     if from_file:
         # From JSON, strict validation still takes a list for a tuple.
         return config.model_validate_json(json.dumps(data), strict=True, context=context)
@@ -287,12 +322,25 @@ def stage_kinds() -> dict[str, type[StageConfig]]:
     return {name: config for name, config in kinds.items() if config is not None}
 
 
-def _stage_kind(name: str) -> type[StageConfig] | None:
+def _stage_kind(name: str, folder: Path | None = None) -> type[StageConfig] | None:
     """Find the configuration of a kind; None if there is no such kind.
 
+    Args:
+        name: of the kind, or where its class is.
+        folder: where files and modules are looked for first.
+
     Raises:
-        ValueError: an installed package has the kind, but it cannot be loaded.
+        ValueError: the kind's class is not there, or it cannot be loaded.
     """
+    if ":" in name:
+        try:
+            found = load_custom(locate_custom(name, folder, what="kind"), what="kind")
+            if not isinstance(found, type) or not issubclass(found, StageConfig):
+                raise ValueError(f"kind {name!r} is no subclass of omni.StageConfig")
+        except ValueError as error:
+            raise PlacedError(("kind",), str(error)) from error
+        _IN_CODE[name] = found
+        return found
     if name not in _KINDS:
         for entry_point in entry_points(group=ENTRY_POINTS, name=name):
             try:

@@ -122,11 +122,6 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
             return place, "missing; it must be given"
         case "union_tag_not_found":
             return (*place, "kind"), "missing; it must be given"
-        case "union_tag_invalid":
-            tags = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
-            return (*place, "kind"), f"unknown kind {_shown(context['tag'])}" + suggest(
-                context["tag"], tags
-            )
         case "value_error":
             return place, str(context["error"])
         case "too_short" | "string_too_short" if not finding["input"]:

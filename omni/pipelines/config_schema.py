@@ -19,6 +19,8 @@ __all__ = ["config_schema"]
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.M)
+_OWN_KIND = r"^.+:[A-Za-z_]\w*$"
+"""``file.py:Class``, whose keys only its class knows."""
 _YAML_NAMES = {"sources": "from"}
 """Attributes that are called otherwise in YAML."""
 
@@ -64,7 +66,7 @@ def config_schema(kinds: Mapping[str, type[StageConfig]] | None = None) -> dict[
     pipeline["properties"]["stages"]["additionalProperties"] = {
         "type": "object",
         "required": ["kind"],
-        "properties": {"kind": {"enum": list(kinds)}},
+        "properties": {"kind": {"anyOf": [{"enum": list(kinds)}, {"pattern": _OWN_KIND}]}},
         "allOf": [
             {
                 "if": {"required": ["kind"], "properties": {"kind": {"const": kind}}},

@@ -8,7 +8,12 @@ from typing import TypeAlias
 
 from engine.interface.suggestion import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
-from stages.transforms.registry import Requirements, is_custom, requirements_of
+from stages.transforms.registry import (
+    Requirements,
+    is_custom,
+    requirements_in_text,
+    requirements_of,
+)
 
 __all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topological_order"]
 
@@ -77,8 +82,8 @@ def check_graph(
 
     Args:
         stages: by name.
-        run_custom: whether to import the modules of users' transforms. If not, those that are
-            named by their module are taken as they are.
+        run_custom: whether to import the modules of users' transforms. If not, what they need is
+            known as far as their files' text tells.
         emitted: names of the tensors that stages' models emit, where they are known.
 
     Returns:
@@ -99,8 +104,10 @@ def check_graph(
     for name, stage in stages.items():
         if stage.inputs is None:
             continue
-        needs = None
-        if run_custom or not is_custom(stage.inputs.transform):
+        transform = stage.inputs.transform
+        if isinstance(transform, str) and is_custom(transform) and not run_custom:
+            needs = requirements_in_text(transform)
+        else:
             transforms[name] = _resolved(name, stage.inputs)
             needs = requirements_of(transforms[name])
         if stage.inputs.chunk_size is not None:
@@ -263,10 +270,13 @@ def _check_streamed_edge(
         )
     elif needs is not None and not needs.chunkable:
         named = inputs.transform_name
-        at_place = f"needs a transform that works chunk by chunk, which {named!r} does not"
+        at_place = (
+            f"needs a transform that works chunk by chunk, which {named!r} does not; mark one that "
+            "does with @omni.chunkable"
+        )
         message = (
-            f"{edge}: its transform {named!r} works on whole outputs; use one that is "
-            "marked as chunkable, or leave chunk_size out"
+            f"{edge}: its transform {named!r} works on whole outputs; use one that is marked with "
+            "@omni.chunkable, or leave chunk_size out"
         )
     else:
         return

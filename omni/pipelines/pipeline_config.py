@@ -56,6 +56,7 @@ def _of_its_kind(value: Any, info: ValidationInfo) -> StageConfig:
         context={
             "locate_model": partial(_locate_model, base_dir=folders.get("model_dir")),
             "locate_transform": partial(locate_transform, folder=folders.get("base_dir")),
+            "folder": folders.get("base_dir"),
         },
     )
 
@@ -199,9 +200,8 @@ class PipelineConfig(Settings):
         if self.runtime.kind == "ray":
             device = stage.placement.device  # a worker sees the GPUs that are its own
         try:
-            return parse_stage_config(data, context={"locate_model": resolve_model}).on_device(
-                device
-            )
+            located = type(stage).model_validate(data, context={"locate_model": resolve_model})
+            return located.on_device(device)
         except ValidationError as error:
             mistakes = explain_validation_error(error, type(stage), data)
             message = f"stage {name!r}: {mistakes}"

@@ -1,4 +1,6 @@
-"""Transforms of users: found beside the pipeline's file or among installed modules, and loaded.
+"""Code of users: found beside the pipeline's file or among installed modules, and loaded.
+
+Transforms are code of users, and so are kinds of stages.
 
 Finding runs no code: the name's shape is checked, the file looked for, and its text read. Loading
 runs the file. One that lies beside a pipeline's file is loaded under a name of its folder's own and
@@ -28,13 +30,14 @@ _FORM = "the form 'package.module:function', or 'file.py:function'"
 _MOST_BYTES = 2**20
 
 
-def locate_custom(spec: str, folder: Path | None) -> str:
-    """Find a transform that a user names, and run nothing.
+def locate_custom(spec: str, folder: Path | None, *, what: str = "transform") -> str:
+    """Find a function or a class that a user names, and run nothing.
 
     Args:
         spec: ``"package.module:function"`` or ``"file.py:function"``.
         folder: where the pipeline's file lies, which is looked into first; None leaves installed
             modules.
+        what: it is to be: a ``transform``, whose text is checked, or anything else.
 
     Returns:
         The name under which :func:`load_custom` finds the same from anywhere: with the whole path
@@ -43,18 +46,18 @@ def locate_custom(spec: str, folder: Path | None) -> str:
     Raises:
         ValueError: it has another form, or there is no such file, module or function.
     """
-    module, function = _parts(spec)
+    module, function = _parts(spec, what)
     if module.endswith(".py"):
         file = Path(module) if folder is None else folder / module
         if not _is_file(file):
-            raise ValueError(f"transform {spec!r}: there is no file {str(file)[:200]!r}")
+            raise ValueError(f"{what} {spec!r}: there is no file {str(file)[:200]!r}")
     else:
         beside = None if folder is None else _source_in(folder, module.split("."))
         if beside is None:
-            _check_installed(spec, module, function, folder)
+            _check_installed(spec, module, function, folder, what)
             return spec
         file = beside
-    _check_defines(spec, file, function)
+    _check_defines(spec, file, function, what)
     return f"{file.resolve()}:{function}"
 
 
@@ -69,37 +72,38 @@ def imported_custom(spec: str) -> tuple[object, ...]:
     return (names[function],) if function in names else ()
 
 
-def load_custom(spec: str) -> object:
-    """Import a transform's module, which runs it, and give what the name stands for.
+def load_custom(spec: str, *, what: str = "transform") -> object:
+    """Import the module of a function or a class, which runs it, and give what the name stands for.
 
     Args:
         spec: as :func:`locate_custom` gives it, or of an installed module.
+        what: likewise, for messages.
 
     Raises:
         ValueError: it has another form, or the module cannot be imported, or lacks the name.
     """
-    module_name, function_name = _parts(spec)
+    module_name, function_name = _parts(spec, what)
     try:
         if module_name.endswith(".py"):
             module = _load_file(Path(module_name).expanduser().resolve())
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises is this transform's error
+    except Exception as error:  # whatever a user's module raises is this name's error
         raise ValueError(
-            f"transform {spec!r}: module {module_name!r} cannot be imported: "
+            f"{what} {spec!r}: module {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}{_neighbour_hint(module_name, error)}"
         ) from error
     if not hasattr(module, function_name):
-        raise ValueError(_lacks(spec, module_name, function_name, dir(module)))
+        raise ValueError(_lacks(f"{what} {spec!r}", module_name, function_name, dir(module)))
     return getattr(module, function_name)
 
 
-def _parts(spec: str) -> tuple[str, str]:
+def _parts(spec: str, what: str = "transform") -> tuple[str, str]:
     module, _, function = spec.rpartition(":")
     is_file = module.endswith(".py")
     is_module = all(part.isidentifier() for part in module.split("."))
     if not function.isidentifier() or not (is_file or is_module):
-        raise ValueError(f"transform {spec!r} must have {_FORM}")
+        raise ValueError(f"{what} {spec!r} must have {_FORM}")
     return module, function
 
 
@@ -119,37 +123,40 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _check_installed(spec: str, module: str, function: str, folder: Path | None) -> None:
+def _check_installed(spec: str, module: str, function: str, folder: Path | None, what: str) -> None:
     """Look for an installed module as far as that goes without importing anything."""
+    subject = f"{what} {spec!r}"
     imported = sys.modules.get(module)
     if imported is not None:
         names = vars(imported).keys()
         if function not in names and "__getattr__" not in names:
-            raise ValueError(_lacks(spec, module, function, list(names)))
+            raise ValueError(_lacks(subject, module, function, list(names)))
         return
     top, *rest = module.split(".")
     try:
         # Of a name without dots: else the packages above it would be imported.
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"transform {spec!r}: module {top!r}: {error}") from error
+        raise ValueError(f"{subject}: module {top!r}: {error}") from error
     if found is None:
         where = (
             "" if folder is None else f"not beside the pipeline's file, in {str(folder)!r}, and "
         )
-        raise ValueError(f"transform {spec!r}: module {module!r} is {where}not installed")
+        raise ValueError(f"{subject}: module {module!r} is {where}not installed")
     if found.submodule_search_locations is not None:
-        file = _source_in_package(spec, [Path(e) for e in found.submodule_search_locations], rest)
+        file = _source_in_package(
+            subject, [Path(e) for e in found.submodule_search_locations], rest
+        )
     elif rest:
-        raise ValueError(f"transform {spec!r}: {top!r} is a module, and has no {module!r} in it")
+        raise ValueError(f"{subject}: {top!r} is a module, and has no {module!r} in it")
     else:
         file = Path(found.origin or "")
     # Compiled modules, and those of special loaders, are looked at when they are loaded.
     if file is not None and file.suffix == ".py" and _is_file(file):
-        _check_defines(spec, file, function)
+        _check_defines(spec, file, function, what)
 
 
-def _source_in_package(spec: str, folders: list[Path], rest: list[str]) -> Path | None:
+def _source_in_package(subject: str, folders: list[Path], rest: list[str]) -> Path | None:
     """The source of a module in a package; None if it is there without one."""
     for folder in folders:
         source = _source_in(folder.parent, [folder.name, *rest])
@@ -157,29 +164,34 @@ def _source_in_package(spec: str, folders: list[Path], rest: list[str]) -> Path 
             return source
     *between, last = rest or [""]
     if rest and not any(list(folder.joinpath(*between).glob(f"{last}*")) for folder in folders):
-        raise ValueError(f"transform {spec!r}: its package has no module {'.'.join(rest)!r}")
+        raise ValueError(f"{subject}: its package has no module {'.'.join(rest)!r}")
     return None
 
 
-def _check_defines(spec: str, file: Path, function: str) -> None:
+def _check_defines(spec: str, file: Path, function: str, what: str) -> None:
     """Whether a file's text has a top-level name that may be a transform.
 
     One whose names are made is believed, and so is whatever its text does not settle.
     """
+    subject = f"{what} {spec!r}"
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
-            f"transform {spec!r}: {str(file)!r} has more than {_MOST_BYTES} bytes; put the "
-            "transform into a module of its own"
+            f"{subject}: {str(file)!r} has more than {_MOST_BYTES} bytes; put the "
+            f"{what} into a module of its own"
         )
     try:
         text = ModuleText.read(file)
     except ValueError as error:
-        raise ValueError(f"transform {spec!r}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
     if function not in text.names and not text.makes_names:
-        raise ValueError(_lacks(spec, str(file), function, list(text.names)))
-    what = text.what_it_is(function)
-    if what is not None:
-        raise ValueError(f"transform {spec!r} is a {what}, not a function")
+        raise ValueError(_lacks(subject, str(file), function, list(text.names)))
+    value = text.what_it_is(function)
+    if value is not None:
+        raise ValueError(
+            f"{subject} is a {value}, not a {'function' if what == 'transform' else 'class'}"
+        )
+    if what != "transform":
+        return
     refusals: list[ValueError] = []
     functions = text.functions(function)
     for each in functions:
@@ -226,7 +238,7 @@ def _neighbour_hint(module_name: str, error: Exception) -> str:
     return f"; a module imports what lies beside it by 'from . import {error.name}'"
 
 
-def _lacks(spec: str, module: str, function: str, names: list[str]) -> str:
+def _lacks(subject: str, module: str, function: str, names: list[str]) -> str:
     close = difflib.get_close_matches(function, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"transform {spec!r}: module {module!r} has no {function!r}{hint}"
+    return f"{subject}: module {module!r} has no {function!r}{hint}"

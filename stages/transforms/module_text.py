@@ -67,6 +67,30 @@ class ModuleText:
         )
         return functions if len(functions) == len(given) and not self._uses(name) else ()
 
+    def decorators(self, name: str) -> tuple[ast.expr, ...] | None:
+        """What stands above the one definition of a function; None if it may be another one."""
+        given = [node for each, node in self.bindings if each in (name, "*")]
+        match given:
+            case [ast.FunctionDef() as function] if function in self.tree.body:
+                return None if self._uses(name) else tuple(function.decorator_list)
+        return None
+
+    def imported_as(self, expression: ast.expr) -> str | None:
+        """The name by which ``from omni import x`` or ``omni.x`` brings what is written."""
+        match expression:
+            case ast.Attribute(value=ast.Name(id=package), attr=attribute):
+                nodes = [node for name, node in self.bindings if name == package]
+                is_module = len(nodes) == 1 and isinstance(nodes[0], ast.Import)
+                return f"{package}.{attribute}" if is_module else None
+            case ast.Name(id=written):
+                nodes = [node for name, node in self.bindings if name == written]
+                match nodes:
+                    case [ast.ImportFrom(module=str(module), names=names, level=0)]:
+                        for alias in names:
+                            if (alias.asname or alias.name) == written:
+                                return f"{module}.{alias.name}"
+        return None
+
     def what_it_is(self, name: str) -> str | None:
         """What a name stands for, if its text shows that this cannot be called: a module, a str.
 

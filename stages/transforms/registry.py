@@ -6,6 +6,7 @@ registered name, or as ``"package.module:function"``, so that a user's own needs
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from engine import Prompt
 from engine.interface.arguments import check_argument, check_names
 from stages.stage import StageOutput, Transform, TransformContext
 from stages.transforms.custom_transform import imported_custom, load_custom, locate_custom
+from stages.transforms.module_text import ModuleText
 from stages.transforms.transform_signature import check_looks_like_one, check_takes_context
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "locate_transform",
     "register_transform",
     "registered_transforms",
+    "requirements_in_text",
     "requirements_of",
     "requires",
     "resolve_transform",
@@ -63,6 +66,43 @@ def requirements_of(transform: Transform) -> Requirements:
     """What a transform was declared to need; nothing if it declares nothing."""
     declared: Requirements = getattr(transform, _REQUIREMENTS, Requirements())
     return declared
+
+
+def requirements_in_text(spec: str) -> Requirements | None:
+    """What a transform in a file is declared to need, found without running the file.
+
+    Args:
+        spec: as :func:`locate_transform` gives it.
+
+    Returns:
+        None if the text does not settle it.
+    """
+    file, _, function = spec.rpartition(":")
+    if not file.endswith(".py"):
+        return None
+    text = ModuleText.read(Path(file))
+    decorators = text.decorators(function)
+    if decorators is None:
+        return None
+    changes: dict[str, Any] = {}
+    try:
+        for decorator in decorators:
+            called = decorator if isinstance(decorator, ast.Call) else None
+            match text.imported_as(decorator if called is None else called.func):
+                case "omni.chunkable" | "stages.chunkable" if called is None:
+                    changes["chunkable"] = True
+                case "omni.requires" | "stages.requires" if called is not None:
+                    given = {
+                        str(each.arg): ast.literal_eval(each.value) for each in called.keywords
+                    }
+                    changes |= given | {"tensors": tuple(map(ast.literal_eval, called.args))}
+                case "omni.register_transform" | "stages.register_transform":
+                    pass
+                case _:
+                    return None
+        return Requirements(**changes)
+    except (TypeError, ValueError):  # arguments that are not written out, or wrong
+        return None
 
 
 def requires(

@@ -55,6 +55,26 @@ def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> N
     run.check_nothing_left()
 
 
+@pytest.mark.parametrize("module", ["kinds.py", "kinds"])
+def test_a_kind_in_a_file_runs_in_processes(module: str, tmp_path: Path) -> None:
+    (tmp_path / "kinds.py").write_text(
+        "from typing import Literal\n"
+        "from stages import StageConfig\n"
+        "class MurmurConfig(StageConfig):\n"
+        "    kind: Literal['murmur']\n"
+        "    def build_stage(self, name):\n"
+        "        from tests.support.fake_stage import FakeStage\n"
+        "        return FakeStage(name)\n"
+    )
+    stage = f"{{kind: '{module}:MurmurConfig', final_output: text}}"
+    (tmp_path / "mine.yaml").write_text(f"name: mine\nstages:\n  murmurer: {stage}\n")
+    run = MarkedRun("run", "mine.yaml", "-p", "hi", "--runtime", "processes", folder=tmp_path)
+    status, out, err = run.finish()
+    assert status == 0, err
+    assert "murmurer(hi)" in out
+    run.check_nothing_left()
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """For commands in this process: of what they start, the one that forks workers may stay."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +54,10 @@ class MurmurStageConfig(StageConfig):
     def build_stage(self, name):
         from tests.support.fake_stage import FakeStage
 
-        return FakeStage(name, steps=self.volume)
+        sources = () if self.inputs is None else self.inputs.sources
+        transform = "text_as_prompt" if self.inputs is None else self.inputs.transform
+        final = bool(self.final_output)
+        return FakeStage(name, sources, transform=transform, steps=self.volume, final=final)
 
 
 class OtherStageConfig(MurmurStageConfig):
@@ -140,6 +145,128 @@ def test_a_kind_is_registered_once() -> None:
     other = type("Other", (StageConfig,), {"__annotations__": {"kind": Literal["encoder"]}})
     with pytest.raises(ValueError, match="'encoder' is registered already"):
         register_stage_kind(other)
+
+
+IN_FILE = (
+    PACKAGE.replace("volume: int = 1", "volume: int = 1\n    words: Path | None = None").replace(
+        "from typing", "from pathlib import Path\nfrom typing"
+    )
+    + """
+
+def as_prompt(context):
+    from engine import TextPrompt
+
+    return TextPrompt(context.sources[0].text)
+"""
+)
+
+
+def in_file(folder: Path, kind: str, module: str = "own") -> Path:
+    """A pipeline whose kind and transform are in one file beside it."""
+    (folder / f"{module}.py").write_text(IN_FILE)
+    path = folder / "mine.yaml"
+    path.write_text(
+        "name: mine\nstages:\n"
+        f"  first: {{kind: '{kind}', volume: 2, words: data/words.txt}}\n"
+        f"  second: {{kind: '{kind}', final_output: text,\n"
+        f"           inputs: {{from: first, transform: '{module}.py:as_prompt'}}}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["own.py:MurmurStageConfig", "own:MurmurStageConfig"])
+def test_a_kind_may_be_in_a_file_beside_the_pipelines(kind: str, tmp_path: Path) -> None:
+    path = in_file(tmp_path, kind)
+    assert "valid; stages: first, second" in omni("validate", path).stdout
+    assert "second(first(hi))" in omni("run", path, "--prompt", "hi", "--quiet").stdout
+    message = error_of(path, volum=3)
+    assert "second.volum: unknown key; did you mean 'volume'?" in message
+    assert "kind: murmur" in omni("explain", path, "--no-load").stdout
+
+
+def test_a_relative_path_starts_at_the_pipelines_file(tmp_path: Path) -> None:
+    path = in_file(tmp_path, "own.py:MurmurStageConfig")
+    config = PipelineConfig.load(path)
+    for stage in (config.stages["first"], config.resolved("first")):
+        assert stage.words == tmp_path / "data/words.txt"  # type: ignore[attr-defined]
+    assert config.stages["second"].words is None  # type: ignore[attr-defined]
+    absolute = PipelineConfig.load(path, {"stages.first.words": "/elsewhere"}).stages["first"]
+    assert absolute.words == Path("/elsewhere")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "own.py:MurmurStage",
+            "has no 'MurmurStage'; did you mean 'MurmurStageConfig'?",
+        ),
+        ("other.py:Murmur", "kind 'other.py:Murmur': there is no file"),
+        ("other:Murmur", "kind 'other:Murmur': module 'other' is not beside"),
+        ("own.py:Literal", "kind 'own.py:Literal' is no subclass of omni.StageConfig"),
+        ("own.py:as_prompt", "kind 'own.py:as_prompt' is no subclass of omni.StageConfig"),
+        ("own.py:", "kind 'own.py:' must have the form"),
+        ("murmurs", "unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'"),
+    ],
+)
+def test_a_file_without_that_kind_is_told(kind: str, told: str, tmp_path: Path) -> None:
+    path = in_file(tmp_path, "own.py:MurmurStageConfig")
+    assert re.search(f"overrides: stages.second.kind: .*{told}", error_of(path, kind=kind))
+
+
+def test_a_file_of_kinds_that_is_imported_may_hold_the_transforms_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = in_file(tmp_path, "murmur", "kinds_and_transforms")
+    file = tmp_path / "kinds_and_transforms.py"
+    text = file.read_text().replace("class Mur", "@register_stage_kind\nclass Mur")
+    file.write_text(text.replace("import StageConfig", "import StageConfig, register_stage_kind"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("kinds_and_transforms")
+    del sys.modules["kinds_and_transforms"]
+    monkeypatch.setitem(sys.modules, "kinds_and_transforms", module)
+    assert "second(first(hi))" in omni("run", path, "--prompt", "hi", "--quiet").stdout
+
+
+@pytest.mark.parametrize(
+    ("decorators", "told"),
+    [
+        (
+            "",
+            "needs a transform that works chunk by chunk, which 'own:f' does not; mark .* @omni",
+        ),
+        (
+            "@omni.requires(num_sources=1)\n",
+            "which 'own:f' does not; mark one that does with @omni",
+        ),
+        ("@requires('hidden_states')\n", "which 'own:f' does not; mark one that does with @omni"),
+        ("@requires('codes')\n@chunkable\n", "stage 'second' needs 'codes' of 'first' with its"),
+        ("@requires(num_sources=2)\n@chunkable\n", "transform 'own:f' takes 2 source"),
+        ("@chunkable\n", None),
+        ("@omni.chunkable\n", None),
+        ("@named\n@requires(num_sources=1)\n", None),
+        ("@unknown\n", None),
+        ("@requires(*names)\n", None),
+    ],
+)
+def test_what_a_transforms_text_declares_is_checked_without_running_it(
+    decorators: str, told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import omni\nfrom omni import chunkable, requires, chunkable as named\n"
+        "from elsewhere import unknown, names\n" + decorators + "def f(context): ...\n"
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\nstages:\n"
+        "  first: {kind: autoregressive, model: 'seeded:qwen2'}\n"
+        "  second: {kind: autoregressive, model: 'seeded:qwen2', final_output: text,\n"
+        "           inputs: {from: first, transform: 'own.py:f', chunk_size: 4}}\n"
+    )
+    if told is None:
+        PipelineConfig.load(path)
+    else:
+        assert re.search(told, error_of(path))
 
 
 @pytest.mark.parametrize(
