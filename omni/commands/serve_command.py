@@ -61,8 +61,8 @@ class ServeOptions(RuntimeFlags, CommandOptions):
         typer.Option(
             "--allow-url-hosts",
             metavar="NAME",
-            help="Fetch images from there that requests give the address of; may be given several "
-            "times.",
+            help="Fetch images and videos from there that requests give the address of; may be "
+            "given several times.",
         ),
     ] = None
     max_running_requests: Annotated[

@@ -1,4 +1,4 @@
-"""Makes a chat prompt of messages, with the images and sounds that stand among them."""
+"""Makes a chat prompt of messages, with the images, sounds and videos that stand among them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def chat_prompt(
 
     Args:
         messages: oldest first.
-        fetcher: of images in the network.
-        max_bytes: of all images together.
+        fetcher: of images and videos in the network.
+        max_bytes: of all of them together.
 
     Raises:
         ApiError: with status 400: a file cannot be had; with 429: too many requests wait for such.
@@ -35,14 +35,14 @@ def _has_address(message: ChatMessage) -> bool:
     """Whether something of it has to be fetched."""
     if isinstance(message.content, str):
         return False
-    urls = (part.image_url.url for part in message.content if part.image_url is not None)
-    return any(url[:5].lower() != "data:" for url in urls)
+    urls = (part.file_url for part in message.content)
+    return any(url is not None and url[:5].lower() != "data:" for url in urls)
 
 
 async def _prompt(
     messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
 ) -> ChatPrompt:
-    shown: dict[str, list[Any]] = {"image": [], "audio": []}
+    shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
     room = max_bytes
     said: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
@@ -54,11 +54,12 @@ async def _prompt(
         parts: list[dict[str, str | None]] = []
         for index, part in enumerate(message.content):
             place = f"messages[{number}].content[{index}]"
-            if part.image_url is not None:
-                place += ".image_url.url"
-                shown["image"].append(await fetched(part.image_url.url, place, fetcher, room))
-                room -= len(shown["image"][-1])
-                parts.append({"type": "image"})
+            if part.file_url is not None:
+                place += f".{part.type}.url"
+                kind = part.type.removesuffix("_url")
+                shown[kind].append(await fetched(part.file_url, place, fetcher, room))
+                room -= len(shown[kind][-1])
+                parts.append({"type": kind})
             elif part.input_audio is not None:
                 place += ".input_audio.data"
                 shown["audio"].append(await decoded(part.input_audio.data, place))

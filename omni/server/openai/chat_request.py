@@ -15,22 +15,27 @@ __all__ = [
     "ChatMessage",
     "ChatRequest",
     "ContentPart",
+    "FileUrl",
     "ImageUrl",
     "InputAudio",
     "StreamOptions",
 ]
 
 
-class ImageUrl(ApiModel):
-    """Where an image is.
+class FileUrl(ApiModel):
+    """Where an image or a video is.
 
     Attributes:
         url: a data URL, or one of http where the server allows its host.
     """
 
-    not_supported: ClassVar = {"detail": ("auto",)}
-
     url: str = Field(min_length=1)
+
+
+class ImageUrl(FileUrl):
+    """Where an image is; how fine it is seen, is not chosen."""
+
+    not_supported: ClassVar = {"detail": ("auto",)}
 
 
 class InputAudio(ApiModel):
@@ -48,14 +53,21 @@ class InputAudio(ApiModel):
 class ContentPart(ApiModel):
     """A part of a message: the one of its fields that ``type`` names."""
 
-    type: Literal["text", "image_url", "input_audio"]
+    type: Literal["text", "image_url", "input_audio", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
     input_audio: InputAudio | None = None
+    video_url: FileUrl | None = None
+
+    @property
+    def file_url(self) -> str | None:
+        """Where the image or video is; None of a text or a sound."""
+        at = self.image_url or self.video_url
+        return None if at is None else at.url
 
     @model_validator(mode="after")
     def _has_what_it_names(self) -> ContentPart:
-        for name in ("text", "image_url", "input_audio"):
+        for name in ("text", "image_url", "input_audio", "video_url"):
             given = getattr(self, name) is not None
             if given != (name == self.type):
                 what = "missing; it must be given" if name == self.type else "does not belong here"

@@ -28,6 +28,7 @@ from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, picture, sound
 from tests.support.patience import PATIENCE_S
 from tests.support.text_gaps import note_text_gaps
+from tests.support.videos import moving_picture, video_file
 
 MODEL = {"model": "omni_speech"}
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 16}}
@@ -113,6 +114,24 @@ def test_an_image_is_seen(media: LiveServer, client: Any):
     said = [{"type": "image"}, parts[1]]
     prompt = ChatPrompt(({"role": "user", "content": said},), {"image": [picture()]})
     expected = in_python(media, "seeing", OmniRequest(prompt)).stages["seer"]
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+
+
+def test_a_video_is_seen(media: LiveServer, client: Any):
+    clip = video_file("mp4", moving_picture(8))
+    url = f"data:video/mp4;base64,{b64encode(clip).decode()}"
+    parts: list[Any] = [
+        {"type": "video_url", "video_url": {"url": url}},
+        {"type": "text", "text": "What happens here?"},
+    ]
+    answer = client.chat.completions.create(
+        **MODEL, messages=[{"role": "user", "content": parts}], max_tokens=8
+    )
+    said = [{"type": "video"}, parts[1]]
+    prompt = ChatPrompt(({"role": "user", "content": said},), {"video": [clip]})
+    request = OmniRequest(prompt, sampling=SHORT)
+    expected = in_python(media, "omni_speech", request).stages["thinker"]
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 

@@ -15,9 +15,11 @@ import openai
 import pytest
 import soundfile
 
+from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.live_server import LiveServer
+from tests.support.videos import moving_picture, video_file
 
 PAGE = (resources.files("omni.server") / "page.html").read_text("utf-8")
 NO_BROWSER = "the program chromium is not installed (Debian's package of that name)"
@@ -157,10 +159,133 @@ def test_a_browser_hears_and_is_heard(running: LiveServer, tmp_path: Path):
 
         page.run("$('model').value = 'two_step'; $('model').dispatchEvent(new Event('change')); 0")
         page.wait_for("document.querySelectorAll('.stage').length == 2")
-        page.run("$('speak').checked = true; $('text').value = 'x'; $('form').requestSubmit(); 0")
-        page.wait_for("document.querySelector('#log .error')?.innerText.includes('not speak')")
-        (refused,) = page.problems
-        assert "400" in refused, "what was refused, and nothing else"
+        page.run("$('speak').click(); 0")
+        assert page.run("[$('speak').disabled, $('speak').checked]") == [True, False]
+        page.run("$('tokens').value = '4'; $('text').value = 'x'; $('form').requestSubmit(); 0")
+        page.wait_for("!abort && messages.length == 2")
+        assert page.problems == []
+
+
+@pytest.fixture(scope="module")
+def several(checkpoint_cache: object) -> Iterator[LiveServer]:
+    """Of all kinds: only the last one chats."""
+    stages = {
+        "hearing": {"kind": "autoregressive", "model": "seeded:whisper", "final_output": "text"},
+        "embedding": {"kind": "encoder", "model": "seeded:bert", "final_output": "tensors"},
+    }
+    alone = [
+        PipelineConfig.model_validate({"name": name, "stages": {"only": stage}})
+        for name, stage in stages.items()
+    ]
+    with LiveServer([*alone, "encode_then_generate", "omni_speech"]) as server:
+        yield server
+
+
+def choose(page: Browser, pipeline: str) -> list[str]:
+    """Choose a pipeline; which fields can be used then."""
+    page.run(f"$('model').value = '{pipeline}'; $('model').dispatchEvent(new Event('change')); 0")
+    fields = "['text', 'send', 'mic', 'file', 'speak', 'voice', 'tokens']"
+    usable: list[str] = page.run(f"{fields}.filter((each) => !$(each).disabled)")
+    return usable
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_only_what_a_pipeline_can_do_is_offered(several: LiveServer, tmp_path: Path):
+    with Browser(tmp_path / "profile", f"{several.url}/") as page:
+        page.wait_for("document.querySelectorAll('#voice option').length")
+        assert page.run("$('model').value") == "omni_speech", "the first that chats"
+        usable = ["text", "send", "mic", "file", "speak", "voice", "tokens"]
+        assert choose(page, "omni_speech") == usable
+        voices = page.run("[...$('voice').options].map((each) => each.value)")
+        assert voices == ["", *several.omni("omni_speech").pipeline.voices.own]
+        page.run(f"$('voice').value = '{voices[1]}'; $('speak').checked = true; 0")
+        assert page.run("question().audio.voice") == voices[1]
+        assert page.run("$('file').accept") == "image/*,audio/*,video/*"
+        for name, told in (
+            ("hearing", "it reads audio and gives text"),
+            ("embedding", "it reads text and gives tensors"),
+            ("encode_then_generate", "it reads text and gives"),
+        ):
+            assert choose(page, name) == []
+            said = page.run("$('cannot').textContent")
+            assert said.startswith(f"{name} does not chat: ") and told in said
+        assert page.run("$('speak').checked") is False
+        assert choose(page, "omni_speech") == usable
+        assert page.run("$('cannot').textContent") == ""
+        assert page.problems == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_a_video_is_shown_and_sent_as_one(several: LiveServer, tmp_path: Path):
+    data = b64encode(video_file("webm", moving_picture(8))).decode()
+    attach = (
+        f"attach([new File([Uint8Array.from(atob('{data}'), (each) => each.charCodeAt(0))], "
+        "'clip.webm', {type: 'video/webm'})])"
+    )
+    with Browser(tmp_path / "profile", f"{several.url}/") as page:
+        page.wait_for("document.querySelectorAll('#voice option').length")
+        page.run(attach)
+        page.run("$('text').value = 'What?'; $('tokens').value = '4'; $('form').requestSubmit(); 0")
+        page.wait_for("!abort && messages.length == 2")
+        assert page.run("messages[0].content[0].type") == "video_url"
+        assert page.run("document.querySelectorAll('#log video').length") == 1
+        assert page.run("document.querySelectorAll('#log audio, #log .error').length") == 0
+        choose(page, "hearing")
+        page.run(attach)
+        assert page.run("[$('attached').textContent, $('log').innerText.trim()]") == [
+            "", "error\nclip.webm cannot be read: hearing does not read video",
+        ]  # fmt: skip
+        assert page.problems == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_the_list_of_last_requests_stands_still(running: LiveServer, tmp_path: Path):
+    client = running.client()
+
+    def ask() -> None:
+        client.completions.create(model="two_step", prompt="Hello", max_tokens=1)
+
+    for _ in range(100):
+        ask()
+    with Browser(tmp_path / "profile", f"{running.url}/") as page:
+        page.wait_for("document.querySelectorAll('#voice option').length")
+        choose(page, "two_step")
+        page.wait_for("document.querySelectorAll('#requests details').length == 30")
+        page.run("document.querySelector('#requests summary').focus(); 0")
+        listed = (
+            "[...document.querySelectorAll('#requests details')].map((each) => each.dataset.id)"
+        )
+        before = page.run(listed)
+        page.run(
+            "window.changes = []; new MutationObserver((seen) => changes.push(...seen))"
+            ".observe($('requests'), { childList: true, subtree: true }); 0"
+        )
+        for _ in range(3):
+            page.run("look()")
+        assert page.run("changes.length") == 0 and page.run(listed) == before
+        ask()
+        page.wait_for("changes.length")
+        page.run("look()")
+        assert page.run(listed)[1:] == before[:-1]
+        assert page.run("changes.length") == 2, "one is added, one removed"
+        assert page.run("document.activeElement.parentElement.dataset.id") == before[0]
+        assert page.problems == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_leaves_its_card(running: LiveServer, width: int, tmp_path: Path):
+    with Browser(tmp_path / "profile", f"{running.url}/") as page:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        page.send("Emulation.setDeviceMetricsOverride", **size)
+        page.wait_for("document.querySelectorAll('.stage').length == 3")
+        outside = page.run(
+            "[...document.querySelectorAll('section')].flatMap((card) => "
+            "[...card.querySelectorAll('*')].filter((each) => each.getBoundingClientRect().right "
+            "> card.getBoundingClientRect().right).map((each) => each.outerHTML.slice(0, 80)))"
+        )
+        assert outside == []
+        assert page.run("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
