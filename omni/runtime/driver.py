@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
+from engine.interface.described_error import described
 from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
 from omni.requests.request import OmniOutput, OmniRequest
@@ -45,6 +46,8 @@ class Driver(Runner):
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
+        # Is not live any more, but maybe not told so.
+        self._ending: Ticket | None = None
         self.renew_locks()
         self._thread: threading.Thread | None = None
         self._busy = False
@@ -71,8 +74,7 @@ class Driver(Runner):
         with self._changed:
             self._check_open()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="omni-driver", daemon=True)
-                self._thread.start()
+                self._start_thread()
             self._submitted.append(ticket)
             group = self._group
             self._command(lambda: self._add(ticket, group))
@@ -147,9 +149,10 @@ class Driver(Runner):
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+            thread = self._thread
         # The garbage collector may finalize the driver's owner in this very thread.
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
         self._orchestrator.close()
 
     def between_turns(self, work: Callable[[], None]) -> None:
@@ -167,7 +170,7 @@ class Driver(Runner):
 
     @property
     def crash(self) -> BaseException | None:
-        """What ended its thread, if that was no call of :meth:`stop`."""
+        """What ended its thread for good, if that was no call of :meth:`stop`."""
         return self._crash
 
     def _wake(self) -> None:
@@ -186,6 +189,10 @@ class Driver(Runner):
             self._commands.append(command)
             self._changed.notify_all()
 
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="omni-driver", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         try:
             while self._wait_for_work():
@@ -200,8 +207,12 @@ class Driver(Runner):
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
             self._on_turn()
+        except Exception as error:  # a lack of memory, say: it ends the requests that are live
+            try:
+                self._recover(error)
+            except BaseException as again:  # whatever it is, callers must not wait for ever
+                self._give_up(again)
         except BaseException as error:  # a SystemExit, too, must not leave callers waiting for ever
-            _logger.exception("the pipeline's driver crashed")
             self._give_up(error)
 
     def _wait_for_work(self) -> bool:
@@ -234,25 +245,30 @@ class Driver(Runner):
         """
         are_any = bool(self._commands)
         while self._commands:
-            self._commands[0]()
-            with self._changed:
-                self._commands.popleft()
-                self._changed.notify_all()
+            try:
+                self._commands[0]()
+            finally:
+                with self._changed:
+                    self._commands.popleft()
+                    self._changed.notify_all()
         return are_any
 
     def _add(self, ticket: Ticket, group: int | None) -> None:
+        if ticket not in self._submitted:  # it has failed with all that was live
+            return
         request = replace(ticket.request, request_id=ticket.request_id)
         try:
             self._orchestrator.add_request(request, group)
         except Exception as error:  # stages may be users' code; the other callers go on
             if not isinstance(error, ValueError):
+                if ticket.request_id in self._orchestrator.live_request_ids:
+                    raise  # it is on its way, nobody knows where
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
-            self._submitted.remove(ticket)
-            self._tell(ticket, refusal(ticket.request_id, error))
+            self._tell_or_discard(ticket, refusal(ticket.request_id, error))
         else:
-            self._submitted.remove(ticket)
             self._live[ticket.request_id] = ticket
+        self._submitted.remove(ticket)
 
     def _abort(self, request_id: str, reason: str) -> None:
         output = self._orchestrator.abort(request_id, reason)
@@ -271,36 +287,63 @@ class Driver(Runner):
     def _deliver(self, output: OmniOutput) -> None:
         ticket = self._live[output.request_id]
         if output.finished:
-            del self._live[output.request_id]
+            self._ending = self._live.pop(output.request_id)
         paced = self._pacing.admit(ticket, ticket.text_gap_s, output)
         if paced is not None:
             self._tell_or_discard(ticket, paced)
+        self._ending = None
 
     def _tell_or_discard(self, ticket: Ticket, output: OmniOutput) -> None:
-        if not self._tell(ticket, output):
+        if (error := self._tell(ticket, output)) is not None:
             self._discard([ticket])
+            with suppress(Exception):  # if it is still there, it waits
+                ticket.sink(refusal(ticket.request_id, error))
 
-    def _tell(self, ticket: Ticket, news: OmniOutput | BaseException) -> bool:
+    def _tell(self, ticket: Ticket, news: OmniOutput | BaseException) -> Exception | None:
         try:
             ticket.sink(news)
-        except Exception:  # such as an event loop that was closed without telling us
+        except Exception as error:  # such as an event loop that was closed without telling us
             # One that told us may have been closed before the thread came to hear of it.
             if ticket not in self._unwanted:
                 about = {"request_id": ticket.request_id}
                 _logger.exception(
                     "the outputs of request %r are not taken", ticket.request_id, extra=about
                 )
-            return False
-        return True
+            return error
+        return None
+
+    def _recover(self, error: Exception) -> None:
+        """End all requests with what interrupted a turn; the next one starts another thread."""
+        _logger.error("a turn of the pipeline failed", exc_info=error)
+        told = f"the pipeline was interrupted: {described(error)}"
+        ended = {output.request_id: output for output in self._orchestrator.fail_all(told)}
+        for ticket in self._take_waiting():
+            self._pacing.forget(ticket)
+            over = OmniOutput(ticket.request_id, {}, finished=True, error=told)
+            self._tell(ticket, ended.get(ticket.request_id, over))
+        self._on_turn()
+        with self._changed:
+            self._busy, self._thread = False, None
+            if self._commands and not self._stopping:
+                self._start_thread()
+            self._changed.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
+        _logger.error("the pipeline's driver crashed", exc_info=error)
         with self._changed:
             self._crash = error
             self._busy = False
-            waiting = [*self._live.values(), *self._submitted]
             self._commands.clear()
+            self._changed.notify_all()
+        for ticket in self._take_waiting():
+            self._tell(ticket, error)
+
+    def _take_waiting(self) -> Collection[Ticket]:
+        """The requests that wait for an output; they are over."""
+        with self._changed:
+            waiting = dict.fromkeys((*self._live.values(), *self._submitted))
+            if self._ending is not None:
+                waiting[self._ending] = None
             self._submitted.clear()
             self._live.clear()
-            self._changed.notify_all()
-        for ticket in waiting:
-            self._tell(ticket, error)
+        return waiting

@@ -39,9 +39,13 @@ class LoopMail:
             raise RuntimeError("the event loop is closed")
         self._letters.append((take, news))
         if not self._is_called:
-            # Before it is called: it may be done with its work before this thread goes on.
-            self._is_called = True
-            self._loop.call_soon_threadsafe(self._hand_out)
+            try:
+                # Before it is called: it may be done with its work before this thread goes on.
+                self._is_called = True
+                self._loop.call_soon_threadsafe(self._hand_out)
+            except BaseException:
+                self._is_called = False
+                raise
 
     def _hand_out(self) -> None:
         # First, so that what is posted from here on either is seen below or calls again.

@@ -169,7 +169,9 @@ class Omni:
             if is_over.done():
                 return
             try:
-                position, output = _take(news, running)
+                if (taken := _take(news, running)) is None:
+                    return
+                position, output = taken
                 if on_progress is not None:
                     on_progress(output)
             except Exception as error:  # raised by the coroutine, which waits for it
@@ -203,7 +205,8 @@ class Omni:
             post = partial(self._mails.here().post, news.put_nowait)
             self._submit(batch, _sinks(batch, post), running)
             while running:
-                yield _take(await news.get(), running)[1]
+                if (taken := _take(await news.get(), running)) is not None:
+                    yield taken[1]
         finally:
             self._runner.discard(running.values())
 
@@ -265,7 +268,8 @@ class Omni:
         try:
             self._submit(batch, _sinks(batch, news.put), running)
             while running:
-                yield _take(news.get(), running)
+                if (taken := _take(news.get(), running)) is not None:
+                    yield taken
         finally:
             self._runner.discard(running.values())
 
@@ -361,9 +365,11 @@ def _post(post: Callable[[_News], object], position: int, news: OmniOutput | Bas
     post((position, news))
 
 
-def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput]:
-    """Unpack what a sink got; strike out the request if it was the last of it."""
+def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput] | None:
+    """Unpack what a sink got, and strike out a request that has ended; None if it had before."""
     position, output = news
+    if position not in running:
+        return None
     if isinstance(output, BaseException):
         raise RuntimeError("the pipeline's driver has crashed") from output
     if output.finished:

@@ -202,6 +202,20 @@ class Orchestrator:
         self._links.flush()
         return ended
 
+    def fail_all(self, error: str) -> list[OmniOutput]:
+        """End all requests and have all stages drop them, whatever state an exception left.
+
+        Args:
+            error: of their last outputs, which are returned.
+        """
+        live, self._live, self._stays = tuple(self._live.values()), {}, {}
+        self._unread = {name: [] for name in self._pipeline.order}
+        self._links.drop_all()
+        self._links.flush()
+        for each in live:
+            each.cut_short(FinishReason.ERROR)
+        return [each.snapshot(finished=True, error=error) for each in live]
+
     def _news(self, name: str) -> list[Event]:
         unread, self._unread[name] = self._unread[name], []
         return unread + self._links[name].news()

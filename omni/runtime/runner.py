@@ -19,8 +19,9 @@ LENT_HERE = (
 """To a thread that would wait for requests."""
 
 Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
-"""Gets a request's outputs, in a thread of the runner; it must not block. After an output that is
-finished, or an exception, nothing follows."""
+"""Gets a request's outputs, in a thread of the runner; it must not block. What follows an output
+that is finished, or an exception, does not count: a runner that was interrupted may say again that
+a request is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

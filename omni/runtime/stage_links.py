@@ -73,6 +73,11 @@ class StageLinks(Mapping[str, StageLink]):
                 return f"stage {name!r}: {why}"
         return None
 
+    def drop_all(self) -> None:
+        """Have all stages let go of all requests, whatever state an exception left."""
+        for link in self._links.values():
+            link.drop_all()
+
     def check_idle(self) -> bool:
         """Whether nothing has moved in any stage since this was asked before."""
         return all([link.check_idle() for link in self._links.values()])

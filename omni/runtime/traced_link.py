@@ -77,6 +77,13 @@ class TracedLink(StageLink):
         """See :class:`~stages.worker.stage_link.StageLink`."""
         return self._link.mend()
 
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        for request_id in self._request_ids.values():
+            self._trace.left(self._name, request_id)
+        self._request_ids, self._tickets = {}, {}
+        self._link.drop_all()
+
     def check_idle(self) -> bool:
         """See :class:`StageLink`."""
         return self._link.check_idle()
@@ -105,6 +112,4 @@ class TracedLink(StageLink):
 
     def _left(self, request_id: str) -> None:
         self._trace.left(self._name, request_id)
-        ticket = self._tickets.pop(request_id, None)
-        if ticket is not None:
-            del self._request_ids[ticket]
+        self._request_ids.pop(self._tickets.pop(request_id, -1), None)

@@ -137,6 +137,13 @@ class RemoteLink(StageLink):
                 self._forget(visit)
         self._hand_over(visit, command)
 
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        visits, self._visits = self._visits, {}
+        self._by_ticket, self._news = {}, []
+        for visit in visits.values():
+            self._hand_over(visit, Abort(visit.enter.request_id))
+
     def news(self) -> list[Event]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         for replica in self._busy():

@@ -70,8 +70,8 @@ class GuardedStage:
 
     def _admit(self, stay: Stay, admit: Admit) -> None:
         self._check_usable()
-        self.inside[stay.request_id] = stay
         stay.is_inside = True
+        self.inside[stay.request_id] = stay
         with self.blamed(stay.request_id):
             try:
                 admit()
@@ -156,11 +156,25 @@ class GuardedStage:
         """Take a request out of the stage, if that has it."""
         if not stay.is_inside:
             return
-        del self.inside[stay.request_id]
+        self._abort(stay.request_id)
+        self.inside.pop(stay.request_id, None)
         stay.is_inside = False
         self._lost.pop(stay.request_id, None)
+
+    def drop_all(self) -> None:
+        """Take all requests out of the stage, whatever state an exception left."""
+        inside, self.inside = self.inside, {}
+        self._lost, self._raised = {}, None
+        for stay in inside.values():
+            stay.is_inside = False
+            self._abort(stay.request_id)
+        if not self._broken.is_broken and self.stage.has_unfinished_requests:
+            self._broken.note(RuntimeError("it holds requests that are over"))
+        self.recover()
+
+    def _abort(self, request_id: str) -> None:
         try:
-            self.stage.abort(stay.request_id)
+            self.stage.abort(request_id)
         except Exception as error:  # the request is over either way; the stage may be as well
             if not self._broken.is_broken:
                 self._broken.note(error, after=self._raised)

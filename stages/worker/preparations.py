@@ -166,12 +166,17 @@ class Preparations(Generic[T]):
             while self._waiting and not self.has_ready:
                 self._changed.wait(self.time_to_ready)
 
-    def close(self) -> None:
-        """Forget all, and wait for what is being made. May be called again, from any thread."""
+    def clear(self) -> None:
+        """Forget all; what is being made is not waited for."""
         with self._changed:
             self._waiting.clear()
             self._done.clear()
             self._groups.clear()
+
+    def close(self) -> None:
+        """Forget all, and wait for what is being made. May be called again, from any thread."""
+        self.clear()
+        with self._changed:
             lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
             # The garbage collector may have brought one of its threads here.

@@ -50,6 +50,10 @@ class StageLink(ABC):
         """
         return None
 
+    @abstractmethod
+    def drop_all(self) -> None:
+        """Let go of all requests, whatever state an exception left; no event about them follows."""
+
     @property
     @abstractmethod
     def has_work(self) -> bool:

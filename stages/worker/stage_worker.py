@@ -155,6 +155,13 @@ class StageWorker(StageLink):
         """See :class:`~stages.worker.stage_link.StageLink`."""
         return self._guarded.mend()
 
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        self._stays, self._news = {}, []
+        if self._preparations is not None:
+            self._preparations.clear()
+        self._guarded.drop_all()
+
     def _enter(self, enter: Enter) -> None:
         cutters = {
             edge.consumer: ChunkCutter.at(

@@ -53,6 +53,11 @@ class TracedWorker(StageWorker):
         news = self._news[num_news:]
         self._tracer.worked(start_s, time.monotonic(), news, self._stays)
 
+    def drop_all(self) -> None:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
+        super().drop_all()
+        self._tracer = StageTracer(self.stage)
+
     def traces(self) -> list[Traced]:
         """See :class:`~stages.worker.stage_link.StageLink`; kept until there is other news."""
         if not self._news and self._tracer.num_events < _MOST_EVENTS:

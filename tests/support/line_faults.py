@@ -16,6 +16,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("engine", "prefix_cache", "stages")
 
 _RETURN_VALUE = dis.opmap["RETURN_VALUE"]
+_LOAD_CONST, _SWAP = dis.opmap["LOAD_CONST"], dis.opmap["SWAP"]
 
 Event = tuple[CodeType, int]
 """A line, or a bytecode by its place, of a function."""
@@ -31,13 +32,15 @@ class LineFault:
 
     No exception is raised where a function is about to return its value: Python delivers signals
     when a function begins, at a loop's turn and after calls, and nothing is allocated there. What
-    was to be returned would be lost, and nobody could tell.
+    was to be returned would be lost, and nobody could tell. Nor where the block of a ``with`` ends,
+    before what closes it is called: locks would be held for ever.
 
     Args:
         nth: which line, from 0; -1 notes all lines and raises nothing.
         error: what is raised.
         bytecodes: count bytecodes instead of lines, as a signal may come between any two.
         folders: of the repository, whose files count.
+        at: count this line alone.
 
     Attributes:
         events: what ran, in order, if nothing is to be raised.
@@ -52,10 +55,12 @@ class LineFault:
         *,
         bytecodes: bool = False,
         folders: Sequence[str] = _FOLDERS,
+        at: Event | None = None,
     ) -> None:
         self._folders = tuple(f"{_ROOT / name}/" for name in folders)
         self._nth = nth
         self._error = error
+        self._at = at
         self._event = "opcode" if bytecodes else "line"
         self.events: list[Event] = []
         self.num_events = 0
@@ -81,7 +86,13 @@ class LineFault:
         return self._event == "opcode" and code[frame.f_lasti] == _RETURN_VALUE
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == self._event and self.place is None and not self._is_return(frame):
+        if (
+            event == self._event
+            and self.place is None
+            and not (self._is_return(frame) or _ends_with_block(frame))
+        ):
+            if self._at is not None and (frame.f_code, frame.f_lineno) != self._at:
+                return self._line
             if self._nth < 0:
                 where = frame.f_lasti if event == "opcode" else frame.f_lineno
                 self.events.append((frame.f_code, where))
@@ -93,6 +104,14 @@ class LineFault:
                 raise self._error(f"a fault on purpose at {self.place}")
             self.num_events += 1
         return self._line
+
+
+def _ends_with_block(frame: FrameType) -> bool:
+    """Whether ``__exit__(None, None, None)`` is about to be called."""
+    code = frame.f_code.co_code[frame.f_lasti :]
+    if code[0] == _SWAP:  # below what the function returns from inside the block
+        code = code[2:]
+    return code[0] == _LOAD_CONST and code[0:2] == code[2:4] == code[4:6]
 
 
 def choose_events(

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
+from engine.interface.described_error import described
 from engine.interface.log_fields import LogFields, package_logger
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput
@@ -226,6 +227,12 @@ class PipelineHost:
         self._untold.append(self._shortener.shorten(number, output))
 
     def _end_turn(self) -> None:
+        try:
+            self._tell_turn()
+        except Exception as error:  # some outputs may be lost
+            self._give_up(f"it could not hand on its outputs: {described(error)}")
+
+    def _tell_turn(self) -> None:
         self._num_turns += 1
         if self._has_given_up:  # whoever is still waiting is told why by the user's side
             return
