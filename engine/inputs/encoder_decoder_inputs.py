@@ -13,6 +13,7 @@ from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt
 from engine.interface.prompts import (
+    ChatPrompt,
     CodecPrompt,
     DecoderPrompt,
     EncoderPrompt,
@@ -70,6 +71,8 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         Raises:
             ValueError: as there, of either prompt; or they do not go together.
         """
+        if isinstance(prompt, ChatPrompt) and not self._text_is_for_decoder:
+            prompt = self._encoder_inputs.of_chat(prompt)
         refuse_items(prompt)
         encoder, decoder = self._split(prompt)
         entry: EncoderInput | None = None

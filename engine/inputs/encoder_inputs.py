@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.inputs.fit_check import check_encoder_prompt
 from engine.inputs.input_windows import InputWindows
+from engine.inputs.multimodal_data import items_of
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.media_limits import MediaLimits
@@ -86,6 +87,14 @@ class EncoderInputMaker(ABC):
         Raises:
             ValueError: the prompt is of another kind, empty, too long, or cannot be read.
         """
+
+    def of_chat(self, chat: ChatPrompt) -> EncoderPrompt:
+        """What the encoder gets of a chat: by default its text.
+
+        Raises:
+            ValueError: the chat holds what the model cannot take.
+        """
+        return chat
 
     def make_windows(
         self, prompt: EncoderPrompt | None, *, cache_salt: str | None
@@ -181,6 +190,23 @@ class AudioEncoderInputs(EncoderInputMaker):
         self._reader = SampleReader.of(extractor, limits)
         self._window = int(extractor.n_samples)
 
+    def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
+        """The one sound of a chat without words.
+
+        Raises:
+            ValueError: the chat holds anything else.
+        """
+        counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
+        if _has_words(chat) or counts != {"audio": 1}:
+            got = [f"{count} {modality}" for modality, count in counts.items()]
+            got += ["text"] if _has_words(chat) else []
+            raise ValueError(
+                f"this model's encoder takes {self.takes}, of a chat one sound without words; got "
+                f"{' and '.join(got) or 'nothing'}"
+            )
+        (sound,) = chat.multi_modal_data["audio"]
+        return sound if isinstance(sound, AudioPrompt) else AudioPrompt(sound)  # type: ignore[arg-type]
+
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
         """Read, resample and extract.
 
@@ -265,6 +291,17 @@ class ImageEncoderInputs(EncoderInputMaker):
         return self._of_features(
             {name: features[name][0] for name in self._feature_names}, cache_salt
         )
+
+
+def _has_words(chat: ChatPrompt) -> bool:
+    messages: Sequence[object] = chat.messages  # of a user, and may be anything
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else message
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        if any(str(text).strip() for text in texts if text is not None):
+            return True
+    return False
 
 
 def features_hash(

@@ -106,6 +106,8 @@ class TextPrompt:
 class ChatPrompt:
     """Chat messages that the checkpoint's chat template turns into text.
 
+    To a speech model, one sound without words is an :class:`AudioPrompt`.
+
     Attributes:
         messages: each with ``role`` and ``content``, oldest first. The content is text, or a list
             of parts, such as ``{"type": "image"}`` and ``{"type": "text", "text": ...}``, where

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import CodecPrompt, FinishReason, Prompt, SpeechPrompt, Waveform
+from engine import ChatPrompt, CodecPrompt, FinishReason, Prompt, SpeechPrompt, Waveform
 from stages import Stage, StageInputs, StageOutput, StageRequest, StageStats
 
 __all__ = ["FakeSpeechStage", "Talker", "Thinker", "Vocoder"]
@@ -269,6 +269,8 @@ class Thinker(FakeSpeechStage):
     makes = ("hidden_states", "token_embeds", "position_ids")
 
     def read(self, prompt: Prompt) -> tuple[Sequence[int], Sequence[int], bool]:
+        if isinstance(prompt, ChatPrompt):
+            prompt = "".join(message["content"] for message in prompt.messages)
         assert isinstance(prompt, str)
         return list(prompt.encode()), list(prompt.encode()), True
 

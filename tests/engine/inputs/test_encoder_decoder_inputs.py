@@ -14,6 +14,7 @@ from transformers import BartConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from engine import (
     AudioPrompt,
+    ChatPrompt,
     EmbedsPrompt,
     ExplicitEncoderDecoderPrompt,
     ImagePrompt,
@@ -266,6 +267,37 @@ def test_what_a_text_to_text_model_cannot_take_is_refused(kind: str, bart: Famil
 def test_text_is_refused_by_a_speech_model(prompt: Prompt, whisper: Family) -> None:
     with pytest.raises(ValueError, match="encoder takes audio .* but the encoder prompt is t"):
         whisper.request(prompt)
+
+
+@pytest.mark.parametrize("content", [[{"type": "audio"}], [{"type": "audio"}, {"text": " "}], ""])
+def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family) -> None:
+    asked = AudioPrompt(tone(0.1), language="en")
+    expected = whisper.request(asked)
+    chat = ChatPrompt(({"role": "user", "content": content},), {"audio": [asked]})
+    found = whisper.request(chat)
+    assert found.token_ids == expected.token_ids
+    assert found.encoder_input is not None and expected.encoder_input is not None
+    assert found.encoder_input.content_hash == expected.encoder_input.content_hash
+    plain = ChatPrompt(chat.messages, {"audio": [tone(0.1)]})
+    assert whisper.request(plain).encoder_input.content_hash == expected.encoder_input.content_hash
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "got"),
+    [
+        ([{"type": "text", "text": "What?"}], {"audio": ["a.wav"]}, "1 audio and text"),
+        ("What?", {}, "got text"),
+        ([], {"audio": ["a.wav", "b.wav"]}, "got 2 audio"),
+        ([], {"audio": ["a.wav"], "image": ["a.png"]}, "got 1 image and 1 audio"),
+        ([], {}, "got nothing"),
+        (3, {"audio": ["a.wav"]}, "got 1 audio and text"),
+    ],
+)
+def test_a_chat_that_is_more_than_a_sound_is_refused_by_a_speech_model(
+    words: Any, shown: Any, got: str, whisper: Family
+) -> None:
+    with pytest.raises(ValueError, match=f"of a chat one sound without words; .*{got}"):
+        whisper.request(ChatPrompt(({"role": "user", "content": words},), shown))
 
 
 @pytest.mark.parametrize(

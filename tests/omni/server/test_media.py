@@ -17,12 +17,13 @@ import openai
 import pytest
 import soundfile
 
-from omni import ChatPrompt, OmniRequest
+from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
 from omni.server.serving import url_fetcher
 from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from omni.server.serving.url_fetcher import UrlFetcher
+from tests.support.fake_speech_kind import fake_speech
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, picture, sound
@@ -90,6 +91,16 @@ def test_what_is_heard_can_be_asked_as_a_transcription(media: LiveServer, client
     assert (
         answer.text == in_python(media, "omni_speech", OmniRequest(prompt)).stages["thinker"].text
     )
+
+
+def test_a_cascade_is_asked_by_voice(media: LiveServer, client: Any):
+    model = "transcribe_then_summarize"
+    heard_only = [{"role": "user", "content": question()[0]["content"][:1]}]
+    answer = client.chat.completions.create(model=model, messages=heard_only)
+    expected = in_python(media, model, OmniRequest(AudioPrompt(sound()))).stages
+    assert answer.choices[0].message.content == expected["summarizer"].text != ""
+    with pytest.raises(openai.BadRequestError, match="one sound without words; got 1 audio and te"):
+        client.chat.completions.create(model=model, messages=question())
 
 
 def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any):
@@ -488,3 +499,12 @@ def test_what_a_model_cannot_do_is_told(client: Any):
 
 def test_nothing_is_left_of_all_that(media: LiveServer, tmp_path: Path):
     media.check_nothing_is_left()
+
+
+def test_a_stage_whose_voice_has_no_name_speaks():
+    asked = {"model": "fake_speech", "input": "Hello.", "response_format": "wav"}
+    with LiveServer([fake_speech({"kind": "inline"})]) as server:
+        create = server.client().audio.speech.create
+        one, other = (create(**asked, voice=each).read() for each in ("alloy", "verse"))
+    samples, _ = soundfile.read(io.BytesIO(one))
+    assert len(samples) and one == other
