@@ -18,7 +18,7 @@ from prefix_cache.blocks.block_hash import (
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import PageArena
-from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
+from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks, PrefixMiss
 from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrity
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats
@@ -89,6 +89,7 @@ __all__ = [
     "PageCopy",
     "PagedMemory",
     "PendingBlocks",
+    "PrefixMiss",
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",
     "SlidingWindowSpec",

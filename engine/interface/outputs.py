@@ -59,12 +59,15 @@ class RequestMetrics:
         first_token_s: from arrival to the first generated token.
         total_s: from arrival to the end.
         num_preemptions: how often it had to give its blocks back.
+        prefix_miss: in a word, why no more of its prompt was hit in the prefix cache; see
+            :data:`prefix_cache.PrefixMiss`. None if all that can be hit was, or nothing is cached.
     """
 
     queue_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
     num_preemptions: int = 0
+    prefix_miss: str | None = None
 
 
 class WindowStart(NamedTuple):

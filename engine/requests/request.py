@@ -19,7 +19,13 @@ from engine.requests.prompt_positions import PromptPositions
 from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampler import SamplingState
 from engine.text.stop_checker import CompletionText
-from prefix_cache import BlockHash, ContentSpan, EncoderBlocks, extend_block_hashes
+from prefix_cache import (
+    BlockHash,
+    ContentSpan,
+    EncoderBlocks,
+    PrefixMiss,
+    extend_block_hashes,
+)
 
 __all__ = ["Request", "RequestStatus", "RequestTimes"]
 
@@ -42,7 +48,7 @@ class RequestTimes:
     first_token: float | None = None
     finished: float | None = None
 
-    def metrics(self, num_preemptions: int) -> RequestMetrics:
+    def metrics(self, num_preemptions: int, prefix_miss: PrefixMiss | None) -> RequestMetrics:
         """The same as durations since the arrival."""
 
         def since_arrival(moment: float | None) -> float | None:
@@ -53,6 +59,7 @@ class RequestTimes:
             first_token_s=since_arrival(self.first_token),
             total_s=since_arrival(self.finished),
             num_preemptions=num_preemptions,
+            prefix_miss=prefix_miss,
         )
 
 
@@ -92,6 +99,7 @@ class Request:
         prompt_choice: how the prompt goes on, until the model has chosen; None: it is known whole.
         alone_until: it shares no step before so many tokens are computed: a shared one failed.
         block_hashes: of the blocks whose tokens and rows are all known; extended on demand.
+        prefix_miss: why no more of it was cached when it was first let in.
     """
 
     request_id: str
@@ -121,6 +129,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
+    prefix_miss: PrefixMiss | None = None
     num_preemptions: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
 

@@ -135,6 +135,7 @@ class RequestGroup:
             encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
             encoder_prompt=None if encoder is None else encoder.text,
             metrics=slowest.metrics(
-                sum(completion.request.num_preemptions for completion in self.completions)
+                sum(completion.request.num_preemptions for completion in self.completions),
+                first.prefix_miss,
             ),
         )

@@ -178,5 +178,7 @@ class Admission:
         self.queues.start(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = prefix.num_tokens
+            is_salted = request.cache_salt is not None and not prefix.num_tokens
+            request.prefix_miss = "salt" if is_salted and prefix.miss == "unseen" else prefix.miss
         step.add(request, share, runs_encoder=not prefix.encoder_cached)
         return True

@@ -123,7 +123,9 @@ def describe_stage(
     if "audio" in wanted and output.audio is not None:
         line["audio"] = sound(output.audio)
     line["metrics"] = {
-        name: round(value, 6) for name, value in asdict(output.metrics).items() if value is not None
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(output.metrics).items()
+        if value is not None
     }
     return line
 

@@ -21,6 +21,7 @@ class StageTime:
         num_cached_tokens: of these, those that the cache saved computing.
         num_tokens: generated.
         num_preemptions: how often it had to give its blocks back.
+        prefix_miss: why no more of its input was cached; see :class:`engine.RequestMetrics`.
     """
 
     stage: str
@@ -32,3 +33,4 @@ class StageTime:
     num_cached_tokens: int = 0
     num_tokens: int = 0
     num_preemptions: int = 0
+    prefix_miss: str | None = None

@@ -111,6 +111,7 @@ class LiveRequest:
             num_cached_tokens=output.num_cached_tokens,
             num_tokens=num_items(output, "token_ids"),
             num_preemptions=metrics.num_preemptions,
+            prefix_miss=metrics.prefix_miss,
         )
         self.has_new_times = True
 

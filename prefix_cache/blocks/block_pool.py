@@ -20,6 +20,7 @@ stay while requests hold them, and are found again when the newest is evicted::
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -34,6 +35,8 @@ __all__ = ["HIGH_PRIORITY", "LOW_PRIORITY", "BlockPool"]
 LOW_PRIORITY = 0
 """For content that a later hit hardly needs: it is evicted before all other content."""
 HIGH_PRIORITY = 1
+_MOST_EVICTED = 2**16
+"""Hashes of evicted blocks that are remembered, those of about a million tokens."""
 
 
 class BlockPool:
@@ -56,6 +59,7 @@ class BlockPool:
         self.arenas = tuple(arenas)
         self.older: dict[tuple[int, BlockHash], list[KVCacheBlock]] = {}
         self.num_evictions = 0
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
         self._arena_of = {g: arena for arena in self.arenas for g in arena.groups}
         self.hash_tables: dict[int, dict[BlockHash, KVCacheBlock]] = {g: {} for g in self._arena_of}
 
@@ -112,6 +116,10 @@ class BlockPool:
     def lookup(self, group_id: int, block_hash: BlockHash) -> KVCacheBlock | None:
         """Find a block by content. No reference is taken: valid until the next allocation."""
         return self.hash_tables[group_id].get(block_hash)
+
+    def was_evicted(self, block_hash: BlockHash) -> bool:
+        """Whether a block of this content is known to have been evicted; one may be there again."""
+        return block_hash in self._evicted
 
     def can_allocate(self, needs: Mapping[int, int], revived: Iterable[KVCacheBlock] = ()) -> bool:
         """Whether :meth:`allocate` would succeed. Changes nothing.
@@ -250,6 +258,7 @@ class BlockPool:
             for block in blocks:
                 block.block_hash = None
         self.older.clear()
+        self._evicted.clear()
 
     def _release_one_of_several(
         self, block: KVCacheBlock, block_hash: BlockHash, priority: int
@@ -288,6 +297,9 @@ class BlockPool:
         for old in evicted:
             if old.block_hash is not None:
                 self._forget_newest(old.group_id, old.block_hash)
+                self._evicted[old.block_hash] = None
+                if len(self._evicted) > _MOST_EVICTED:
+                    self._evicted.popitem(last=False)
                 old.block_hash = None
                 self.num_evictions += 1
         return block

@@ -137,7 +137,7 @@ class KVCacheManager:
             encoder: the request's encoder sequence; found whole or not at all.
         """
         if not self._enable_prefix_caching:
-            return self._finder.nothing(encoder_cached=encoder is None)
+            return self._finder.nothing("off", encoder_cached=encoder is None)
         return self._finder.find(block_hashes, num_tokens, encoder)
 
     def clip_chunk(self, request_id: str, start: int, num_tokens: int, total: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
+from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks, PrefixMiss
 from prefix_cache.kv_cache.mirrored_outputs import MirroredOutputs
 from prefix_cache.kv_cache.pending_blocks import PendingBlocks
 from prefix_cache.layer_types.chunk_stops import ChunkStops
@@ -32,10 +32,10 @@ class PrefixFinder:
         self._pending = pending
         self._block_size = coordinator.block_size
 
-    def nothing(self, *, encoder_cached: bool) -> CachedPrefix:
+    def nothing(self, miss: PrefixMiss, *, encoder_cached: bool) -> CachedPrefix:
         """The prefix of a request of which nothing is found."""
         blocks = ((),) * len(self._coordinator.managers)
-        return CachedPrefix(blocks, 0, in_flight=False, encoder_cached=encoder_cached)
+        return CachedPrefix(blocks, 0, in_flight=False, encoder_cached=encoder_cached, miss=miss)
 
     def find(
         self, block_hashes: Sequence[BlockHash], num_tokens: int, encoder: EncoderBlocks | None
@@ -68,10 +68,11 @@ class PrefixFinder:
     def _find_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> CachedPrefix:
         max_num_tokens = num_tokens - 1
         if max_num_tokens < 1:
-            return self.nothing(encoder_cached=True)
+            return self.nothing("short", encoder_cached=True)
         blocks = self._coordinator.find_longest_cache_hit(block_hashes, max_num_tokens)
         num_valid = self._outputs.num_valid_blocks(blocks)
-        if num_valid < len(blocks[self._outputs.group_id]):
+        lacks_rows = num_valid < len(blocks[self._outputs.group_id])
+        if lacks_rows:
             # Asked again, not cut: other groups may have no hit of just this length.
             blocks = self._coordinator.find_longest_cache_hit(
                 block_hashes, num_valid * self._block_size
@@ -81,7 +82,21 @@ class PrefixFinder:
         in_flight = num_hit_blocks < end and block_hashes[num_hit_blocks] in self._pending
         num_hit_tokens = num_hit_blocks * self._block_size
         stops = self._plan_stops(block_hashes, num_tokens, num_hit_tokens)
-        return CachedPrefix(blocks, num_hit_tokens, in_flight, stops)
+        miss = self._miss(block_hashes, num_hit_blocks, end, lacks_rows=lacks_rows)
+        return CachedPrefix(blocks, num_hit_tokens, in_flight, stops, miss=miss)
+
+    def _miss(
+        self, block_hashes: Sequence[BlockHash], num_hit_blocks: int, end: int, *, lacks_rows: bool
+    ) -> PrefixMiss | None:
+        """Why a hit ends before a block; ``end`` is that before which hits end at the latest."""
+        pool = self._coordinator.pool
+        following = block_hashes[num_hit_blocks : num_hit_blocks + 1]
+        is_cached = self._outputs.num_blocks_found(following) > 0
+        if num_hit_blocks == end:
+            return "last_token" if is_cached else "short" if end == 0 else None
+        if is_cached:
+            return "rows" if lacks_rows else "group"
+        return "evicted" if pool.was_evicted(following[0]) else "unseen"
 
     def _with_encoder(self, prefix: CachedPrefix, encoder: EncoderBlocks) -> CachedPrefix:
         blocks = list(prefix.blocks)

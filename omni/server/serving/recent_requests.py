@@ -74,6 +74,7 @@ class RequestRecord:
             "cached_tokens": time.num_cached_tokens,
             "tokens": time.num_tokens,
             "preemptions": time.num_preemptions,
+            "prefix_miss": time.prefix_miss,
         }
 
     def _since(self, time_s: float | None) -> float | None:
