@@ -152,8 +152,17 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     def _engine_prompt(self, request: StageRequest) -> Prompt:
         return request.prompt if self._layout is None else _written(request.prompt, self._layout)
 
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse all but ``truncate_prompt_tokens``; see :class:`~stages.stage.Stage`."""
+        if not params.only_truncates:
+            raise ValueError(
+                "it generates no tokens, so truncate_prompt_tokens is all that it takes of the "
+                "sampling parameters"
+            )
+        self.engine.check_sampling(params)
+
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
-        return self._params
+        return self._params if request.sampling is None else request.sampling
 
     def _stage_output(self, output: RequestOutput | EncoderOutput) -> StageOutput:
         from engine.encoder.pooling import pool  # only here, as in the constructor

@@ -276,22 +276,22 @@ class Stage(ABC):
         """The parameters of one request: an object as it is, fields laid over the stage's own.
 
         Raises:
-            ValueError: the stage samples nothing, or a field is unknown or out of range.
+            ValueError: a field is unknown or out of range.
         """
-        own = self.sampling
-        if own is None:
-            raise ValueError("it generates no tokens, so it takes no sampling parameters")
         if isinstance(override, SamplingParams):
             return override
+        own = self.sampling or SamplingParams(max_tokens=0)
         return SamplingParams.model_validate(own.model_dump() | dict(override))
 
-    def check_sampling(self, params: SamplingParams) -> None:  # noqa: B027
+    def check_sampling(self, params: SamplingParams) -> None:
         """Refuse parameters that no request could run with here, before any stage has begun.
 
         Raises:
             ValueError: the stage's model cannot do what they ask for. One that is a
                 :class:`~engine.interface.placed_error.PlacedError` names the field.
         """
+        if self.sampling is None:
+            raise ValueError("it generates no tokens, so it takes no sampling parameters")
 
     @abstractmethod
     def add_request(self, request: StageRequest) -> None:

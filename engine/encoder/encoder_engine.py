@@ -19,7 +19,7 @@ from engine.encoder.encoder_request import EncoderRequest
 from engine.encoder.pooling import Pooling, pool, resolve_pooling
 from engine.inputs.fit_check import InputLimits, check_whole_input
 from engine.inputs.multimodal_data import refuse_items
-from engine.inputs.prompt_tokens import resolve_prompt
+from engine.inputs.prompt_tokens import resolve_prompt, truncated
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.described_error import described
@@ -27,6 +27,7 @@ from engine.interface.engine import Admit, Engine, Prepare
 from engine.interface.log_fields import package_logger
 from engine.interface.new_request import NewRequest
 from engine.interface.outputs import EncoderOutput
+from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint
 from engine.resources.device import resolve_device, resolve_dtype
@@ -131,12 +132,27 @@ class EncoderEngine(Engine[EncoderOutput]):
 
         return prepare
 
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Refuse all parameters but ``truncate_prompt_tokens``.
+
+        Raises:
+            ValueError: there are others, or more tokens are to be kept than the model takes.
+        """
+        if not params.only_truncates:
+            super().check_sampling(params)
+        if params.truncate_prompt_tokens is not None:
+            self._limits.num_kept_tokens(params)
+
     def _is_live(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def _request(self, new: NewRequest, arrival_index: int) -> EncoderRequest:
         refuse_items(new.prompt)
-        token_ids, embeds = resolve_prompt(new.prompt, self.tokenizer, self._limits)
+        prompt, params = new.prompt, new.sampling
+        if params is not None and params.truncate_prompt_tokens is not None:
+            kept = self._limits.num_kept_tokens(params)
+            prompt = truncated(prompt, self.tokenizer, self._limits, kept, keeps_end=False)
+        token_ids, embeds = resolve_prompt(prompt, self.tokenizer, self._limits)
         budget, usable_tokens = self.config.max_num_batched_tokens, self.memory_plan.num_tokens
         check_whole_input(len(token_ids), budget, usable_tokens)
         spans: tuple[ContentSpan, ...] = ()

@@ -65,6 +65,22 @@ class InputLimits:
                 f"{self.max_model_len}; shorten the prompt or raise max_model_len"
             )
 
+    def num_kept_tokens(self, params: SamplingParams) -> int:
+        """How many tokens of a prompt ``truncate_prompt_tokens`` keeps.
+
+        Raises:
+            PlacedError: they are more than the model takes, or ``max_tokens`` leaves no room.
+        """
+        asked, longest = params.truncate_prompt_tokens, self.max_model_len
+        kept = longest - params.max_tokens if asked is None or asked < 0 else asked
+        if 0 < kept <= longest:
+            return kept
+        beside = f" and max_tokens {params.max_tokens}" if kept <= 0 else ""
+        raise PlacedError(
+            ("truncate_prompt_tokens",),
+            f"truncate_prompt_tokens is {asked}, but max_model_len is {longest}{beside}",
+        )
+
     def check_chars(self, num_chars: int) -> None:
         """Refuse a text that is too long to be read; ``ValueError``."""
         if num_chars > self.max_prompt_chars:

@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.inputs.fit_check import FitCheck
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
+from engine.inputs.prompt_tokens import truncated
 from engine.interface.new_request import NewRequest
+from engine.interface.placed_error import PlacedError
 from engine.interface.prompts import Prompt
 from engine.interface.request_seeds import RequestSeeds
 from engine.interface.sampling_params import SamplingParams
@@ -99,8 +101,9 @@ class InputProcessor:
                 ids, shows images that cannot be read or to a model that sees none, or could never
                 fit the pool; or the parameters ask for what the checkpoint cannot do.
         """
-        content = self._prompts.process(new.prompt, cache_salt=new.cache_salt)
         params = self._with_suppressed(new.sampling or SamplingParams())
+        prompt = self._truncated(new.prompt, params)
+        content = self._prompts.process(prompt, cache_salt=new.cache_salt)
         make = self._maker(content, params, new)
         sampling = self._sampling_state(
             params,
@@ -118,6 +121,22 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def _truncated(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        if params.truncate_prompt_tokens is None:
+            return prompt
+        num_tokens, limits = self._num_kept_tokens(params), self._fit_check.limits
+        # As in vLLM: an answer follows the end of a prompt, an embedding begins with its beginning.
+        keeps_end = params.max_tokens > 0
+        return truncated(prompt, self._tokenizer, limits, num_tokens, keeps_end=keeps_end)
+
+    def _num_kept_tokens(self, params: SamplingParams) -> int:
+        if self._prompts.is_encoder_decoder:
+            raise PlacedError(
+                ("truncate_prompt_tokens",),
+                "truncate_prompt_tokens: prompts of encoder-decoder models are not cut",
+            )
+        return self._fit_check.limits.num_kept_tokens(params)
 
     def _maker(
         self, content: PromptContent, params: SamplingParams, new: NewRequest
@@ -195,6 +214,8 @@ class InputProcessor:
             ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
         """
         self._fit_check.limits.requests.check_sampling(params)
+        if params.truncate_prompt_tokens is not None:
+            self._num_kept_tokens(params)
         self._sampling_state(self._with_suppressed(params))
         CompletionText(self._tokenizer, params, self._eos_token_ids)
         self._fit_check.check_head(params)

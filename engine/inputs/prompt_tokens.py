@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from operator import index
 from typing import SupportsIndex, TypeAlias
@@ -36,6 +37,7 @@ __all__ = [
     "first_ids",
     "resolve_prompt",
     "tokenize",
+    "truncated",
 ]
 
 
@@ -100,6 +102,76 @@ def tokenize(
         add_special_tokens=add_special_tokens,
         seconds=limits.requests.tokenizer_seconds,
     )
+
+
+def truncated(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    limits: InputLimits,
+    num_tokens: int,
+    *,
+    keeps_end: bool,
+) -> Prompt:
+    """Cut a prompt to some of its tokens; the special ones that a tokenizer adds are kept.
+
+    ::
+
+        tokens      [CLS] 7 8 9 4 5 [SEP]
+        4 of them   [CLS] 7 8 [SEP]          or, of the end, [CLS] 4 5 [SEP]
+
+    Args:
+        prompt: of text, chat messages, token ids or embeddings.
+        tokenizer: of the checkpoint, or None.
+        limits: of a longer text no more than ``max_prompt_chars`` are read, from the kept end.
+        num_tokens: how many are kept.
+        keeps_end: whether the last ones are kept.
+
+    Raises:
+        ValueError: the prompt is of another form, shows items, or cannot be tokenized.
+    """
+    if getattr(prompt, "multi_modal_data", None):
+        raise ValueError("truncate_prompt_tokens: a prompt with images or sound is not cut")
+    kept = slice(-num_tokens, None) if keeps_end else slice(num_tokens)
+    if isinstance(prompt, EmbedsPrompt):
+        rows: object = prompt.prompt_embeds  # of a user, and may be anything
+        return EmbedsPrompt(rows[kept]) if isinstance(rows, Tensor) and rows.ndim else prompt
+    if isinstance(prompt, TokensPrompt):
+        ids = tuple(first_ids(prompt.prompt_token_ids, limits.max_prompt_chars))
+        return TokensPrompt(ids[kept])  # type: ignore[arg-type]  # checked by resolve_prompt
+    if not isinstance(prompt, WrittenPrompt):
+        raise ValueError(
+            "truncate_prompt_tokens: only text, chat messages, token ids and embeddings are cut, "
+            f"not a {type(prompt).__name__}"
+        )
+    read = slice(-limits.max_prompt_chars, None) if keeps_end else slice(limits.max_prompt_chars)
+    if isinstance(prompt, str):
+        prompt = prompt[read]
+    elif isinstance(prompt, TextPrompt) and isinstance(prompt.prompt, str):
+        prompt = replace(prompt, prompt=prompt.prompt[read])
+    ids_of_all = tokenize(prompt, tokenizer, limits)
+    if len(ids_of_all) <= num_tokens:
+        return TokensPrompt(tuple(ids_of_all))
+    own = tokenize(prompt, tokenizer, limits, as_it_is=True)
+    return TokensPrompt(_cut_between(ids_of_all, own, num_tokens, keeps_end=keeps_end))
+
+
+def _cut_between(
+    ids: list[int], text_ids: list[int], num_tokens: int, *, keeps_end: bool
+) -> tuple[int, ...]:
+    """Cut a text's ids, and keep the special ones that stand before and after them."""
+    num_special = len(ids) - len(text_ids)
+    places = range(num_special + 1)
+    first = next((at for at in places if ids[at : at + len(text_ids)] == text_ids), None)
+    if first is None:  # what is added changes how the rest is cut into tokens
+        return tuple(ids[-num_tokens:] if keeps_end else ids[:num_tokens])
+    room = num_tokens - num_special
+    if room < 1:
+        raise ValueError(
+            f"truncate_prompt_tokens is {num_tokens}, but the tokenizer adds {num_special} special "
+            "tokens to each text"
+        )
+    kept = text_ids[-room:] if keeps_end else text_ids[:room]
+    return (*ids[:first], *kept, *ids[first + len(text_ids) :])
 
 
 def _num_chars(value: object) -> int:

@@ -45,6 +45,10 @@ class SamplingParams(Settings):
         logit_bias: numbers from -100 to 100 by token id, each added to its token's logit before
             anything else is done to it. In files ids are in quotes: {"50256": -100}.
         n: independent completions of the same prompt.
+        truncate_prompt_tokens: cut a longer prompt to so many tokens, as vLLM does: its last ones,
+            or its first ones where ``max_tokens`` is 0. Special tokens that the tokenizer adds are
+            kept. -1 keeps what ``max_model_len`` leaves beside ``max_tokens``; None refuses a
+            prompt that is too long.
     """
 
     max_tokens: int = Field(default=16, ge=0)
@@ -64,6 +68,7 @@ class SamplingParams(Settings):
     suppress_token_ids: TokenIds = ()
     logit_bias: LogitBias = TokenBias({})
     n: int = Field(default=1, ge=1)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -87,6 +92,20 @@ class SamplingParams(Settings):
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             )
         return self
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_kept(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("0 would leave nothing of the prompt; -1 keeps as much as fits")
+        return value
+
+    @property
+    def only_truncates(self) -> bool:
+        """Whether they are for a request that generates nothing: no other parameter is set."""
+        return self.model_copy(update={"truncate_prompt_tokens": None}) == SamplingParams(
+            max_tokens=0
+        )
 
     @property
     def is_greedy(self) -> bool:

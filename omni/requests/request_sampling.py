@@ -37,11 +37,11 @@ def sampling_of(
     for stage, value in stages.items():
         if stage not in own:
             raise ValueError(f"sampling.{stage}: unknown stage{suggest(stage, own)}")
-        if own[stage] is None:
-            raise ValueError(f"sampling.{stage}: this stage does not sample; leave it out")
         if not isinstance(value, Mapping):
             shown = repr(value)[:80]
             raise ValueError(f"sampling.{stage}: should be a mapping of its fields, got {shown}")
+        if own[stage] is None and value.keys() != {"truncate_prompt_tokens"}:
+            raise ValueError(f"sampling.{stage}: this stage does not sample; leave it out")
     named = sampled if fields else stages
     return {stage: _merged(stage, fields, stages.get(stage, {}), own) for stage in named}
 
@@ -59,8 +59,7 @@ def _merged(
     for_it: Mapping[str, Any],
     own: Mapping[str, SamplingParams | None],
 ) -> SamplingParams:
-    params = own[stage]
-    assert params is not None
+    params = own[stage] or SamplingParams(max_tokens=0)
     changed = params.model_dump(mode="json") | dict(for_all) | dict(for_it)
     try:
         return SamplingParams.model_validate_json(json.dumps(changed), strict=True)

@@ -151,7 +151,8 @@ def test_it_samples_nothing_and_describes_itself(make: Callable[..., EncoderStag
     stage = make("bert")
     assert stage.sampling is None
     with pytest.raises(ValueError, match="generates no tokens"):
-        stage.merge_sampling({"max_tokens": 1})
+        stage.check_sampling(stage.merge_sampling({"max_tokens": 1}))
+    stage.check_sampling(stage.merge_sampling({"truncate_prompt_tokens": 5}))
     described = stage.describe()
     assert described["engine"] == "EncoderEngine"
     assert stage.dtype == torch.float32

@@ -117,7 +117,7 @@ def test_it_tells_what_it_is(stage: GeneratorStage) -> None:
     assert described["window"] == ("4 to 32 codes (0.08 to 0.64 s), with 8 before and 4 after")
     assert not stage.has_cache
     with pytest.raises(ValueError, match="takes no sampling parameters"):
-        stage.merge_sampling({"temperature": 1.0})
+        stage.check_sampling(stage.merge_sampling({"temperature": 1.0}))
 
 
 def test_its_weights_are_those_of_its_part_of_the_file(stage: GeneratorStage, folder: str) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
 from omni.server.openai.prompt_list import PromptList, prompts_of
-from omni.server.openai.sampling_fields import TermFields
+from omni.server.openai.sampling_fields import TermFields, merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
@@ -34,6 +34,8 @@ class EmbeddingsRequest(TermFields):
         model: name of a pipeline with an encoder whose tensors the user gets.
         input: text or token ids, or a list of several of either.
         encoding_format: numbers, or base64 of float32, little-endian.
+        truncate_prompt_tokens: keep so many tokens of a longer input; see
+            :class:`~engine.SamplingParams`.
     """
 
     without_effect: ClassVar = frozenset(("user",))
@@ -42,6 +44,7 @@ class EmbeddingsRequest(TermFields):
     model: str
     input: PromptList
     encoding_format: Literal["float", "base64"] = "float"
+    truncate_prompt_tokens: int | None = None
 
 
 class _Embedding(Struct, kw_only=True):
@@ -81,8 +84,11 @@ class Embeddings:
         self._pipeline = pipeline
         self._stage = _encoding_stage(pipeline.omni.pipeline)
         self._is_base64 = body.encoding_format == "base64"
+        fields = {"truncate_prompt_tokens": body.truncate_prompt_tokens}
+        given = {} if body.truncate_prompt_tokens is None else fields
+        sampling = merge_sampling(pipeline.omni.pipeline, self._stage, given, {}, {})
         self._requests = [
-            asked(client, prompt, {}, body.terms(), index=index)
+            asked(client, prompt, sampling, body.terms(), index=index)
             for index, prompt in enumerate(prompts_of(body.input, max_prompts, "input"))
         ]
 

@@ -58,7 +58,7 @@ class SamplingFields(StageFields):
     own_fields: ClassVar[tuple[str, ...]] = (
         *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
-        *("min_tokens", "suppress_token_ids", "logit_bias"),
+        *("min_tokens", "suppress_token_ids", "logit_bias", "truncate_prompt_tokens"),
     )
     """Those that mean the same to a stage under the same name."""
 
@@ -77,6 +77,7 @@ class SamplingFields(StageFields):
     min_tokens: int | None = None
     suppress_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
 
     def given_fields(self) -> dict[str, Any]:
         """What is given of :attr:`own_fields`."""
@@ -116,13 +117,13 @@ def merge_sampling(
         told_of_stages[name] = told_of
         given = {**(fields if name == stage else {}), **others.get(name, {})}
         own = pipeline.stages[name].sampling
-        if own is None and given:
+        if own is None and given.keys() - {"truncate_prompt_tokens"}:
             raise ApiError.bad_request(
                 f"{next(iter(told_of.values()))}: the stage {name!r} does not sample",
                 param=next(iter(told_of.values())),
             )
-        if own is not None and given:
-            merged[name] = _merge(own, given, told_of)
+        if given:
+            merged[name] = _merge(own or SamplingParams(max_tokens=0), given, told_of)
     try:
         return pipeline.merge_sampling(merged)
     except PlacedError as error:

@@ -156,6 +156,15 @@ def test_every_chunk_counts_the_tokens_so_far_where_that_is_asked(
     assert last.choices == [] and last.usage.completion_tokens == 9 * num_answers
 
 
+def test_a_prompt_is_cut_to_its_end_where_that_is_asked(client: Any):
+    ids = list(range(5, 45))
+    whole = client.completions.create(model="chat", prompt=ids[-7:])
+    cut = client.completions.create(
+        model="chat", prompt=ids, extra_body={"truncate_prompt_tokens": 7}
+    )
+    assert cut.usage.prompt_tokens == 7 and cut.choices[0].text == whole.choices[0].text
+
+
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}])
 def test_no_chunk_counts_tokens_where_usage_is_not_asked_for(client: Any, options: dict[str, bool]):
     stream = client.chat.completions.create(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
-from omni import TextPrompt
+from omni import OmniRequest, TextPrompt
 from tests.support.live_server import LiveServer
 
 
@@ -48,6 +49,43 @@ def test_one_text_and_token_ids_have_embeddings_too(client: Any):
     for given in ("Once", [5, 6, 7], [[5, 6], [7]]):
         answer = client.embeddings.create(model="encode_then_generate", input=given)
         assert len(answer.data) == (2 if isinstance(given[0], list) else 1)
+
+
+def test_an_input_that_is_too_long_is_refused_or_cut_where_that_is_asked(
+    embedding: LiveServer, client: Any
+):
+    text = "Once upon a time there was a house. " * 400
+    create = client.embeddings.create
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as error:
+        create(model="encode_then_generate", input=text)
+    assert error.value.param == "input"
+    longest = {"extra_body": {"truncate_prompt_tokens": -1}}
+    answer = create(model="encode_then_generate", input=[text, "Once"], **longest)
+    model = client.models.retrieve("encode_then_generate").model_dump()
+    (short,) = create(model="encode_then_generate", input="Once").data
+    assert answer.data[1].embedding == short.embedding
+    assert answer.usage.prompt_tokens > model["max_model_len"]
+    few = {"extra_body": {"truncate_prompt_tokens": 9}}
+    answer = create(model="encode_then_generate", input=text, **few)
+    assert answer.usage.prompt_tokens == 9
+    request = OmniRequest(text, sampling={"encoder": {"truncate_prompt_tokens": 9}})
+    (output,) = embedding.omni("encode_then_generate").generate([request])
+    expected = output.stages["encoder"].tensors["pooled"].numpy()
+    np.testing.assert_allclose(answer.data[0].embedding, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "message"),
+    [(10**6, "but max_model_len is"), (0, "0 would leave nothing"), (-2, "greater than or equal")],
+)
+def test_a_length_that_cannot_be_is_refused_by_its_name(client: Any, num_tokens: int, message: str):
+    with pytest.raises(openai.BadRequestError, match=message) as error:
+        client.embeddings.create(
+            model="encode_then_generate",
+            input="Once",
+            extra_body={"truncate_prompt_tokens": num_tokens},
+        )
+    assert error.value.param == "truncate_prompt_tokens"
 
 
 def test_nothing_is_left_of_all_that(embedding: LiveServer):
