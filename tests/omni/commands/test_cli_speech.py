@@ -152,9 +152,15 @@ def test_without_files_a_chat_is_text_for_any_template(tmp_path: Path) -> None:
 
 
 def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -> None:
-    result = omni("run", "transcribe_then_summarize", "--chat", "What?", *shown[:2], "-q")
+    sound, short = shown[:2], ["--set", "stages.writer.sampling.max_tokens=4"]
+    result = omni("run", "two_step", "--chat", "What?", *sound, *short, "-q")
     assert result.exit_code == 1
     assert "1 audio items" in result.stderr and "this model takes none there" in result.stderr
+    result = omni("run", "transcribe_then_summarize", "--chat", "What?", *sound, "-q")
+    assert result.exit_code == 1
+    assert "one sound without words; got 1 audio and text" in result.stderr
+    result = omni("run", "transcribe_then_summarize", "--chat", "", *sound, "-q")
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
