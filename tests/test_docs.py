@@ -20,19 +20,10 @@ from omni.commands.cli import app
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.import_graph import LAYERS, ROOT, modules
+from tests.support.pages import PAGES, README, commands, snippets
 
 DOCS = ROOT / "docs"
 REWRITE = "python -m docs.yaml_reference writes both anew"
-PAGES = sorted(DOCS.glob("*.md"))
-
-
-def snippets(language: str) -> list[tuple[str, str]]:
-    """The blocks of that language in all pages, with the names of these."""
-    return [
-        (page.name, block)
-        for page in PAGES
-        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.S | re.M)
-    ]
 
 
 def test_the_yaml_reference_is_current() -> None:
@@ -75,13 +66,16 @@ def test_a_pipeline_in_a_page_is_valid(file: str, block: str, tmp_path: Path) ->
 
 
 def test_the_example_of_the_reference_is_that_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert EXAMPLE.partition("\n")[2] in readme
+    assert EXAMPLE.partition("\n")[2] in README.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
     ("file", "block"),
-    [each for each in snippets("python") if each[0] in {"index.md", "python.md", "caches.md"}],
+    [
+        each
+        for each in snippets("python")
+        if each[0] in {"index.md", "python.md", "caches.md", "placement.md"}
+    ],
 )
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_python_in_a_page_runs(file: str, block: str, tmp_path: Path) -> None:
@@ -101,7 +95,7 @@ def test_what_a_page_imports_of_ours_is_there(file: str, block: str) -> None:
 
 def test_what_is_to_be_installed_is_there() -> None:
     """Of a checkout, and with extras that it has: no index has the package."""
-    files = [ROOT / "README.md", *PAGES, *(file for each in LAYERS for file in modules(each))]
+    files = [README, *PAGES, *(file for each in LAYERS for file in modules(each))]
     text = "\n".join(file.read_text("utf-8") for file in files)
     assert "omni-pipeline[" not in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -110,13 +104,7 @@ def test_what_is_to_be_installed_is_there() -> None:
     assert "urls" not in project  # there is no home yet
 
 
-def commands() -> list[str]:
-    blocks = "".join(block for _, block in snippets("bash")).replace("\\\n", " ")
-    lines = (re.sub(r"\s+# .*", "", line).strip() for line in blocks.splitlines())
-    return sorted({line for line in lines if line.startswith("omni ")})
-
-
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", [each for each in commands() if each.startswith("omni ")])
 def test_a_command_in_a_page_has_those_arguments(command: str) -> None:
     _, name, *arguments = shlex.split(command)
     group = typer.main.get_command(app)
@@ -135,3 +123,22 @@ def test_a_command_in_a_page_has_those_arguments(command: str) -> None:
 )
 def test_docstrings_become_markdown(docstring: str, told: str) -> None:
     assert as_markdown(docstring) == told
+
+
+def anchors(file: Path) -> set[str]:
+    """What a link to a place in a Markdown file may name."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.M)
+    named = {name for each in headings for name in re.findall(r"\{#([\w-]+)\}", each)}
+    return named | {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+)
+def test_a_link_of_a_page_beside_the_site_leads_somewhere(name: str) -> None:
+    """``mkdocs build --strict`` sees the links of the site's own pages alone."""
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / name).read_text("utf-8")):
+        file, _, anchor = target.partition("#")
+        page = ROOT / (file or name)
+        assert page.exists(), f"{name} links to {target}"
+        assert not anchor or anchor in anchors(page), f"{name} links to {target}"

@@ -16,7 +16,7 @@ from omni.commands.demo import NEXT
 from omni.commands.demo_lines import summed_up
 from omni.commands.random_demo import RANDOM_NEXT
 from omni.verification.verify_report import StageVerification, VerifyReport
-from tests.support.import_graph import ROOT
+from tests.support.pages import commands
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
@@ -79,16 +79,13 @@ def test_what_was_saved_is_told_of_stages_with_a_cache_and_never_below_nothing(
     assert said.strip().startswith("Warm caches hit 16 of 42 input tokens") and said.endswith(told)
 
 
-README = (ROOT / "README.md").read_text("utf-8")
-
-
 @pytest.mark.parametrize(
     "command",
-    # Demos are tried above, and what the README shows is run by its own test.
+    # Demos are tried above, and what the README and pages show is run by their own test.
     [
         each
         for each in (*NEXT, *RANDOM_NEXT)
-        if "demo" not in each and f"\nomni {each}\n" not in README
+        if "demo" not in each and f"omni {each}" not in commands()
     ],
 )
 def test_what_the_demo_suggests_works_as_printed(
