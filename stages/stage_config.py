@@ -297,7 +297,7 @@ def parse_stage_config(
         if not hint.endswith("?"):
             own = f"file.py:Class, or by an entry point {ENTRY_POINTS!r} of its package"
             hint += f"; one of your own is named as {own}"
-        raise PlacedError(("kind",), f"unknown kind {kind!r}{hint}")
+        raise PlacedError(("kind",), f"unknown kind {kind[:80]!r}{hint}")
     if ":" in kind:
         named = get_args(config.model_fields["kind"].annotation)
         data = data | {"kind": named[0] if named else kind}

@@ -206,6 +206,7 @@ def test_a_relative_path_starts_at_the_pipelines_file(tmp_path: Path) -> None:
         ("own.py:Literal", "kind 'own.py:Literal' is no subclass of omni.StageConfig"),
         ("own.py:as_prompt", "kind 'own.py:as_prompt' is no subclass of omni.StageConfig"),
         ("own.py:", "kind 'own.py:' must have the form"),
+        ("x" * 500, "unknown kind 'x{80}'; known are "),
         ("murmurs", "unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'"),
     ],
 )
