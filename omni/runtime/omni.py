@@ -27,8 +27,7 @@ from omni.runtime.text_pacing import check_gap
 from omni.runtime.trace import Trace
 from omni.runtime.uncollected import uncollected
 from stages import StageStats
-from stages.worker.distant_stage import DistantStage
-from stages.worker.worker_state import WorkerState
+from stages.worker.stage_link import DistantStage, WorkerState
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 

@@ -19,7 +19,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
 from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
 from stages import StageConfig
-from stages.cluster.cluster_address import find_cluster
+from stages.cluster.membership import find_cluster
 from stages.portable import import_name, portable_transform
 from stages.remote.connection import Connect
 from stages.remote.control import WorkerSpec

@@ -9,12 +9,10 @@ from omni.pipelines.pipeline import Pipeline
 from omni.runtime.trace import Trace
 from omni.runtime.traced_link import TracedLink
 from stages import Stage
-from stages.worker.distant_stage import DistantStage
 from stages.worker.messages import StreamedEdge
-from stages.worker.stage_link import LinkedStage, StageLink
+from stages.worker.stage_link import DistantStage, LinkedStage, StageLink, why_lost
+from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
-from stages.worker.traced_worker import TracedWorker
-from stages.worker.worker_state import why_lost
 
 __all__ = [
     "StageLinks",

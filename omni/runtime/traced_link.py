@@ -8,7 +8,7 @@ from omni.runtime.trace import Trace
 from stages import StageOutput
 from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved
 from stages.worker.stage_link import StageLink
-from stages.worker.transfers import num_tensor_bytes
+from stages.worker.stage_worker import num_tensor_bytes
 
 __all__ = ["TracedLink"]
 

@@ -26,7 +26,7 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 
 if TYPE_CHECKING:
-    from stages.worker.worker_state import WorkerState
+    from stages.worker.stage_link import WorkerState
 
 __all__ = ["create_app"]
 

@@ -25,9 +25,9 @@ from engine.interface.log_fields import package_logger
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes
+from stages.remote.channel import wire_codec
 from stages.remote.connection import Connection, NoPlaceError, WorkerGone
-from stages.remote.remote_bytes import RemoteBytes
-from stages.remote.wire import wire_codec
+from stages.remote.segments import RemoteBytes
 
 __all__ = ["ActorConnection", "Listener"]
 

@@ -30,9 +30,9 @@ from stages.cluster.parcels import (
     Turns,
     plain_bytes,
 )
+from stages.remote.channel import wire_codec
 from stages.remote.control import WorkerMessage, WorkerSpec
-from stages.remote.remote_bytes import RemoteBytes
-from stages.remote.wire import wire_codec
+from stages.remote.segments import RemoteBytes
 from stages.remote.worker_log import forward_log
 from stages.remote.worker_main import Build, WorkerLoop, build_stage
 from stages.stage import Stage, Transform

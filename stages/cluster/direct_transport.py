@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.interface.described_error import described
 from stages.cluster.parcels import INLINE_BYTES, plain_bytes
-from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.segments import RemoteBytes
 
 __all__ = ["Offers", "check_transport", "fetch", "fetch_home", "forget_borrowed", "is_direct"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, is_direct
 from stages.cluster.parcels import plain_bytes
-from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.segments import RemoteBytes
 
 __all__ = ["Attachments", "Household", "ObjectBytes"]
 
@@ -81,11 +81,11 @@ class ObjectBytes(RemoteBytes):
         return self._reference
 
     def array(self) -> NDArray[np.uint8]:
-        """See :class:`~stages.remote.remote_bytes.RemoteBytes`."""
+        """See :class:`~stages.remote.segments.RemoteBytes`."""
         return plain_bytes(self._found())
 
     def tensor(self) -> Tensor:
-        """See :class:`~stages.remote.remote_bytes.RemoteBytes`."""
+        """See :class:`~stages.remote.segments.RemoteBytes`."""
         found = self._found()
         return found if isinstance(found, Tensor) else torch.from_numpy(found)
 

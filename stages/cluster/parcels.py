@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.remote.remote_bytes import RemoteBytes
+from stages.remote.segments import RemoteBytes
 
 __all__ = [
     "INLINE_BYTES",

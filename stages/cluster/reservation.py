@@ -22,9 +22,9 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
+from stages.remote.channel import wire_codec
 from stages.remote.connection import Connection, NoPlaceError
 from stages.remote.control import WorkerSpec
-from stages.remote.wire import wire_codec
 
 __all__ = ["Reservation"]
 

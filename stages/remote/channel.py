@@ -1,26 +1,542 @@
-"""Messages between two processes, with the tensors that they hold in shared memory."""
+"""Messages between two processes, with the tensors that they hold in shared memory.
+
+A message is a frame on a stream socket, which arrives whole, in order, and with file descriptors::
+
+    | kind, 1 byte | number of descriptors, 2 | length, 8 | content |
+
+Exports are what this process has handed to its peer and the peer has not released; imports are what
+it has from its peer. A doorbell wakes the thread that polls the socket.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import select
 import socket
+import struct
 import threading
-from collections.abc import Callable
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.interface.log_fields import package_logger
+from stages.remote import control
 from stages.remote.codec import Codec
-from stages.remote.doorbell import Doorbell
-from stages.remote.exports import Exports
-from stages.remote.frames import MOST_FDS, Frame, FrameKind, FrameReader, FrameWriter
-from stages.remote.imports import Imports, announcement
-from stages.remote.segments import SegmentPool
+from stages.remote.segments import Place, RemoteBytes, Segment, SegmentPool, SharedBytes
+from stages.remote.worker_log import Logged
+from stages.trace_events import StageEvent, Traced
+from stages.worker import messages
 
-__all__ = ["PROTOCOL_VERSION", "Channel", "ChannelClosed", "ChannelCounters"]
+__all__ = [
+    "INLINE_BYTES",
+    "MOST_FDS",
+    "NUMBER",
+    "PROTOCOL_VERSION",
+    "Channel",
+    "ChannelClosed",
+    "ChannelCounters",
+    "Doorbell",
+    "Exports",
+    "Frame",
+    "FrameKind",
+    "FrameReader",
+    "FrameWriter",
+    "Imports",
+    "Shipment",
+    "announcement",
+    "wire_codec",
+]
+
+
+class _Pipe:
+    """Closed when the last reference to it goes, and so never while a thread writes to it."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe()
+        for fd in (self.read_fd, self.write_fd):
+            os.set_blocking(fd, False)
+            weakref.finalize(self, os.close, fd).atexit = False
+
+
+class Doorbell:
+    """A descriptor that can be read from once any thread has rung.
+
+    To ring takes no lock: it may be done by what is garbage-collected, in whatever thread, in the
+    middle of whatever it does.
+    """
+
+    def __init__(self) -> None:
+        self._pipe: _Pipe | None = _Pipe()
+        self._is_rung = False
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once it is closed."""
+        return -1 if self._pipe is None else self._pipe.read_fd
+
+    def ring(self) -> None:
+        """Wake the thread, unless it is about to look anyway. Nothing happens once it is closed."""
+        pipe = self._pipe
+        if pipe is None or self._is_rung:
+            return
+        self._is_rung = True
+        with suppress(BlockingIOError):  # it is full, and so has been rung
+            os.write(pipe.write_fd, b"\0")
+
+    def answer(self) -> None:
+        """To be called before looking: who rings from now on rings again."""
+        pipe = self._pipe
+        if pipe is not None:
+            with suppress(BlockingIOError):
+                os.read(pipe.read_fd, 4096)
+        self._is_rung = False
+
+    def close(self) -> None:
+        """Close it. May be called again."""
+        self._pipe = None
+
+
+INLINE_BYTES = 16 * 2**10
+"""Up to here a copy through the socket is cheaper than a place in shared memory."""
+
+
+class Shipment:
+    """What one message hands over, until the message is on its way.
+
+    Args:
+        pool: where tensors of this process are placed.
+        numbers: of exports; each is taken once.
+
+    Attributes:
+        items: by their numbers, what is handed over: places in the pool, and what other processes
+            have placed, which is held for the peer.
+        nbytes: of all of them.
+    """
+
+    def __init__(self, pool: SegmentPool, numbers: Iterator[int]) -> None:
+        self._pool, self._numbers = pool, numbers
+        self.items: dict[int, Place | SharedBytes] = {}
+        self.nbytes = 0
+
+    def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[Any] | None:
+        """Hand over what is large; see :data:`stages.remote.codec.Share`.
+
+        Raises:
+            MemoryError: there is no shared memory left.
+        """
+        item: Place | SharedBytes
+        if isinstance(content, SharedBytes):
+            item = content
+        elif isinstance(content, RemoteBytes):
+            return self.share(content.array())
+        elif content.nbytes <= INLINE_BYTES:
+            return None
+        else:
+            item = self._place(content)
+        number = next(self._numbers)
+        self.items[number] = item
+        self.nbytes += item.nbytes
+        return [number, item.segment.identity, item.offset, item.nbytes]
+
+    def _place(self, content: NDArray[np.uint8] | Tensor) -> Place:
+        place = self._pool.place(content.nbytes)
+        try:
+            if isinstance(content, Tensor):
+                torch.from_numpy(place.content).copy_(content)
+            else:
+                place.content[:] = content
+        except BaseException:
+            place.free()
+            raise
+        return place
+
+    def undo(self) -> None:
+        """Take all back: nothing was sent."""
+        for item in self.items.values():
+            if isinstance(item, Place):
+                item.free()
+        self.items = {}
+
+
+class Exports:
+    """What a peer has. Not thread-safe, but for :meth:`shipment`.
+
+    Args:
+        pool: of this process.
+        doorbell: rung when a segment that the peer knows is gone.
+    """
+
+    def __init__(self, pool: SegmentPool, doorbell: Doorbell) -> None:
+        self._pool, self._doorbell = pool, doorbell
+        self._numbers = itertools.count()
+        self._items: dict[int, Place | SharedBytes] = {}
+        self._known: dict[bytes, weakref.ref[Segment]] = {}
+        self._gone: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def shipment(self) -> Shipment:
+        """For a message that is being made."""
+        return Shipment(self._pool, self._numbers)
+
+    def add(self, shipment: Shipment) -> list[Segment]:
+        """Take over what a message hands over; the segments that the peer does not know yet."""
+        self._items.update(shipment.items)
+        new = {
+            item.segment.identity: item.segment
+            for item in shipment.items.values()
+            if item.segment.identity not in self._known
+        }
+        for identity, segment in new.items():
+            self._known[identity] = self._watch(segment)
+        return list(new.values())
+
+    def _watch(self, segment: Segment) -> weakref.ref[Segment]:
+        identity, gone, doorbell = segment.identity, self._gone, self._doorbell
+
+        def tell(_: object) -> None:
+            gone.append(identity)
+            doorbell.ring()
+
+        return weakref.ref(segment, tell)
+
+    def segments_gone(self) -> list[bytes]:
+        """Segments that the peer knows and that no longer exist here; each is told once."""
+        found = []
+        while self._gone:
+            identity = self._gone.popleft()
+            del self._known[identity]
+            found.append(identity)
+        return found
+
+    def release(self, content: bytes) -> None:
+        """The peer has let go of some; see :meth:`stages.remote.channel.Imports.releases`.
+
+        Raises:
+            ValueError: it did not have one.
+        """
+        if len(content) % NUMBER.size:
+            raise ValueError(f"{len(content)} bytes release exports")
+        for (number,) in NUMBER.iter_unpack(content):
+            item = self._items.pop(number, None)
+            if item is None:
+                raise ValueError(f"export {number} was released, and there is none")
+            if isinstance(item, Place):
+                item.free()
+
+    def abandon(self) -> None:
+        """Give up all places, since the peer is gone or not listened to: it may still read them."""
+        items, self._items = self._items, {}
+        for item in items.values():
+            if isinstance(item, Place):
+                item.abandon()
+        self._known.clear()
+        self._gone.clear()
+
+
+_HEADER = struct.Struct("<BHQ")
+MOST_FDS = 64
+"""In one frame; Linux lets 253 pass at once."""
+
+_PIECE = 256 * 2**10
+"""Bytes that are read at once."""
+
+_MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class FrameKind(IntEnum):
+    """What a frame holds: the first five go over channels, the rest to a zygote and back."""
+
+    HELLO = 1
+    SEGMENTS = 2
+    MESSAGE = 3
+    RELEASES = 4
+    DROPS = 5
+    START = 6
+    STARTED = 7
+    EXITED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame.
+
+    Attributes:
+        kind: what it holds.
+        content: its bytes.
+        fds: descriptors beside them; of a frame that came, they are the receiver's.
+    """
+
+    kind: FrameKind
+    content: bytes
+    fds: tuple[int, ...] = ()
+
+
+class FrameWriter:
+    """Frames that wait to be sent over a socket that does not block. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._waiting: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self.queued_bytes = 0
+
+    def put(self, kind: FrameKind, content: bytes, fds: Sequence[int] = ()) -> None:
+        """Queue a frame; its descriptors must stay open until it is sent."""
+        header = _HEADER.pack(kind, len(fds), len(content))
+        self.queued_bytes += len(header) + len(content)
+        # A copy of a large content costs more than a call of the system.
+        if len(content) <= _PIECE:
+            self._waiting.append((memoryview(header + content), tuple(fds)))
+        else:
+            self._waiting.append((memoryview(header), tuple(fds)))
+            self._waiting.append((memoryview(content), ()))
+
+    def flush(self) -> bool:
+        """Send what can be sent without waiting; whether that is all.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        while self._waiting:
+            content, fds = self._waiting[0]
+            beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            try:
+                sent = self._sock.sendmsg([content], beside)
+            except BlockingIOError:
+                return False
+            self.queued_bytes -= sent
+            if sent == len(content):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = (content[sent:], ())
+        return True
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+        self.queued_bytes = 0
+
+
+class FrameReader:
+    """Puts frames together as they come in. Not thread-safe.
+
+    Args:
+        sock: that does not block.
+        max_bytes: of a frame's content.
+    """
+
+    def __init__(self, sock: socket.socket, max_bytes: int) -> None:
+        self._sock, self._max_bytes = sock, max_bytes
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+
+    def receive(self) -> bool:
+        """Take in what is there; False at the end.
+
+        Raises:
+            OSError: the connection is broken, or descriptors could not be received.
+        """
+        try:
+            piece, beside, flags, _ = self._sock.recvmsg(
+                _PIECE, socket.CMSG_SPACE(MOST_FDS * array("i").itemsize), _MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return True
+        for level, kind, content in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array("i")
+                fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+                self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(
+                "a file descriptor could not be received: the process has too many open "
+                "(raise the limit, ulimit -n)"
+            )
+        self._buffer += piece
+        return bool(piece)
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames that are whole.
+
+        Raises:
+            ValueError: what came is no frame.
+        """
+        start = 0
+        try:
+            while len(self._buffer) - start >= _HEADER.size:
+                number, num_fds, length = _HEADER.unpack_from(self._buffer, start)
+                kind = FrameKind(number)
+                if length > self._max_bytes or num_fds > MOST_FDS:
+                    raise ValueError(f"a frame of {length} bytes, {num_fds} descriptors")
+                end = start + _HEADER.size + length
+                if end > len(self._buffer):
+                    return
+                if num_fds > len(self._fds):
+                    raise ValueError(f"{num_fds} descriptors announced, {len(self._fds)} there")
+                with memoryview(self._buffer) as view:
+                    content = bytes(view[start + _HEADER.size : end])
+                start = end
+                fds = tuple(self._fds.popleft() for _ in range(num_fds))
+                yield Frame(kind, content, fds)
+        finally:
+            del self._buffer[:start]
+
+    def refuse(self, frame: Frame) -> NoReturn:
+        """Close descriptors that a frame must not bring.
+
+        Raises:
+            ValueError: always.
+        """
+        self._fds.extend(frame.fds)
+        self.close()
+        raise ValueError(f"descriptors came with a frame of {frame.kind.name}")
+
+    def close(self) -> None:
+        """Close descriptors that came and were not taken."""
+        while self._fds:
+            os.close(self._fds.popleft())
+
+
+NUMBER = struct.Struct("<Q")
+"""How the number of an export is told."""
+
+_ANNOUNCED = struct.Struct("<16sQ")
+
+_SHORTEST_NAP_MS, _LONGEST_NAP_MS = 10, 500
+
+
+class _Held(weakref.ref[SharedBytes]):
+    """Something that is held here, with its number; queued as soon as it is gone.
+
+    The queue's own ``append`` is called then, and no Python. Python looks for signals when it
+    enters a function, and drops what a handler raises while something is finalized: a Ctrl-C.
+    """
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Imports:
+    """The segments that a peer has announced, and what of them was let go of here.
+
+    Attributes:
+        nbytes: of all that was handed over so far.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[bytes, Segment] = {}
+        self._held: dict[int, _Held] = {}
+        self._gone: deque[_Held] = deque()
+        self._nap_ms = _SHORTEST_NAP_MS
+        self.nbytes = 0
+
+    def announce(self, content: bytes, fds: Sequence[int]) -> None:
+        """Take segments in.
+
+        Raises:
+            ValueError: they are not as announced. All descriptors are closed.
+        """
+        left = list(fds)
+        try:
+            if len(content) != len(fds) * _ANNOUNCED.size:
+                raise ValueError(f"{len(content)} bytes announce {len(fds)} segments")
+            for identity, size in _ANNOUNCED.iter_unpack(content):
+                if identity in self._segments:
+                    raise ValueError("a segment was announced twice")
+                self._segments[identity] = Segment(identity, left.pop(0), size)
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def find(self, reference: Any) -> SharedBytes:
+        """What stands for bytes in a message; see :data:`stages.remote.codec.Find`.
+
+        Raises:
+            ValueError: it stands for nothing.
+        """
+        match reference:
+            case [int() as number, bytes() as identity, int() as offset, int() as nbytes]:
+                segment = self._segments.get(identity)
+            case _:
+                raise ValueError(f"no reference: {reference!r:.80}")
+        if segment is None:
+            raise ValueError("it speaks of a segment that was not announced")
+        self.nbytes += nbytes
+        made = SharedBytes(segment, offset, nbytes)
+        held = _Held(made, self._gone.append)
+        held.number = number
+        self._held[number] = held
+        self._nap_ms = _SHORTEST_NAP_MS
+        return made
+
+    def drop(self, content: bytes) -> None:
+        """Forget segments; what lies in them stays for as long as a tensor of it is held here.
+
+        Raises:
+            ValueError: there is no such segment.
+        """
+        for start in range(0, len(content), 16):
+            if self._segments.pop(content[start : start + 16], None) is None:
+                raise ValueError("a segment was dropped that was not announced")
+
+    def releases(self) -> bytes:
+        """The numbers of what was let go of, once; :meth:`Exports.release` of the peer takes it."""
+        found = bytearray()
+        while self._gone:
+            number = self._gone.popleft().number
+            self._held.pop(number, None)
+            found += NUMBER.pack(number)
+        if found:
+            self._nap_ms = _SHORTEST_NAP_MS
+        return bytes(found)
+
+    def nap_ms(self) -> int | None:
+        """How long to sleep before it is time to look for releases; None while nothing is held.
+
+        It grows while nothing is released: no descriptor tells of a release, so it is polled for.
+        """
+        if not self._held:
+            return None
+        nap_ms = self._nap_ms
+        self._nap_ms = min(2 * nap_ms, _LONGEST_NAP_MS)
+        return nap_ms
+
+    def clear(self) -> None:
+        """Forget all segments, and what is held: its sender no longer needs to hear of releases."""
+        self._segments.clear()
+        self._held.clear()
+
+
+def announcement(segments: Sequence[Segment]) -> tuple[bytes, tuple[int, ...]]:
+    """What :meth:`Imports.announce` of the peer takes."""
+    content = b"".join(_ANNOUNCED.pack(each.identity, each.size) for each in segments)
+    return content, tuple(each.fd for each in segments)
+
+
+def wire_codec() -> Codec:
+    """A codec that knows every command, event and call."""
+    codec = Codec()
+    for kind in (StageEvent, Traced, Logged):
+        codec.register(kind)
+    for module in (messages, control):
+        for name in module.__all__:
+            kind = getattr(module, name)
+            if isinstance(kind, type):
+                codec.register(kind)
+    return codec
+
 
 PROTOCOL_VERSION = 5
 """Of all that two processes say to each other. One that speaks another is refused."""

@@ -141,7 +141,7 @@ class Call:
 
     Attributes:
         number: of this call.
-        method: of :class:`~stages.remote.worker_calls.WorkerCalls`.
+        method: of :class:`~stages.remote.worker_main.WorkerCalls`.
         arguments: what it is given.
     """
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.interface.log_fields import LogFields
-from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import WorkerSpec
 from stages.remote.segments import SegmentPool
-from stages.remote.wire import wire_codec
 from stages.remote.worker_log import forward_log
 from stages.remote.worker_main import WorkerLoop
 from stages.remote.worker_process import WorkerProcess, start_worker
@@ -72,7 +71,7 @@ class ProcessConnection(Connection):
     Args:
         process: that runs :func:`worker_main`, or another function that speaks as it does.
         on_message, on_end: see :class:`~stages.remote.connection.Connect`.
-        codec: that it speaks; None for :func:`~stages.remote.wire.wire_codec`.
+        codec: that it speaks; None for :func:`~stages.remote.channel.wire_codec`.
     """
 
     def __init__(

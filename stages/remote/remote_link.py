@@ -1,24 +1,36 @@
-"""The way to a stage whose workers are elsewhere, and may die."""
+"""A link to a stage whose workers run in other processes, and may die.
+
+Of several replicas a request goes to the one that most likely holds its prefix. A request keeps
+what it takes to run again in another worker, its seed included.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
+from engine.interface.deferred import num_items, with_fields
 from stages.remote.connection import WorkerGone
-from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders
-from stages.remote.prefix_router import PrefixRouter
-from stages.remote.seeded_runs import SeededRuns
-from stages.remote.visit import ContradictionError, Visit
+from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders, StageFacts
+from stages.remote.growing_output import GrowingOutput
+from stages.remote.segments import SharedTensors
 from stages.remote.worker_life import Ended, WorkerLife
+from stages.stage import StageOutput
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
     Abort,
+    Chunk,
     CloseStream,
     Command,
     Credit,
@@ -28,11 +40,268 @@ from stages.worker.messages import (
     Failed,
     Moved,
     StreamedEdge,
+    StreamPlace,
     Took,
 )
 from stages.worker.stage_link import StageLink
 
-__all__ = ["RemoteLink"]
+if TYPE_CHECKING:
+    from engine.interface.request_seeds import RequestSeeds
+
+__all__ = ["MOST_AHEAD", "ContradictionError", "PrefixRouter", "RemoteLink", "SeededRuns", "Visit"]
+
+MOST_AHEAD = 4
+"""Requests that a replica may have more than the least loaded one, for the sake of its cache."""
+
+_PIECE_BYTES = 64
+_MOST_PIECES = 512
+_MOST_KNOWN = 2**16
+
+
+class PrefixRouter:
+    """Remembers which replica has seen which beginnings of prompts. ::
+
+        prompt    | piece | piece | piece | piece |        hash 1 covers piece 1, hash 2 pieces 1-2
+        replica       0       0       1                    goes to 1, if 1 is not overloaded
+
+    A choice never changes what comes out, only how much of it is computed again. The replica with
+    the longest known prefix gets the request, unless it has more than :data:`MOST_AHEAD` requests
+    more than the one that has the fewest, which then gets it. Nothing known: the one with the
+    fewest, by turns among equals.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._turn = 0
+
+    def choose(self, enter: Enter, loads: Mapping[int, int]) -> int:
+        """Choose a replica, and remember it.
+
+        Args:
+            enter: the request.
+            loads: how many requests each replica has that can be chosen; at least one.
+        """
+        if len(loads) == 1:
+            return next(iter(loads))
+        hashes = _prefix_hashes(enter)
+        chosen = self._longest_known(hashes, _not_overloaded(loads))
+        if chosen is None:
+            self._turn += 1
+            chosen = min(loads, key=lambda each: (loads[each], (each - self._turn) % len(loads)))
+        for each in hashes:
+            self._known[each] = chosen
+            self._known.move_to_end(each)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return chosen
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost what it held."""
+        gone = [each for each, holder in self._known.items() if holder == replica]
+        for each in gone:
+            del self._known[each]
+
+    def _longest_known(self, hashes: list[bytes], replicas: Collection[int]) -> int | None:
+        for each in reversed(hashes):
+            holder = self._known.get(each)
+            if holder is not None and holder in replicas:
+                return holder
+        return None
+
+
+def _not_overloaded(loads: Mapping[int, int]) -> list[int]:
+    fewest = min(loads.values())
+    return [replica for replica, load in loads.items() if load <= fewest + MOST_AHEAD]
+
+
+def _prefix_hashes(enter: Enter) -> list[bytes]:
+    """A hash for every beginning of a prompt, shortest first; none of one that has no text."""
+    content = _content(enter.prompt)
+    # Requests with different salts share nothing.
+    chain = blake2b((enter.cache_salt or "").encode(), digest_size=16)
+    hashes = []
+    for start in range(0, min(len(content), _PIECE_BYTES * _MOST_PIECES), _PIECE_BYTES):
+        chain.update(content[start : start + _PIECE_BYTES])
+        hashes.append(chain.digest())
+    return hashes
+
+
+def _content(prompt: object) -> bytes:
+    match prompt:
+        case str():
+            return prompt.encode(errors="replace")
+        case TextPrompt():
+            return _content(prompt.prompt)
+        case TokensPrompt():
+            return array("q", prompt.prompt_token_ids).tobytes()
+        case ChatPrompt():
+            return json.dumps(prompt.messages, default=str).encode()
+        case ExplicitEncoderDecoderPrompt():
+            return _content(prompt.encoder_prompt)
+        case _:
+            return b""
+
+
+class SeededRuns:
+    """Gives requests the seeds that their stage would have given them.
+
+    It must be told here: a second run, maybe in another worker, has to draw the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self._seeds: RequestSeeds | None = None
+
+    def seeded(self, enter: Enter, facts: StageFacts | None) -> Enter:
+        """The same request, with a seed if tokens are drawn for it and it brings none.
+
+        Args:
+            enter: in the order in which they come.
+            facts: of the stage; None if it could never be built.
+        """
+        params = enter.sampling or (facts.sampling if facts is not None else None)
+        if params is None or params.seed is not None:
+            return enter
+        seed = self._draw(None if facts is None else facts.seed)
+        if params.is_greedy:  # its engine would have drawn one for it, too
+            return enter
+        return replace(enter, sampling=params.model_copy(update={"seed": seed}))
+
+    def _draw(self, seed: int | None) -> int:
+        if seed is None:
+            return secrets.randbits(62)
+        if self._seeds is None:
+            from engine.interface.request_seeds import RequestSeeds  # only who draws needs torch
+
+            self._seeds = RequestSeeds(seed)
+        return self._seeds.draw()
+
+
+class ContradictionError(Exception):
+    """A second run did not say what the first one had said."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One request's stay in a stage, through all the workers that have it one after another. ::
+
+        first run    a b c d ✗            the worker died; a b c were told, c was cut into a chunk
+        second run           a b c | d e  what was told is not told again, and chunks go on after c
+
+    What it says depends on its prompt, its parameters and its seed alone, so that a second run says
+    the same.
+
+    Attributes:
+        enter: as the orchestrator sent it.
+        ticket: of the present run, in the worker's words.
+        extends: the chunks that came after the first one.
+        places: by consumer, how far its streamed edges have come.
+        told: what the orchestrator knows of it.
+        again: what the present run has said, as long as that is nothing new; None if it is.
+        num_took: chunks that the orchestrator knows to be taken.
+        num_taken_again: chunks that the present run has taken.
+        num_runs: that were begun.
+        replica: which worker has it, or gets it when it is up.
+        is_sent: whether that was told of the present run.
+    """
+
+    enter: Enter
+    ticket: int
+    extends: list[Extend] = field(default_factory=list)
+    places: dict[str, StreamPlace] = field(default_factory=dict)
+    told: GrowingOutput = field(default_factory=GrowingOutput)
+    again: GrowingOutput | None = None
+    num_took: int = 0
+    num_taken_again: int = 0
+    num_runs: int = 1
+    replica: int = 0
+    is_sent: bool = False
+
+    @classmethod
+    def of(cls, enter: Enter, ticket: int, edges: tuple[StreamedEdge, ...]) -> Visit:
+        """A first run."""
+        places = {edge.consumer: StreamPlace() for edge in edges} | dict(enter.streams)
+        return cls(enter, ticket, places=places)
+
+    def begin_again(self, ticket: int) -> None:
+        """Another run begins, in a worker that knows nothing of it."""
+        self.ticket = ticket
+        self.again = GrowingOutput()
+        self.num_taken_again = 0
+        self.num_runs += 1
+        self.is_sent = False
+
+    def entry(self) -> Enter:
+        """What the present run begins by."""
+        return replace(self.enter, ticket=self.ticket, streams=dict(self.places))
+
+    def credit(self, consumer: str) -> None:
+        """A consumer has taken a chunk."""
+        place = self.places[consumer]
+        self.places[consumer] = replace(place, outstanding=max(0, place.outstanding - 1))
+
+    def close_stream(self, consumer: str) -> None:
+        """A consumer takes no more chunks."""
+        self.places[consumer] = replace(self.places[consumer], is_open=False)
+
+    def take(self) -> bool:
+        """The present run has taken a chunk; whether that is news."""
+        self.num_taken_again += 1
+        if self.num_taken_again <= self.num_took:
+            return False
+        self.num_took = self.num_taken_again
+        return True
+
+    def hear(self, event: Moved | Grown) -> Moved | None:
+        """What is new in what the present run says; None if nothing is.
+
+        Raises:
+            ContradictionError: it says something else than the run before.
+        """
+        for chunk in event.chunks:
+            self._note(chunk)
+        output = self._whole(event)
+        if output is None and not event.chunks:
+            return None
+        return Moved(self.enter.ticket, output, event.chunks)
+
+    def _whole(self, event: Moved | Grown) -> StageOutput | None:
+        assert event.output is not None, "what a stage tells has an output"
+        if self.again is None:
+            if isinstance(event, Grown):
+                return self.told.grow(event)
+            return event.output
+        sound_start = self.again.num_samples
+        if isinstance(event, Moved):
+            # Of the whole sound, not of its last piece alone.
+            output, sound_start = with_fields(event.output, audio_delta=event.output.audio), 0
+            if event.output.failure is not None:
+                return event.output
+        else:
+            output = self.again.grow(event)
+            if self.again.is_behind(self.told):
+                return None
+        if self.told.contradicts(output):
+            raise ContradictionError
+        output = self.told.news_since(output, sound_start)
+        self.told, self.again = self.again, None
+        return output
+
+    def _note(self, chunk: Chunk) -> None:
+        place = self.places[chunk.consumer]
+        self.places[chunk.consumer] = replace(
+            place,
+            next_token=place.next_token + num_items(chunk.output, "token_ids"),
+            next_row=place.next_row + _num_rows(chunk.output.tensors),
+            outstanding=place.outstanding + 1,
+        )
+
+
+def _num_rows(tensors: Mapping[str, object]) -> int:
+    """Rows of the longest tensor, none of which is mapped for it."""
+    entries = tensors.entries if isinstance(tensors, SharedTensors) else tensors
+    shapes = [entry.shape for entry in entries.values()]  # type: ignore[attr-defined]
+    return max((shape[0] for shape in shapes), default=0)
+
 
 _logger = logging.getLogger(f"omni.{__name__}")
 

@@ -13,11 +13,10 @@ from engine import SamplingParams
 from stages.remote.connection import Connect
 from stages.remote.control import StageFacts, WorkerSpec
 from stages.remote.remote_link import RemoteLink
-from stages.remote.told_stage import StageShape, ToldStage
 from stages.remote.worker_life import WorkerLife, wait_until_built
+from stages.remote.worker_main import StageShape, ToldStage
 from stages.stage import StageStats
-from stages.worker.stage_link import LinkedStage, StageLink
-from stages.worker.worker_state import WorkerState
+from stages.worker.stage_link import LinkedStage, StageLink, WorkerState
 
 __all__ = ["RemoteStage", "StartingStage", "WorkerPolicy"]
 
@@ -110,7 +109,7 @@ class RemoteStage(ToldStage, LinkedStage):
         return self._link
 
     def worker_states(self) -> tuple[WorkerState, ...]:
-        """See :class:`~stages.worker.distant_stage.DistantStage`."""
+        """See :class:`~stages.worker.stage_link.DistantStage`."""
         return tuple(life.state for life in self._lives)
 
     @property

@@ -1,5 +1,8 @@
 """Tensors in shared memory: the pool in which a sender places them, and what a reader gets.
 
+A segment of shared memory has no name: processes pass its file descriptor on and map it. It is gone
+with the last process that had it, however that one ends, and leaves nothing in ``/dev/shm``.
+
 A pool places many tensors in few large segments, since descriptors are scarce::
 
     segment 0   |aaaaaaaa|bbb|........|cccccccccccc|..................|    32 MiB or more
@@ -20,8 +23,15 @@ the memory itself. A place is free when the last of its tensors and handles are 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
+import mmap
+import os
+import tempfile
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,11 +40,218 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.remote.arena import Arena
-from stages.remote.remote_bytes import RemoteBytes
-from stages.remote.segment import PAGE_BYTES, Segment
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "Place",
+    "RemoteBytes",
+    "Segment",
+    "SegmentPool",
+    "SharedBytes",
+    "SharedTensor",
+    "SharedTensors",
+    "nothing_left",
+]
 
-__all__ = ["Place", "SegmentPool", "SharedBytes", "SharedTensor", "SharedTensors"]
+
+class Arena:
+    """Hands out ranges of a segment. Starts and sizes are whole pages, in bytes.
+
+    Args:
+        segment: all of it is free.
+
+    Attributes:
+        segment: as given.
+        num_places: ranges that are taken.
+        is_retired: whether no more ranges may be taken, since a reader that is gone or stuck may
+            still read what was given back.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.num_places = 0
+        self.is_retired = False
+        self._free = [(0, segment.size)]  # in order; no two touch
+        self._has_memory = np.zeros(segment.size // PAGE_BYTES, bool)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the pages that take memory."""
+        return int(self._has_memory.sum()) * PAGE_BYTES
+
+    def find(self, size: int) -> int | None:
+        """The lowest free range that is large enough: so high pages may never be used at all."""
+        return next((at for at, end in self._free if end - at >= size), None)
+
+    def take(self, start: int, size: int) -> int:
+        """Take a range that :meth:`find` found, with memory behind it; how much of that is new.
+
+        Raises:
+            MemoryError: there is none; nothing is taken.
+        """
+        pages = self._has_memory[start // PAGE_BYTES : (start + size) // PAGE_BYTES]
+        missing = len(pages) - int(pages.sum())
+        if missing:
+            self.segment.reserve(start, size)
+            pages[:] = True
+        index = next(i for i, (at, _) in enumerate(self._free) if at == start)
+        _, end = self._free.pop(index)
+        if start + size < end:
+            self._free.insert(index, (start + size, end))
+        self.num_places += 1
+        return missing * PAGE_BYTES
+
+    def give_back(self, start: int, size: int) -> None:
+        """Let a range that was taken be free; it is joined with its neighbours."""
+        end = start + size
+        before = [each for each in self._free if each[1] < start]
+        after = [each for each in self._free if each[0] > end]
+        for at, until in self._free[len(before) : len(self._free) - len(after)]:
+            start, end = min(start, at), max(end, until)
+        self._free = [*before, (start, end), *after]
+        self.num_places -= 1
+
+    def drop_idle_pages(self) -> int:
+        """Give the memory behind free ranges back; how many bytes that were."""
+        dropped = 0
+        for start, end in self._free:
+            pages = self._has_memory[start // PAGE_BYTES : end // PAGE_BYTES]
+            if pages.any() and self.segment.drop_pages(start, end - start):
+                dropped += int(pages.sum()) * PAGE_BYTES
+                pages[:] = False
+        return dropped
+
+
+class RemoteBytes(ABC):
+    """A handle on bytes, which can be passed on without looking at them.
+
+    Attributes:
+        nbytes: how many there are.
+    """
+
+    __slots__ = ()
+
+    nbytes: int
+
+    @abstractmethod
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, ``(nbytes,)``, on the host; nobody may change them.
+
+        Raises:
+            MemoryError: there is no room for them.
+            RuntimeError: they are lost.
+        """
+
+    def tensor(self) -> Tensor:
+        """The same, ``(nbytes,)`` uint8, on the device where this process has them."""
+        return torch.from_numpy(self.array())
+
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_NOTHING_LEFT = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EDQUOT)
+
+
+class Segment:
+    """Shared memory, mapped when it is first looked into. It lasts as long as this object.
+
+    Args:
+        identity: 16 bytes by which all processes know it.
+        fd: of the memory; the segment closes it.
+        size: bytes.
+
+    Attributes:
+        identity, fd, size: as given.
+
+    Raises:
+        ValueError: the memory has another size. The descriptor is closed.
+    """
+
+    def __init__(self, identity: bytes, fd: int, size: int) -> None:
+        self.identity, self.fd, self.size = identity, fd, size
+        weakref.finalize(self, os.close, fd).atexit = False
+        self._map: mmap.mmap | None = None
+        self._content: NDArray[np.uint8] | None = None
+        self._mapping = threading.Lock()
+        there = os.fstat(fd).st_size
+        if there != size or size < 1:
+            raise ValueError(f"a segment of {size} bytes was announced, and it has {there}")
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """Make one, full of zeros that take no memory yet.
+
+        Raises:
+            MemoryError: a limit of the system is reached.
+        """
+        try:
+            fd = _unnamed_file()
+            try:
+                os.ftruncate(fd, size)
+                _seal(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise nothing_left(error, size) from error
+        return cls(os.urandom(16), fd, size)
+
+    @property
+    def content(self) -> NDArray[np.uint8]:
+        """All of it, ``(size,)``; any view of it keeps the mapping.
+
+        Raises:
+            MemoryError: there is no room for the mapping.
+        """
+        with self._mapping:
+            if self._content is None:
+                try:
+                    self._map = mmap.mmap(self.fd, self.size)
+                except OSError as error:
+                    raise nothing_left(error, self.size) from error
+                self._content = np.frombuffer(self._map, np.uint8)
+            return self._content
+
+    def reserve(self, start: int, size: int) -> None:
+        """Have memory behind a range, so that to write there cannot fail.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self.fd, start, size)
+        except OSError as error:
+            raise nothing_left(error, size) from error
+
+    def drop_pages(self, start: int, size: int) -> bool:
+        """Give the memory behind a range back, and forget what was there; whether that can be."""
+        if self._map is None or not hasattr(mmap, "MADV_REMOVE"):
+            return False
+        self._map.madvise(mmap.MADV_REMOVE, start, size)
+        return True
+
+
+def nothing_left(error: OSError, size: int) -> Exception:
+    """The error as ``MemoryError`` if it means that a limit is reached; else as it is."""
+    if error.errno not in _NOTHING_LEFT:
+        return error
+    return MemoryError(f"no shared memory for {size} bytes: {error.strerror}")
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("omni-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd, path = tempfile.mkstemp(prefix="omni-segment-")
+    os.unlink(path)
+    return fd
+
+
+def _seal(fd: int) -> None:
+    """Keep everybody from making it shorter: to touch what was cut off kills a process."""
+    if hasattr(fcntl, "F_ADD_SEALS") and hasattr(os, "memfd_create"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 class Place:

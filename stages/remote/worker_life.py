@@ -1,4 +1,7 @@
-"""One worker of a stage after another: started, watched, started again when it died."""
+"""Supervises one worker of a stage after another: starts, watches, and restarts it when it dies.
+
+It keeps the calls that a worker has not answered, and sums up what the workers have counted.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,153 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from engine.interface.described_error import described
+from engine.interface.placed_error import PlacedError
 from stages.remote.connection import Connect, Connection, NoPlaceError, Spec, WorkerGone
 from stages.remote.control import Beat, Built, Call, GaveUp, NotBuilt, Returned, StageFacts
-from stages.remote.pending_calls import PendingCalls, WorkerEndedError
-from stages.remote.worker_counts import WorkerCounts
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
-from stages.worker.worker_state import WorkerState
+from stages.worker.stage_link import WorkerState
 
-__all__ = ["MOST_STARTS", "Ended", "WorkerLife", "wait_until_built"]
+__all__ = [
+    "MOST_STARTS",
+    "Ended",
+    "PendingCalls",
+    "StageCounts",
+    "WorkerCounts",
+    "WorkerEndedError",
+    "WorkerLife",
+    "wait_until_built",
+]
+
+
+class WorkerEndedError(RuntimeError):
+    """The worker that was asked has ended, or is being started again."""
+
+
+class PendingCalls:
+    """Answers to come, by the number of the call. Safe to use from any thread.
+
+    Args:
+        called: what the worker is one of, for messages.
+    """
+
+    def __init__(self, called: str) -> None:
+        self._called = called
+        self._numbers = count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(self) -> tuple[int, Future[Any]]:
+        """The number of a new call, and what gets its answer."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._answers[number] = answer
+        return number, answer
+
+    def resolve(self, returned: Returned) -> None:
+        """Take an answer in; one whose caller has given up is ignored."""
+        with self._lock:
+            answer = self._answers.pop(returned.number, None)
+        if answer is None:
+            return
+        if returned.error is None:
+            answer.set_result(returned.value)
+        elif returned.error_type == "ValueError":
+            place = returned.error_place
+            answer.set_exception(
+                PlacedError(place, returned.error) if place else ValueError(returned.error)
+            )
+        else:
+            told = f"{self._called}: {returned.error_type}: {returned.error}"
+            answer.set_exception(RuntimeError(told))
+
+    def fail(self, reason: str, number: int | None = None) -> None:
+        """The worker answers no more: one call, or all that there are.
+
+        Args:
+            reason: why, in words that go on after what it is called.
+            number: of the call; None for all.
+        """
+        with self._lock:
+            gone = list(self._answers) if number is None else [number]
+            answers = [self._answers.pop(each) for each in gone if each in self._answers]
+        for answer in answers:
+            answer.set_exception(WorkerEndedError(f"{self._called}: {reason}"))
+
+
+class StageCounts:
+    """Of one stage: sums that go on when a worker ends and the next one counts from nothing. ::
+
+        workers that ended:  sums of what each told last
+        the one that is up:  what it told last, its requests of now with it
+
+    Not safe for several threads at once: its owner holds a lock.
+    """
+
+    def __init__(self) -> None:
+        self._ended = StageStats()
+        self._latest: StageStats | None = None
+
+    @property
+    def total(self) -> StageStats:
+        """Of all of them."""
+        return (self._latest or StageStats()).following(self._ended)
+
+    def hear(self, stats: StageStats) -> None:
+        """The worker that is up has told its counts, one sign of life after another."""
+        self._latest = stats
+
+    def hear_answer(self, stats: StageStats) -> None:
+        """The same, asked for: a reading never goes back behind one that was told before."""
+        if self._latest is None or self._latest.num_steps <= stats.num_steps:
+            self._latest = stats
+
+    def end(self, *, num_restarts: int) -> None:
+        """The worker has ended, and so many are started in its place."""
+        if self._latest is not None:
+            self._ended, self._latest = self._latest.following(self._ended), None
+        self._ended = self._ended.plus(num_restarts=num_restarts)
+
+
+class WorkerCounts:
+    """The same of all stages that a worker runs.
+
+    Args:
+        stages: their names.
+    """
+
+    def __init__(self, stages: Iterable[str]) -> None:
+        self._of = {name: StageCounts() for name in stages}
+
+    @property
+    def total(self) -> Mapping[str, StageStats]:
+        """By stage."""
+        return {name: each.total for name, each in self._of.items()}
+
+    def hear(self, stats: Mapping[str, StageStats]) -> None:
+        """See :meth:`StageCounts.hear`."""
+        for name, each in stats.items():
+            self._of[name].hear(each)
+
+    def hear_answer(self, stats: Mapping[str, StageStats]) -> None:
+        """See :meth:`StageCounts.hear_answer`."""
+        for name, each in stats.items():
+            self._of[name].hear_answer(each)
+
+    def end(self, *, num_restarts: int) -> None:
+        """See :meth:`StageCounts.end`."""
+        for each in self._of.values():
+            each.end(num_restarts=num_restarts)
+
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
@@ -170,7 +305,7 @@ class WorkerLife:
         """Ask the stage, and wait for what it answers, or for the end of its worker.
 
         Args:
-            method: see :class:`~stages.remote.worker_calls.WorkerCalls`.
+            method: see :class:`~stages.remote.worker_main.WorkerCalls`.
             arguments: of it.
             is_setting: whether workers that are started later are to be told as well.
             timeout_s: how long to wait at most; None as long as it takes.

@@ -1,15 +1,22 @@
-"""A worker in a process of its own: builds its stage, and drives it until its link is gone."""
+"""A worker's program: builds its stage, and drives it until its link is gone.
+
+Here are also the calls that a link may make to the stage, by name, and the description of the stage
+that the worker sends.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from engine import SamplingParams
+from engine.interface.placed_error import PlacedError
 from stages.portable import load_by_name
 from stages.remote.connection import Spec
 from stages.remote.control import (
@@ -22,19 +29,209 @@ from stages.remote.control import (
     News,
     NotBuilt,
     Orders,
+    Returned,
+    StageFacts,
     WorkerMessage,
     WorkerSpec,
 )
 from stages.remote.growing_output import OutputTails
-from stages.remote.worker_calls import WorkerCalls, facts_of
-from stages.stage import Stage, Transform
+from stages.stage import Stage, StageInputs, StageOutput, StageRequest, StageStats, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
+from stages.worker.stage_link import DistantStage
+from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
-from stages.worker.traced_worker import TracedWorker
 
-__all__ = ["Build", "WorkerLoop", "alive", "build_stage", "not_built"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Build",
+    "StageShape",
+    "ToldStage",
+    "WorkerCalls",
+    "WorkerLoop",
+    "alive",
+    "build_stage",
+    "facts_of",
+    "not_built",
+]
+
+
+class StageShape(Protocol):
+    """What of a stage's configuration its pipeline has to know."""
+
+    @property
+    def inputs(self) -> StageInputs | None:
+        """The stages that feed it."""
+        ...
+
+    @property
+    def final_output(self) -> tuple[str, ...]:
+        """What the user gets of it."""
+        ...
+
+
+class ToldStage(DistantStage):
+    """Answers for a stage by what its worker told of it, and takes nothing itself.
+
+    Args:
+        name: of the stage.
+        config: of the stage.
+        facts: what its worker told.
+    """
+
+    def __init__(self, name: str, config: StageShape, facts: StageFacts) -> None:
+        super().__init__(
+            name,
+            inputs=config.inputs,
+            outputs=getattr(config, "outputs", None),
+            final_output=config.final_output,
+        )
+        self._facts = facts
+        self.has_cache = facts.has_cache
+        self._checked: set[str] = set()
+
+    @property
+    def hidden_size(self) -> int | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """See :class:`~stages.stage.Stage`."""
+        import torch  # only here: a link needs none of it
+
+        return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.sampling
+
+    @property
+    def seed(self) -> int | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.seed
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.speakers
+
+    @property
+    def takes_chunks(self) -> bool:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.takes_chunks
+
+    @property
+    def gives_chunks(self) -> bool:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.gives_chunks
+
+    def describe(self) -> Mapping[str, Any]:
+        """What a worker resolved and reserved."""
+        return dict(self._facts.description)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
+
+        A worker that does not answer at once is not waited for: it refuses the request itself.
+        """
+        key = params.model_dump_json(exclude={"seed"})
+        if key in self._checked:
+            return
+        try:
+            self._ask_sampling(params)
+        except (RuntimeError, TimeoutError):
+            return
+        if len(self._checked) < 1000:
+            self._checked.add(key)
+
+    @abstractmethod
+    def _ask_sampling(self, params: SamplingParams) -> None:
+        """Ask a worker, for a moment.
+
+        Raises:
+            RuntimeError: there is none.
+            TimeoutError: it does not answer.
+            ValueError: it refuses them.
+        """
+
+    def add_request(self, request: StageRequest) -> None:
+        """Its worker takes requests, from whatever drives it alone."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
+
+    def step(self) -> list[StageOutput]:
+        """Its worker steps by itself."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere, where it is stepped")
+
+    def abort(self, request_id: str) -> None:
+        """Its worker drops requests, told by whatever drives it alone."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
+
+
+class WorkerCalls:
+    """The methods of a stage that are called between its steps, and those that only look.
+
+    Args:
+        stage: to ask.
+
+    Attributes:
+        at_once: what may be asked beside a step.
+        in_turn: what changes the stage, and waits for its step.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.at_once: Mapping[str, Callable[..., Any]] = {
+            "stats": self._stats,
+            "describe": lambda: dict(stage.describe()),
+            "check_sampling": self._check_sampling,
+        }
+        self.in_turn: Mapping[str, Callable[..., Any]] = {
+            "reset_prefix_cache": stage.reset_prefix_cache,
+            "check_integrity": stage.check_integrity,
+            "set_enable_prefix_caching": self._set_enable_prefix_caching,
+        }
+
+    def answer(self, call: Call) -> Returned:
+        """Do what is asked; whatever it raises is the answer."""
+        method = self.at_once.get(call.method) or self.in_turn[call.method]
+        try:
+            return Returned(call.number, method(*call.arguments))
+        except PlacedError as error:
+            return Returned(call.number, None, str(error), ValueError.__name__, error.place)
+        except Exception as error:  # it is raised again at the other end
+            return Returned(call.number, None, str(error), type(error).__name__)
+
+    def _stats(self) -> Mapping[str, StageStats]:
+        return {self._stage.name: self._stage.stats()}
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        self._stage.check_sampling(params)
+
+    def _set_enable_prefix_caching(self, value: bool) -> None:
+        self._stage.enable_prefix_caching = value
+
+
+def facts_of(stage: Stage) -> StageFacts:
+    """What a stage says of itself."""
+    return StageFacts(
+        hidden_size=stage.hidden_size,
+        dtype=None if stage.dtype is None else str(stage.dtype).removeprefix("torch."),
+        sampling=stage.sampling,
+        seed=stage.seed,
+        takes_chunks=stage.takes_chunks,
+        gives_chunks=stage.gives_chunks,
+        speakers=stage.speakers,
+        has_cache=stage.has_cache,
+        enable_prefix_caching=stage.enable_prefix_caching,
+        final_output_kinds=stage.final_output_kinds,
+        description=dict(stage.describe()),
+    )
+
 
 _logger = logging.getLogger(f"omni.{__name__}")
 

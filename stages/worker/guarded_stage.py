@@ -1,19 +1,221 @@
-"""A stage, kept from spoiling more than the requests that it has when it fails."""
+"""Guards a stage: a failure ends the requests that it has, and no others.
+
+A stage that a failure leaves in an unknown state is rebuilt. Its steps take the number of CPU
+threads that its placement names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Self, TypeVar
 
 from engine.interface.engine import Admit, Prepare
+from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import log_fields, package_logger
 from stages.stage import Stage, StageOutput
-from stages.worker.broken_stage import BrokenStage
+from stages.stage_config import StageConfig
 from stages.worker.stay import Stay
-from stages.worker.step_threads import StepThreads
 
-__all__ = ["Blamed", "GuardedStage"]
+__all__ = ["MOST_REBUILDS", "Blamed", "BrokenStage", "GuardedStage", "StepThreads"]
 
 _logger = package_logger(__name__)
+
+MOST_REBUILDS = 3
+"""How often in a row a stage is built anew without finishing any request in between."""
+
+
+class BrokenStage:
+    """Builds a stage anew when it broke, as long as there is hope.
+
+    ::
+
+        works ──► broken ──► built anew ──► finishes a request: works
+                    ▲             └──► broken ──► ... at most ``MOST_REBUILDS`` times in a row
+                    └── cannot be built: tried again when a request comes, as often
+
+    Args:
+        stage: whose state this is.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._cause: str | None = None
+        self._num_rebuilds = 0
+        self._failure: str | None = None
+        self._is_hopeless = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why the stage could not be built anew when that was last tried; None if it could."""
+        return self._failure
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the stage cannot be used as it is."""
+        return self._cause is not None
+
+    def note(self, error: Exception, *, after: str | None = None) -> None:
+        """Take note that the stage cannot go on; its first error is the one that is told.
+
+        Args:
+            error: what it raised.
+            after: what it had raised before, from which this one came, if from any.
+        """
+        _logger.error("stage %r cannot go on", self._stage.name, exc_info=error)
+        if self._cause is None:
+            self._cause = f"{type(error).__name__}: {error}"
+            if after is not None:
+                self._cause += f" (after {after})"
+        # A log or a caller may keep the traceback, whose frames would keep the model's memory.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+
+    def note_success(self) -> None:
+        """Take note that the stage has finished a request."""
+        self._num_rebuilds = 0
+
+    def rebuild(self) -> str:
+        """Build the stage anew, which frees what it holds.
+
+        Returns:
+            What to tell the requests that were in it.
+
+        Raises:
+            ValueError: it cannot be built, now or ever; says why.
+        """
+        if self._is_hopeless:
+            raise self._refusal()
+        name, cause = self._stage.name, self._cause
+        self._num_rebuilds += 1
+        count = self._num_rebuilds
+        if count > MOST_REBUILDS:
+            raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
+        _logger.warning(
+            "stage %r is to be built anew, since it broke (%s): %d of at most %d times in a row",
+            *(name, cause, count, MOST_REBUILDS),
+        )
+        try:
+            self._stage.rebuild()
+        except NotImplementedError as error:
+            raise self._give_up(f"it broke by {cause} and cannot be built anew: {error}") from error
+        except Exception as error:  # whatever building a model raises; memory may come free later
+            _logger.error("stage %r could not be built anew", name, exc_info=error)
+            told = f"{type(error).__name__}: {error}"
+            self._failure = f"it broke by {cause} and could not be built anew: {told}"
+            raise ValueError(self._failure) from error
+        self._cause = self._failure = None
+        return f"it broke while it had this request, and was built anew: ask again ({cause})"
+
+    def _give_up(self, why: str) -> ValueError:
+        self._failure, self._is_hopeless = why, True
+        _logger.error("stage %r is of no use any more: %s", self._stage.name, why)
+        return self._refusal()
+
+    def _refusal(self) -> ValueError:
+        return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline anew")
+
+
+_T = TypeVar("_T")
+
+
+class StepThreads:
+    """Has what runs within take so many threads, as stages that share a process each want. ::
+
+        writer (threads: 1)   ──■──────■──────■──      one thread
+        reader (none given)   ────■──────■──────■      as many as PyTorch takes in this process
+
+    In a thread of the pipeline's own a number stays until a stage with another one steps. A thread
+    that belongs to the caller has its own number again after each step.
+
+    Args:
+        count: of threads; None takes as many as the thread had that made the pipeline's own.
+    """
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self._of_process: int | None = None
+        self._before: int | None = None
+
+    @classmethod
+    def of(cls, stage: Stage) -> Self:
+        """As the placement says that a stage was built of."""
+        built_of = stage.built_of
+        return cls(built_of.placement.threads if isinstance(built_of, StageConfig) else None)
+
+    def own_thread(self) -> None:
+        """The pipeline steps in a thread of its own from now on, which does nothing else."""
+        import torch  # not where stages run elsewhere
+
+        self._of_process = torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        """Take as many."""
+        wanted = self._count if self._count is not None else self._of_process
+        if wanted is None:
+            return
+        import torch
+
+        before = torch.get_num_threads()
+        if before == wanted:
+            return
+        if self._of_process is None:
+            torch.set_num_threads(wanted)
+            self._before = before
+        else:
+            _number.take(wanted)
+
+    def __exit__(self, *error: object) -> None:
+        """Give a caller's thread its own number again."""
+        if self._before is not None:
+            import torch
+
+            torch.set_num_threads(self._before)
+            self._before = None
+
+
+class _Number:
+    """The number of threads that PyTorch takes: of each thread that asks for operations its own.
+
+    PyTorch gives a thread that is new to it the number that any thread has set last. So what is set
+    for one thread is taken back for those to come, by a thread of which nothing else is wanted.
+    """
+
+    def __init__(self) -> None:
+        self.renew_locks()
+        renew_in_forks(self)
+
+    def renew_locks(self) -> None:
+        """See :class:`~engine.interface.forks.Renewable`."""
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Have operations of this thread take so many; those of others go on as they were.
+
+        It takes a millisecond. A thread that meets PyTorch for the first time within it gets the
+        same number.
+        """
+        import torch
+
+        with self._lock:
+            others = _in_new_thread(torch.get_num_threads)
+            torch.set_num_threads(count)
+            _in_new_thread(partial(torch.set_num_threads, others))
+
+
+def _in_new_thread(work: Callable[[], _T]) -> _T:
+    done: list[_T] = []
+    thread = threading.Thread(target=lambda: done.append(work()), name="omni-threads")
+    thread.start()
+    thread.join()
+    return done[0]
+
+
+_number = _Number()
 
 
 class GuardedStage:
@@ -42,7 +244,7 @@ class GuardedStage:
         self._raised: str | None = None
 
     def own_thread(self) -> None:
-        """See :meth:`~stages.worker.step_threads.StepThreads.own_thread`."""
+        """See :meth:`~stages.worker.guarded_stage.StepThreads.own_thread`."""
         self._threads.own_thread()
 
     def begin(self, stay: Stay) -> Prepare:

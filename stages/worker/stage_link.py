@@ -1,15 +1,68 @@
-"""How an orchestrator reaches a stage, wherever the stage runs."""
+"""A link, by which an orchestrator reaches a stage wherever the stage runs.
+
+A stage that runs elsewhere is known here by its description and by the state of its workers.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from stages.stage import Stage
 from stages.trace_events import Traced
-from stages.worker.distant_stage import DistantStage
 from stages.worker.messages import Command, Event
 
-__all__ = ["LinkedStage", "StageLink"]
+__all__ = ["DistantStage", "LinkedStage", "StageLink", "WorkerState", "why_lost"]
+
+
+class DistantStage(Stage):
+    """A stage that workers run.
+
+    It answers what a stage is asked between requests (its facts, counters and settings);
+    ``add_request`` and ``step`` are its worker's.
+    """
+
+    @abstractmethod
+    def worker_states(self) -> tuple[WorkerState, ...]:
+        """How its workers are doing, by replica; waits for none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """How one replica of a stage is doing, and what became of the workers that it had before.
+
+    Attributes:
+        state: ``up`` takes requests; ``starting`` will; ``waiting`` will when the cluster has a
+            place for it again; ``down`` never will again.
+        num_restarts: workers that were started in the place of one that had ended.
+        last_end: what the last one of those died of, such as ``"was killed by SIGKILL"``.
+        ended_at: when, in seconds since 1970.
+    """
+
+    state: Literal["up", "starting", "waiting", "down"]
+    num_restarts: int = 0
+    last_end: str | None = None
+    ended_at: float | None = None
+
+
+def why_lost(workers: Sequence[WorkerState]) -> str | None:
+    """Why a stage takes no requests, in words that follow its name.
+
+    Args:
+        workers: of the stage, by replica.
+
+    Returns:
+        None if any of them takes requests, or will without anybody's help.
+    """
+    if any(worker.state in ("up", "starting") for worker in workers):
+        return None
+    waits = "it takes no requests until there is a place for it"
+    for worker in workers:
+        if worker.state == "waiting":
+            return f"{waits}: its worker {worker.last_end}"
+    return f"it cannot be used any more: its worker {workers[0].last_end}"
 
 
 class StageLink(ABC):

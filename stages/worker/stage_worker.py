@@ -1,8 +1,8 @@
-"""Drives one stage: takes commands, makes prompts, steps, cuts chunks, tells events."""
+"""Drives one stage: takes commands, makes prompts, steps, cuts chunks, emits events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from engine import CodecPrompt, Prompt, SpeechPrompt
@@ -29,9 +29,19 @@ from stages.worker.messages import (
 from stages.worker.preparations import Preparation, Preparations, is_light
 from stages.worker.stage_link import StageLink
 from stages.worker.stay import Stay
-from stages.worker.transfers import num_tensor_bytes
 
-__all__ = ["StageWorker"]
+__all__ = ["StageWorker", "num_tensor_bytes"]
+
+
+def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:
+    """Bytes of the outputs' tensors, without looking into those that lie in shared memory."""
+    return sum(_num_bytes(output) for output in outputs)
+
+
+def _num_bytes(output: StageOutput) -> int:
+    tensors = output.tensors
+    told = getattr(tensors, "nbytes", None)
+    return told if isinstance(told, int) else sum(each.nbytes for each in tensors.values())
 
 
 class StageWorker(StageLink):

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
 from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
 from stages.remote.process_connection import ProcessConnection
 from stages.remote.segments import SegmentPool
-from stages.remote.wire import wire_codec
 from stages.remote.worker_main import Build, WorkerLoop
 from stages.remote.worker_process import WorkerProcess
 

@@ -18,9 +18,9 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.object_bytes import Household
 from stages.cluster.parcels import Hello, Turns
+from stages.remote.channel import wire_codec
 from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
-from stages.remote.wire import wire_codec
 from stages.remote.worker_main import Build
 from tests.support.patience import PATIENCE_S
 

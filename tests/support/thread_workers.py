@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from stages.remote.channel import wire_codec
 from stages.remote.connection import Connection, NoPlaceError, WorkerGone
 from stages.remote.control import WorkerSpec
-from stages.remote.wire import wire_codec
 from stages.remote.worker_main import Build, WorkerLoop, build_stage
 
 __all__ = ["Build", "ThreadWorkers"]

@@ -13,9 +13,9 @@ from engine import FinishReason, RequestMetrics
 from omni.requests.request import OmniRequest
 from omni.requests.stage_time import StageTime
 from stages import StageOutput
+from stages.remote.channel import wire_codec
 from stages.remote.codec import Codec
 from stages.remote.control import Grown, WorkerSpec
-from stages.remote.wire import wire_codec
 
 __all__ = [
     "AbortById",

@@ -6,10 +6,10 @@ from typing import Any
 
 from engine import SamplingParams
 from stages.remote.control import StageFacts
-from stages.remote.told_stage import StageShape, ToldStage
 from stages.remote.worker_life import WorkerLife
+from stages.remote.worker_main import StageShape, ToldStage
 from stages.stage import StageStats
-from stages.worker.worker_state import WorkerState
+from stages.worker.stage_link import WorkerState
 
 __all__ = ["ApartStage"]
 
@@ -32,7 +32,7 @@ class ApartStage(ToldStage):
         self._enable_prefix_caching = facts.enable_prefix_caching
 
     def worker_states(self) -> tuple[WorkerState, ...]:
-        """See :class:`~stages.worker.distant_stage.DistantStage`."""
+        """See :class:`~stages.worker.stage_link.DistantStage`."""
         return (self._life.state,)
 
     @property

@@ -32,9 +32,8 @@ from stages import Stage
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.control import Beat, Built, Call, GaveUp, Returned
 from stages.remote.segments import SegmentPool
-from stages.remote.worker_calls import WorkerCalls, facts_of
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import alive, build_stage, not_built
+from stages.remote.worker_main import WorkerCalls, alive, build_stage, facts_of, not_built
 
 __all__ = ["PipelineHost", "build_stages", "host_main"]
 

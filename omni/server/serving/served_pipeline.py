@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from omni.server.serving.meters import Meters
     from omni.server.serving.settings import ServerLimits
     from stages import Stage, StageStats
-    from stages.worker.worker_state import WorkerState
+    from stages.worker.stage_link import WorkerState
 
 __all__ = ["PipelineState", "ServedPipeline"]
 
@@ -230,7 +230,7 @@ class ServedPipeline:
 
 def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
     # Only here: a server answers before torch is imported.
-    from stages.worker.worker_state import why_lost
+    from stages.worker.stage_link import why_lost
 
     reasons = {name: why_lost(workers) for name, workers in states.items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -240,7 +240,7 @@ def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
     """The stage's own, or, of one whose workers are elsewhere, the same read here."""
-    from stages.worker.distant_stage import DistantStage
+    from stages.worker.stage_link import DistantStage
 
     if not isinstance(stage, DistantStage):
         return stage.tokenizer

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from omni.server.serving.turn_queue import TurnQueue
     from stages import StageStats
-    from stages.worker.worker_state import WorkerState
+    from stages.worker.stage_link import WorkerState
 
 __all__ = ["Metered", "StageMeters"]
 

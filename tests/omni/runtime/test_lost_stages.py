@@ -8,7 +8,7 @@ import pytest
 
 from omni.runtime.orchestrator import refusal
 from stages.remote import worker_life
-from stages.worker.worker_state import WorkerState, why_lost
+from stages.worker.stage_link import WorkerState, why_lost
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain
 from tests.support.worker_rig import chain, rig

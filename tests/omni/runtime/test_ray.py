@@ -17,7 +17,7 @@ from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import PROTOCOL_VERSION
-from stages.cluster.cluster_probe import check_is_ray
+from stages.cluster.membership import check_is_ray
 from stages.cluster.object_bytes import Household
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello
 from stages.remote.remote_stage import RemoteStage

@@ -17,7 +17,7 @@ from omni import AutoregressiveStage, EncoderStage, Omni, OmniOutput, OmniReques
 from omni.runtime.orchestrator import Orchestrator
 from stages import StageInputs, StageOutput
 from stages.engine_stage import EngineStage
-from stages.worker.broken_stage import MOST_REBUILDS
+from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault

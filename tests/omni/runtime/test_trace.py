@@ -31,8 +31,8 @@ from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.trace_events import StageEvent, Traced, this_clock
 from stages.worker.messages import Enter
 from stages.worker.stage_link import StageLink
+from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
-from stages.worker.traced_worker import TracedWorker
 from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT

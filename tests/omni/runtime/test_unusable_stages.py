@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stages.remote import worker_life
-from stages.worker.broken_stage import MOST_REBUILDS
+from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain
 from tests.support.worker_rig import Make, assert_told_once, chain, holds, rig, until

@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from stages.remote import channel as channel_module
-from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed
+from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed, FrameKind, FrameWriter
 from stages.remote.codec import Codec
-from stages.remote.frames import FrameKind, FrameWriter
 from stages.remote.segments import SegmentPool, SharedTensors
 from stages.stage import StageOutput
 from tests.support.patience import PATIENCE_S

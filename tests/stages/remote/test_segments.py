@@ -18,9 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.remote.segment import PAGE_BYTES, Segment
 from stages.remote.segments import (
+    PAGE_BYTES,
     Place,
+    Segment,
     SegmentPool,
     SharedBytes,
     SharedTensor,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from stages.remote import keeper, process_connection
+from stages.remote import process_connection
 from stages.remote import worker_process as module
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
@@ -41,7 +41,7 @@ def zygotes_of_this_file() -> Iterator[None]:
     """Of these workers none has an engine: what imports none is there in half the time."""
     shut_down()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "_IMPORTED_FIRST", ("torch",))
+        patch.setattr(module, "_IMPORTED_FIRST", ("torch",))
         yield
         shut_down()
     assert not zygotes()
@@ -313,9 +313,9 @@ def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import os, signal, sys, time
-from stages.remote import keeper
+from stages.remote import worker_process
 from stages.remote.worker_process import start_worker
-keeper._IMPORTED_FIRST = ("torch",)
+worker_process._IMPORTED_FIRST = ("torch",)
 print("main", flush=True)
 workers = [
     start_worker("tests.support.worker_targets:hold_on", b"", threads=1, name="w") for _ in range(3)
