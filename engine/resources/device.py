@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
+from engine.interface.log_fields import package_logger
+
 __all__ = ["on_device", "resolve_device", "resolve_dtype"]
+
+
+logger = package_logger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -36,10 +42,31 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def resolve_dtype(
     name: str, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """``auto`` is the checkpoint's type on CUDA, float32 on a CPU, where half types are slow."""
+    """``auto`` is the checkpoint's type on CUDA, float32 on a CPU.
+
+    A half type that was asked for on a CPU without instructions for it gets a warning.
+    """
     if name != "auto":
+        if device.type == "cpu":
+            _warn_of_slow(name)
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cpu" or checkpoint_dtype is None:
         return torch.float32
     return checkpoint_dtype
+
+
+@cache
+def _warn_of_slow(dtype_name: str) -> None:
+    """Warn once in a process of a type that this CPU multiplies more slowly than float32."""
+    suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
+    if suffix is None:
+        return
+    # Such as avx512_bf16 and amx_bf16; older versions of torch cannot say.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if capabilities and not any(capabilities[x] for x in capabilities if x.endswith(suffix)):
+        logger.warning(
+            "dtype %s: this CPU has no instructions for it, and is slower with it than with "
+            "float32, which dtype: auto takes",
+            dtype_name,
+        )

@@ -21,7 +21,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.interface.engine import Engine
-from engine.resources.device import on_device
+from engine.resources.device import _warn_of_slow, on_device, resolve_dtype
 
 
 def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(
@@ -40,6 +40,23 @@ def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(
     assert current == [0, 1, 0]
     with on_device(torch.device("cpu", 0)):
         assert current == [0, 1, 0]
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_a_half_type_on_a_cpu_without_its_instructions_warns_once(
+    has: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    cpu = torch.device("cpu")
+    capabilities = {"avx512_bf16": has, "amx_bf16": False, "avx512_f": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    _warn_of_slow.cache_clear()
+    assert resolve_dtype("auto", torch.bfloat16, cpu) is torch.float32
+    assert resolve_dtype("float32", torch.bfloat16, cpu) is torch.float32
+    assert not caplog.records
+    for _ in range(2):
+        assert resolve_dtype("bfloat16", torch.float32, cpu) is torch.bfloat16
+    assert [each.levelname for each in caplog.records] == [] if has else ["WARNING"]
+    _warn_of_slow.cache_clear()
 
 
 def open_llm(seeded: Callable[[str], str]) -> LLMEngine:
