@@ -115,13 +115,14 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         wanted, mend = "an EngineConfig or an LLMEngine", "EngineConfig(model={})"
         check_argument("engine", engine, EngineConfig | Engine, wanted, mend)
         check_sampling_argument(sampling)
-        self._sampling = sampling if sampling is not None else SamplingParams()
         self._config = engine if isinstance(engine, EngineConfig) else None
         if isinstance(engine, EngineConfig):
             self.engine = self._build_engine()
         else:
             engine.ownership.claim(self, f"stage {name!r}")
             self.engine = engine
+        self._given_sampling = sampling if sampling is not None else SamplingParams()
+        self._sampling = self._given_sampling.with_defaults(self.engine.sampling_defaults)
 
     def configuration(self) -> Settings:
         """See :class:`~stages.stage.Stage`."""
@@ -178,6 +179,17 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
     def check_sampling(self, params: SamplingParams) -> None:
         """See :class:`~stages.stage.Stage`."""
         self.engine.check_sampling(params)
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the engine resolved and reserved, and where its sampling parameters come from."""
+        given = self._given_sampling.model_fields_set
+        stated = self._sampling.model_fields_set
+        sampling = []
+        for name in SamplingParams.model_fields:
+            source = "generation_config.json" if name in stated else "default"
+            source = "pipeline" if name in given else source
+            sampling.append(f"{name}: {getattr(self._sampling, name)} ({source})")
+        return {**super().describe(), "sampling": sampling}
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams:
         return request.sampling if request.sampling is not None else self._sampling

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from engine.checkpoints.config_file import describe
 from engine.files.folder_bounds import file_inside
 from engine.files.json_file import read_json_object
+from engine.interface.sampling_params import checkpoint_defaults
 
 __all__ = ["check_files", "load_generation_config"]
 
@@ -95,6 +96,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         if value is not None and not _is_possible(key, value):
             raise ValueError(f"{file}: {key} cannot be {value!r}: it must be {_wanted(key)}")
     try:
+        checkpoint_defaults(content)
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     # Values of a wrong kind make transformers raise whatever it stumbles over.
     except Exception as error:
@@ -112,6 +114,8 @@ def _is_possible(key: str, value: Any) -> bool:
         return isinstance(value, dict) and all(map(_is_id, value.values()))
     if key == "forced_decoder_ids":
         return isinstance(value, list) and all(map(_is_forced, value))
+    if key == "bad_words_ids":
+        return isinstance(value, list) and all(map(_is_word, value))
     return True
 
 
@@ -120,11 +124,17 @@ def _wanted(key: str) -> str:
         return "an object whose values are token ids"
     if key == "forced_decoder_ids":
         return "a list of pairs, each of a position and a token id"
+    if key == "bad_words_ids":
+        return "a list of lists of token ids"
     return "a token id" if key in _ID_KEYS else "a list of token ids"
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
 
 
 def _is_forced(value: Any) -> bool:

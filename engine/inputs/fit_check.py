@@ -72,7 +72,8 @@ class InputLimits:
             PlacedError: they are more than the model takes, or ``max_tokens`` leaves no room.
         """
         asked, longest = params.truncate_prompt_tokens, self.max_model_len
-        kept = longest - params.max_tokens if asked is None or asked < 0 else asked
+        kept = longest - (1 if params.max_tokens is None else params.max_tokens)
+        kept = kept if asked is None or asked < 0 else asked
         if 0 < kept <= longest:
             return kept
         beside = f" and max_tokens {params.max_tokens}" if kept <= 0 else ""
@@ -105,7 +106,7 @@ class FitCheck:
 
     def check_head(self, params: SamplingParams) -> None:
         """Raise ``PlacedError`` if tokens are asked of a checkpoint that cannot generate."""
-        if params.max_tokens and not self.limits.num_logits:
+        if params.max_tokens != 0 and not self.limits.num_logits:
             raise PlacedError(
                 ("max_tokens",),
                 "the checkpoint has no language-model head and cannot generate; "
@@ -130,16 +131,19 @@ class FitCheck:
         Raises:
             ValueError: the request could never run.
         """
-        limits = self.limits
-        ahead = self._check_length(num_prompt_tokens, min(params.max_tokens, 1), positions)
+        limits, wanted = self.limits, params.max_tokens
+        ahead = self._check_length(num_prompt_tokens, 0 if wanted == 0 else 1, positions)
         self.check_head(params)
-        max_num_tokens = min(num_prompt_tokens + params.max_tokens, limits.max_model_len - ahead)
+        max_num_tokens = limits.max_model_len - ahead
+        if wanted is None:
+            wanted = max_num_tokens - num_prompt_tokens
+        max_num_tokens = min(num_prompt_tokens + wanted, max_num_tokens)
         # The last token is never computed, so it needs no slot.
         num_slots = max(num_prompt_tokens, max_num_tokens - 1)
         if num_slots > limits.usable_tokens:
             raise ValueError(
                 f"the request can never fit: {num_prompt_tokens} prompt tokens and "
-                f"{params.max_tokens} to generate need slots for {num_slots} tokens, the whole "
+                f"{wanted} to generate need slots for {num_slots} tokens, the whole "
                 f"KV cache holds {limits.usable_tokens}; lower max_tokens or raise num_blocks"
             )
         kv_cache = self._kv_cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,11 +16,12 @@ from engine.interface.new_request import NewRequest
 from engine.interface.placed_error import PlacedError
 from engine.interface.prompts import Prompt
 from engine.interface.request_seeds import RequestSeeds
-from engine.interface.sampling_params import SamplingParams
+from engine.interface.sampling_params import SamplingParams, checkpoint_defaults
 from engine.requests.content_spans import encoder_spans
 from engine.requests.continuation import Sequel
 from engine.requests.encoder_input import EncoderInput
 from engine.requests.request import Request, RequestStatus, RequestTimes
+from engine.sampling.bad_words import BadWords
 from engine.sampling.sampler import SamplingState
 from engine.sampling.sampling_state import LogitsProcessor
 from engine.text.stop_checker import CompletionText
@@ -53,6 +55,10 @@ class InputProcessor:
         fit_check: says what can run.
         eos_token_ids: the ids that end a sequence.
         seed: of the generator that seeds requests without one.
+        generation: the checkpoint's ``generation_config.json``; empty where there is none.
+
+    Attributes:
+        sampling_defaults: fields of ``SamplingParams`` as the checkpoint has them.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class InputProcessor:
         *,
         eos_token_ids: Collection[int],
         seed: int,
+        generation: Mapping[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -70,6 +77,18 @@ class InputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = RequestSeeds(seed)
         self._num_arrived = 0
+        self.sampling_defaults = checkpoint_defaults(generation)
+        words = generation.get("bad_words_ids") or ()
+        self._bad_words = BadWords(words, self._eos_token_ids)
+        # A tokenizer may know more ids than the model's head.
+        self._suppressed = self._generable(
+            *prompts.suppress_token_ids,
+            *(generation.get("suppress_tokens") or ()),
+            *self._bad_words.single_ids,
+        )
+        self._begin_suppressed = self._generable(
+            *prompts.begin_suppress_token_ids, *(generation.get("begin_suppress_tokens") or ())
+        )
 
     def arrive(self, params: SamplingParams) -> Arrival:
         """Give a request its place and its seed, in the order of these calls.
@@ -101,15 +120,16 @@ class InputProcessor:
                 ids, shows images that cannot be read or to a model that sees none, or could never
                 fit the pool; or the parameters ask for what the checkpoint cannot do.
         """
-        params = self._with_suppressed(new.sampling or SamplingParams())
+        params = self._resolved(new.sampling or SamplingParams())
         prompt = self._truncated(new.prompt, params)
         content = self._prompts.process(prompt, cache_salt=new.cache_salt)
         make = self._maker(content, params, new)
+        prompt_ids = () if content.embeds is not None else content.token_ids
         sampling = self._sampling_state(
             params,
-            () if content.embeds is not None else content.token_ids,
+            prompt_ids,
             arrival.seed,
-            content.logits_processor,
+            self._bad_words.behind(prompt_ids, content.logits_processor),
         )
         return [
             make(
@@ -127,7 +147,7 @@ class InputProcessor:
             return prompt
         num_tokens, limits = self._num_kept_tokens(params), self._fit_check.limits
         # As in vLLM: an answer follows the end of a prompt, an embedding begins with its beginning.
-        keeps_end = params.max_tokens > 0
+        keeps_end = params.max_tokens != 0
         return truncated(prompt, self._tokenizer, limits, num_tokens, keeps_end=keeps_end)
 
     def _num_kept_tokens(self, params: SamplingParams) -> int:
@@ -216,7 +236,7 @@ class InputProcessor:
         self._fit_check.limits.requests.check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._num_kept_tokens(params)
-        self._sampling_state(self._with_suppressed(params))
+        self._sampling_state(self._resolved(params))
         CompletionText(self._tokenizer, params, self._eos_token_ids)
         self._fit_check.check_head(params)
 
@@ -234,7 +254,7 @@ class InputProcessor:
             self._eos_token_ids,
             self._num_choices,
             logits_processor=logits_processor,
-            begin_suppress_token_ids=self._prompts.begin_suppress_token_ids,
+            begin_suppress_token_ids=self._begin_suppressed,
         )
 
     @property
@@ -261,14 +281,16 @@ class InputProcessor:
         """Take the next chunk of a request's prompt; see :meth:`PromptProcessor.extend`."""
         self._prompts.extend(request, prompt)
 
-    def _with_suppressed(self, params: SamplingParams) -> SamplingParams:
-        """Add what the checkpoint never wants to see generated."""
-        named = self._prompts.suppress_token_ids
-        own = [token_id for token_id in named if token_id < self._num_choices]
-        if not own:
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """Add the checkpoint's defaults, and what it never wants to see generated."""
+        params = params.with_defaults(self.sampling_defaults)
+        if not self._suppressed:
             return params
-        both = tuple(dict.fromkeys((*params.suppress_token_ids, *own)))
+        both = tuple(dict.fromkeys((*params.suppress_token_ids, *self._suppressed)))
         return params.model_copy(update={"suppress_token_ids": both})
+
+    def _generable(self, *token_ids: int) -> tuple[int, ...]:
+        return tuple(each for each in token_ids if 0 <= each < self._num_choices)
 
     @property
     def _num_choices(self) -> int:

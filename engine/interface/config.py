@@ -20,7 +20,7 @@ class EngineSettings(Settings):
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that the checkpoint brings; off unless asked for.
         dtype: element type of weights, activations and cache; ``auto`` takes the checkpoint's on
-            CUDA and float32 on a CPU.
+            CUDA and float32 on a CPU, where half types are slow unless it has AVX512-BF16 or AMX.
         device: ``auto`` takes CUDA when there is one.
         attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
@@ -39,6 +39,9 @@ class EngineSettings(Settings):
         preemption: what becomes of a request that has to make room: ``recompute`` forgets its
             state, ``swap`` moves it to host memory as long as there is room.
         num_swap_blocks: host blocks for ``swap``, the null block included; None: as the pool has.
+        generation_config: ``auto`` takes defaults of sampling parameters, suppressed tokens, bad
+            words and ends of sequences from the checkpoint's ``generation_config.json``; ``ignore``
+            runs it as if it had no such file.
         media_limits: how much of a picture, a sound or a video is read.
         enable_prefix_caching: reuse what earlier requests computed. Never changes what comes out.
         limits: what one request may ask for, at most.
@@ -60,6 +63,7 @@ class EngineSettings(Settings):
     encoder_cache_bytes: int = Field(default=256 * 2**20, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     num_swap_blocks: int | None = Field(default=None, ge=2)
+    generation_config: Literal["auto", "ignore"] = "auto"
     media_limits: MediaLimits = MediaLimits()
     enable_prefix_caching: bool = True
     limits: RequestLimits = RequestLimits()

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, GetPydanticSchema, field_validator, model_validator
+from pydantic import (
+    Field,
+    GetPydanticSchema,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from engine.interface.settings import Settings
 from engine.interface.token_bias import TokenBias
 
-__all__ = ["SamplingParams"]
+__all__ = ["CHECKPOINT_FIELDS", "SamplingParams", "checkpoint_defaults", "unsupported_generation"]
 
 # The first wrong one is told: a list of a million would make a million messages.
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(fail_fast=True)]
@@ -21,12 +28,41 @@ LogitBias = Annotated[
 ]
 
 
+_OF_CHECKPOINTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
+"""Keys of ``generation_config.json``, and the fields that they are the defaults of."""
+
+CHECKPOINT_FIELDS = tuple(_OF_CHECKPOINTS.values())
+"""Fields of ``SamplingParams`` that a checkpoint may have defaults for."""
+
+_NOT_SUPPORTED = (
+    *("num_beams", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+    *("sequence_bias", "exponential_decay_length_penalty", "forced_eos_token_id"),
+    # By which transformers judges windows of a long recording, and transcribes them again.
+    *("condition_on_prev_tokens", "compression_ratio_threshold"),
+    *("logprob_threshold", "no_speech_threshold"),
+)
+
+
 class SamplingParams(Settings):
     """How one request's tokens are chosen and when it ends.
 
+    The checkpoint's ``generation_config.json`` may have other defaults for ``temperature``,
+    ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``max_tokens`` and ``min_tokens``; an
+    engine takes them for fields that were not set, unless its ``generation_config`` is ``ignore``.
+
     Attributes:
-        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request). For a
-            recording that takes several windows they are counted for each.
+        max_tokens: tokens to generate at most; 0 runs the prompt only (an embedding request). None
+            generates until ``max_model_len``. For a recording that takes several windows they are
+            counted for each.
         min_tokens: no stop token, EOS or stop string counts before this many tokens.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
@@ -47,11 +83,11 @@ class SamplingParams(Settings):
         n: independent completions of the same prompt.
         truncate_prompt_tokens: cut a longer prompt to so many tokens, as vLLM does: its last ones,
             or its first ones where ``max_tokens`` is 0. Special tokens that the tokenizer adds are
-            kept. -1 keeps what ``max_model_len`` leaves beside ``max_tokens``; None refuses a
-            prompt that is too long.
+            kept. -1 keeps what ``max_model_len`` leaves beside ``max_tokens`` or, where that is not
+            set, one token; None refuses a prompt that is too long.
     """
 
-    max_tokens: int = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
@@ -87,7 +123,7 @@ class SamplingParams(Settings):
 
     @model_validator(mode="after")
     def _min_fits_max(self) -> SamplingParams:
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})"
             )
@@ -107,7 +143,41 @@ class SamplingParams(Settings):
             max_tokens=0
         )
 
+    @model_serializer(mode="wrap")
+    def _only_what_was_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: x for name, x in handler(self).items() if name in self.model_fields_set}
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The same, with these values for the fields that were not set."""
+        missing = {name: x for name, x in defaults.items() if name not in self.model_fields_set}
+        return self.model_copy(update=missing) if missing else self
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
+
+
+def checkpoint_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` that a ``generation_config.json`` has defaults for.
+
+    Like vLLM, it draws tokens where the file does not say ``do_sample: false``.
+
+    Raises:
+        ValueError: a value cannot be.
+    """
+    stated = {
+        field: generation[key]
+        for key, field in _OF_CHECKPOINTS.items()
+        if generation.get(key) is not None
+    }
+    if generation.get("do_sample") is False:
+        stated["temperature"] = 0.0
+    SamplingParams(**stated)
+    return stated
+
+
+def unsupported_generation(generation: Mapping[str, Any]) -> list[str]:
+    """Keys of a ``generation_config.json`` that ask for what is not supported."""
+    found = {key: generation.get(key) for key in _NOT_SUPPORTED}
+    return [key for key, x in found.items() if x is True or x not in (None, 0, 1)]

@@ -18,6 +18,7 @@ from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.config import EngineConfig
 from engine.interface.log_fields import package_logger
+from engine.interface.sampling_params import unsupported_generation
 from engine.layers import LayerOps, NativeLayerOps
 from engine.models.base import CausalModel
 from engine.models.model_loader import (
@@ -93,6 +94,16 @@ class _Choices:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
+        if config.generation_config == "ignore":
+            checkpoint = replace(checkpoint, generation_config=None)
+        generation = checkpoint.generation_config
+        ignored = [] if generation is None else unsupported_generation(vars(generation))
+        if ignored:
+            logger.warning(
+                "generation_config.json of %s sets %s: not supported, and ignored",
+                config.model,
+                ", ".join(ignored),
+            )
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
         max_model_len = _max_model_len(config, checkpoint)
@@ -234,15 +245,16 @@ def _input_processor(
     checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
     prompts = find_family(checkpoint).prompts(sources)
     stop_token_ids = prompts.stop_token_ids
+    generation = checkpoint.generation_config
     if stop_token_ids is None:
-        generation_config = checkpoint.generation_config
-        stop_token_ids = eos_token_ids(checkpoint.config, generation_config, tokenizer)
+        stop_token_ids = eos_token_ids(checkpoint.config, generation, tokenizer)
     return InputProcessor(
         tokenizer,
         prompts,
         FitCheck(sources.limits, manager),
         eos_token_ids=stop_token_ids,
         seed=config.seed,
+        generation={} if generation is None else vars(generation),
     )
 
 

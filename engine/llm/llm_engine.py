@@ -176,6 +176,11 @@ class LLMEngine(Engine[RequestOutput]):
         self._inputs.check_sampling(params)
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of ``SamplingParams`` that the checkpoint has defaults for."""
+        return self._inputs.sampling_defaults
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether a request may begin while its prompt is still made."""
         return self._inputs.takes_chunks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -63,7 +65,7 @@ def _warn_of_slow(dtype_name: str) -> None:
     if suffix is None:
         return
     # Such as avx512_bf16 and amx_bf16; older versions of torch cannot say.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities and not any(capabilities[x] for x in capabilities if x.endswith(suffix)):
         logger.warning(
             "dtype %s: this CPU has no instructions for it, and is slower with it than with "

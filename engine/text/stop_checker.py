@@ -105,7 +105,7 @@ class CompletionText:
 
     def without_end(self) -> CompletionText:
         """An empty one of the same tokenizer, which no token ends."""
-        endless = {"max_tokens": 2**62, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
+        endless = {"max_tokens": None, "min_tokens": 0, "stop": (), "stop_token_ids": ()}
         params = self._params.model_copy(update=endless | {"ignore_eos": True})
         return CompletionText(self._tokenizer, params, ())
 
@@ -121,7 +121,8 @@ class CompletionText:
         if self._finished:
             raise RuntimeError(f"token {token_id} came after the end of the completion")
         self._num_tokens += 1
-        reason = FinishReason.LENGTH if self._num_tokens >= self._params.max_tokens else None
+        most = self._params.max_tokens
+        reason = FinishReason.LENGTH if most is not None and self._num_tokens >= most else None
         if token_id in self._stop_ids and self._may_stop():
             reason = FinishReason.STOP
             self._settle()

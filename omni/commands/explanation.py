@@ -7,6 +7,7 @@ from contextlib import closing
 
 import yaml
 
+from engine.interface.sampling_params import CHECKPOINT_FIELDS, SamplingParams
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import StageConfig
 
@@ -58,9 +59,19 @@ def draw_graph(config: PipelineConfig) -> str:
 def describe_config(config: PipelineConfig) -> str:
     """Write the pipeline as YAML with every default; it means the same when read again."""
     dumped = config.model_dump(mode="json", by_alias=True)
-    for stage in dumped["stages"].values():
+    usual = dict(SamplingParams())
+    own = {name: usual.pop(name) for name in CHECKPOINT_FIELDS}
+    for name, stage in dumped["stages"].items():
+        if (given := config.stages[name].own_sampling) is not None:
+            stage["sampling"] = given.with_defaults(usual).model_dump(mode="json")
         stage["final_output"] = stage.pop("final_output")  # what comes out stands last
-    return "Every setting:\n\n" + yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
+    shown = yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
+    told = ", ".join(f"{name} {'null' if x is None else x}" for name, x in own.items())
+    return (
+        f"Every setting:\n\n{shown}\n"
+        "# Where sampling leaves these out, generation_config.json decides, or else they are\n"
+        f"# {told}."
+    )
 
 
 def describe_memory(config: PipelineConfig) -> str:

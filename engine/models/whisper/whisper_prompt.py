@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.inputs.decoder_prompt import DecoderPromptRule
-from engine.inputs.fit_check import InputLimits
 from engine.inputs.input_windows import InputWindows
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
-from engine.interface.log_fields import package_logger
 from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
 from engine.models.whisper.speech_windows import SpeechWindows
 from engine.models.whisper.timestamp_rule import TimestampRule
@@ -23,16 +20,6 @@ from engine.sampling.sampling_state import LogitsProcessor
 __all__ = ["WhisperPromptRule"]
 
 _WISHES = ("language", "task", "timestamps")
-
-_NOT_SUPPORTED = (
-    "condition_on_prev_tokens",
-    "compression_ratio_threshold",
-    "logprob_threshold",
-    "no_speech_threshold",
-)
-"""Settings by which transformers judges windows and transcribes them again."""
-
-_logger = package_logger(__name__)
 
 
 class WhisperPromptRule(DecoderPromptRule):
@@ -48,21 +35,6 @@ class WhisperPromptRule(DecoderPromptRule):
     the checkpoint names no task either, it is ``transcribe``: without a task token, which
     ``generate`` leaves out, models write nonsense.
     """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        generation_config: GenerationConfig,
-        tokenizer: PreTrainedTokenizerBase | None,
-        limits: InputLimits,
-    ) -> None:
-        super().__init__(config, generation_config, tokenizer, limits)
-        ignored = [name for name in _NOT_SUPPORTED if self._setting(name) not in (None, False)]
-        if ignored:
-            _logger.warning(
-                "the checkpoint's generation_config.json sets %s: not supported, and ignored",
-                ", ".join(ignored),
-            )
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
         """Ids that the decoder goes on from; see :class:`DecoderPromptRule`.

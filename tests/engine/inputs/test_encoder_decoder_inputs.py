@@ -60,7 +60,7 @@ class Family:
         assert family is not None
         self.inputs = family.prompts(PromptSources(self.checkpoint, encoder, tokenizer, limits, 0))
         self.requests = InputProcessor(
-            tokenizer, self.inputs, FitCheck(limits), eos_token_ids=[2], seed=0
+            tokenizer, self.inputs, FitCheck(limits), eos_token_ids=[2], seed=0, generation={}
         )
 
     def completions(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -321,6 +321,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(
         FitCheck(limits),
         eos_token_ids=[2],
         seed=0,
+        generation={},
     )
     with pytest.raises(ValueError, match=expected):
         decoder_only.process(NewRequest("r", prompt), decoder_only.arrive(SamplingParams()))

@@ -147,7 +147,7 @@ def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
     [
         ({"max_tokens": 1}, "sampling: min_tokens (2) is larger than max_tokens (1)"),
         ({"max_tokens": -1}, "sampling.max_tokens: should be greater than or equal to 0, got -1"),
-        ({"max_tokens": None}, "sampling.max_tokens: should be a valid integer, got None"),
+        ({"max_tokens": "x"}, "sampling.max_tokens: should be a valid integer, got 'x'"),
         ({"max_tokens": {"writer": 1}}, "sampling.max_tokens: should be a valid integer, got {"),
         ({"logit_bias": {"5": 101}}, "sampling.logit_bias.5: should be a number from -100 to 100"),
         ({"logit_bias": {"x": 1}}, "sampling.logit_bias: should have token ids as keys"),
