@@ -68,8 +68,8 @@ def run_demo(folder: Path) -> bool:
         ValueError: the pipeline cannot be built.
         OSError: the folder cannot be written.
     """
-    typer.echo("spoken_sums: it hears a sum, writes it, and says the result. A small checkpoint")
-    typer.echo("that was trained for this and comes along; everything runs here, on the CPU.\n")
+    typer.echo("spoken_sums: it hears plus, minus or times of two numbers to 99, writes it and")
+    typer.echo("says the result. A small checkpoint, trained for this; all runs on this CPU.\n")
     folder.mkdir(parents=True, exist_ok=True)
     with builds_told(), Omni(_PIPELINE) as omni:
         requests: list[OmniRequest] = []

@@ -61,6 +61,38 @@ def test_training_reads_what_the_chat_template_writes(tokenizer: PreTrainedToken
     assert rendered.token_ids[rendered.sounds[0][0] :][:3] == [renderer.audio_id] * 3
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "200+1",
+        "what is 300 - 1?",
+        "007 + 1",
+        "1 + 2 + 3",
+        "five Plus 5 minus 2",
+        "7 * -2",
+        "1" * 999,
+    ],
+)
+def test_what_a_user_types_that_is_out_of_range_becomes_a_word_of_no_sum(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    for content in (text, [{"type": "audio"}, {"type": "text", "text": text}]):
+        messages = [{"role": "user", "content": content}]
+        assert str(tokenizer.apply_chat_template(messages, tokenize=False)).count("million") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["99 + 99", "twenty-one plus thirty-four", "and times 2?", "12-5", "how much is 4 x 4"]
+)
+def test_what_may_be_a_sum_and_replies_are_read_as_they_are(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
+    reply = "198 - 100 - 1 = three"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    assert text in rendered and reply in rendered and "million" not in rendered
+
+
 def test_words_that_are_no_part_of_sums_are_heard_as_one_noise(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

@@ -26,6 +26,25 @@ NOISE = "<|noise|>"
 
 SYSTEM_PROMPT = "you answer sums"
 
+_LONGEST_QUESTION = 200
+
+_ASKED = (
+    "{% macro asked(text) %}"
+    "{% set words = text.lower().split()|select('in', ['plus', 'minus', 'times'])|list %}"
+    "{% set seen = namespace(signs=words|length, figures=0, most=0, last='') %}"
+    "{% for each in text[:LONGEST] %}"
+    "{% set seen.figures = seen.figures + 1 if each.isdigit() else 0 %}"
+    "{% set seen.most = [seen.most, seen.figures]|max %}"
+    "{% if each in '+*×' or (each == '-' and not seen.last.isalpha()) %}"
+    "{% set seen.signs = seen.signs + 1 %}{% endif %}"
+    "{% set seen.last = each %}"
+    "{% endfor %}"
+    "{{ 'million' if seen.most > 2 or seen.signs > 1 or text|length > LONGEST else text }}"
+    "{% endmacro %}"
+).replace("LONGEST", str(_LONGEST_QUESTION))
+"""Gives what a user typed, or a word that is no part of sums where a number has three figures or
+there are two signs: the thinker would drop a figure or a number, and answer another sum."""
+
 SPECIALS = (*OMNI_SPECIALS, NOISE)
 """By their ids, from 0."""
 
@@ -75,5 +94,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         extra_special_tokens=dict(EXTRA_SPECIAL_TOKENS),
     )
     add_specials(fast, SPECIALS)
-    fast.chat_template = chat_template(SYSTEM_PROMPT)
+    fast.chat_template = _template()
     return fast
+
+
+def _template() -> str:
+    template = chat_template(SYSTEM_PROMPT)
+    for text in ("message['content']", "part['text']"):
+        of_user = f"asked({text}) if message['role'] == 'user' else {text}"
+        template = template.replace(f"{{{{ {text} }}}}", f"{{{{ {of_user} }}}}")
+    return _ASKED + template

@@ -38,6 +38,11 @@ TYPED = {
     "twenty-one plus thirty-four": "21 + 34 = fifty five",
     "three minus five": "3 - 5 = that is not a sum i know",
     "seven times eighty": "7 * 80 = that is not a sum i know",
+    "200+1": "that is not a sum i know",
+    "what is 300 minus 1?": "that is not a sum i know",
+    "one plus two plus three": "that is not a sum i know",
+    "8 / 4": "that is not a sum i know",
+    "eight divided by four": "that is not a sum i know",
     "where is the station": "that is not a sum i know",
     "do you like music": "that is not a sum i know",
 }
