@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import re
 import runpy
 import shlex
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 import omni
 from docs.docstring_roles import as_markdown
@@ -142,3 +146,50 @@ def test_a_link_of_a_page_beside_the_site_leads_somewhere(name: str) -> None:
         page = ROOT / (file or name)
         assert page.exists(), f"{name} links to {target}"
         assert not anchor or anchor in anchors(page), f"{name} links to {target}"
+
+
+@pytest.fixture(scope="module")
+def search_index(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """The sections that the site's search looks in, but for docstrings: location, title, text."""
+    site = tmp_path_factory.mktemp("site")
+    config = str(ROOT / "mkdocs.yml")
+    build(load_config(config, plugins=["search"], site_dir=str(site), strict=False))
+    return json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+
+
+def found_first(question: str, sections: list[dict[str, str]]) -> str:
+    """The page of the section with the rarest of the question's words, a thousandfold in titles."""
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[a-z0-9_.]+[a-z0-9]|[a-z]", text.lower()))
+
+    texts = [(words(each["title"]), words(each["text"])) for each in sections]
+    scores = [0.0] * len(sections)
+    for word in words(question):
+        weight = math.log(len(texts) / (1 + sum(word in a or word in b for a, b in texts)))
+        for index, (title, text) in enumerate(texts):
+            scores[index] += weight * (1000 * (word in title) + (word in text))
+    best = max(range(len(sections)), key=scores.__getitem__)
+    return sections[best]["location"].partition("/")[0]
+
+
+@pytest.mark.parametrize(
+    ("question", "page"),
+    [
+        ("Serve Qwen2.5-Omni on one machine with two GPUs", "qwen_two_gpus"),
+        ("How do I serve Qwen2.5-Omni on two GPUs?", "qwen_two_gpus"),
+        ("Why did my prefix not hit?", "prefix_misses"),
+        ("A voice assistant step by step", "voice_assistant"),
+        ("How do I build a voice assistant?", "voice_assistant"),
+        ("exit statuses", "cli"),
+        ("environment variables", "cli"),
+        ("resume an interrupted run", "requests"),
+        ("fixed limits", "limits"),
+        ("What is code?", "security"),
+        ("Adding a model", "models"),
+    ],
+)
+def test_the_search_finds_a_page_by_its_question(
+    question: str, page: str, search_index: list[dict[str, str]]
+) -> None:
+    assert found_first(question, search_index) == page
