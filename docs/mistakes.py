@@ -27,11 +27,12 @@ PAGE = Path(__file__).with_suffix(".md")
 _SETTINGS = {"COLUMNS": "100", "NO_COLOR": "1"}
 
 _HEAD = """\
-# Mistakes, and what they are answered
+# Mistakes and their error messages
 
-The likeliest ones, made for real by `python -m docs.mistakes`. What is wrong with a pipeline or a
-flag is refused before a model runs, with exit status 2. A wrong line of requests fails alone: the
-others run, its error is told here and in its own line of `outputs.jsonl`, and the exit status is 1
+The likeliest mistakes, with the messages that `python -m docs.mistakes` got for them. A mistake in
+a pipeline or a flag is refused before a model runs, with exit status 2. A wrong line of requests
+fails alone: the others run, its error is printed and is in its own line of `outputs.jsonl`, and the
+exit status is 1
 (`omni validate --input` finds such lines without a model, with exit status 2). In Python it is a
 `ValueError`, or a `TypeError` for an argument that does not exist.
 """

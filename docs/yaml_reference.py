@@ -62,11 +62,11 @@ FILE` checks it without loading a model, `omni explain FILE` shows it with every
 of its range and a number in quotes are errors that say where, and name the nearest valid key.
 
 The first line of the example lets editors complete and check keys. `omni schema >
-pipeline.schema.json` writes what it names; it is a JSON Schema of draft 2020-12. The pipelines that
-are shipped name the one that lies beside them.
+pipeline.schema.json` writes the file that it names, a JSON Schema of draft 2020-12. The shipped
+pipelines name the schema file beside them.
 
 A list of one name may be given as the name alone: `final_output: text` is `final_output: [text]`.
-What follows is made of the schema.
+The tables below are generated from the schema.
 """
 
 _PARTS = (
