@@ -30,9 +30,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 RUNTIMES = ("inline", "processes")
 BESIDE = ("none", "loop", "loops", "background", "quota")
 SHARED = (0, 192)
@@ -206,20 +203,19 @@ def main() -> None:
     sides = [Side(runtime, root, runtime) for runtime in args.runtimes]
     if args.before is not None:
         sides += [Side(f"{each}, before", args.before.resolve(), each) for each in args.runtimes]
-    console = Console()
-    table = Table("beside it", "shared", *(side.name for side in sides))
+    print(f"{'beside it':<12}{'shared':>8}", *(f"{side.name:>20}" for side in sides))
     idle: dict[tuple[str, int], float] = {}
     for kind in args.beside:
         try:
             medians = measure(sides, kind, args.rounds)
         except OSError as error:
-            console.print(f"{kind}: left out, {error}")
+            print(f"{kind:<12}left out: {error}")
             continue
         idle = idle or medians
         for num_shared in SHARED:
             row = [(medians[side.name, num_shared], idle[side.name, num_shared]) for side in sides]
-            table.add_row(kind, str(num_shared), *(f"{s:.2f} ({s / i:.2f})" for s, i in row))
-    console.print(table)
+            cells = (f"{seconds:.2f} ({seconds / least:.2f})" for seconds, least in row)
+            print(f"{kind:<12}{num_shared:>8}", *(f"{cell:>20}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
