@@ -71,7 +71,6 @@ from benchmarks.word_checkpoint import VOCAB_SIZE, word_checkpoint
 from omni import ChatPrompt, OmniRequest, TextPrompt, TokensPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.runtime.omni import Omni
-from omni.runtime.uncollected import keep_for_good
 from omni.server.http_server import HttpServer, bind
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerSettings
@@ -112,8 +111,7 @@ def main() -> None:
 def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -> None:
     server = PipelineServer([config], ServerSettings(port=0), apart=not given.inline)
     loaded = threading.Event()
-    # As omni serve does, in whose process nothing else runs either.
-    server.on_loaded = partial(_note_loaded, loaded)
+    server.on_loaded = loaded.set
     http = HttpServer(server, bind(server.settings))
     port = http.listener.getsockname()[1]
     thread = threading.Thread(target=http.run, daemon=True)
@@ -135,11 +133,6 @@ def _measure(config: PipelineConfig, given: argparse.Namespace, asked: _Asked) -
             )
     http.stop()
     thread.join()
-
-
-def _note_loaded(loaded: threading.Event) -> None:
-    keep_for_good()
-    loaded.set()
 
 
 @dataclass(frozen=True, slots=True)

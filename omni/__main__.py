@@ -10,19 +10,11 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line."""
-    from omni.runtime.uncollected import leave_to_the_end, let_age, uncollected
-
-    let_age()
     try:
-        with uncollected():
-            from omni.commands.cli import app
+        from omni.commands.cli import app
     except KeyboardInterrupt:  # before a command listens
         sys.exit(130)
-    try:
-        app(prog_name="omni")
-    finally:
-        if "torch" not in sys.modules:  # with it there may be what wants to be taken apart in order
-            leave_to_the_end()
+    app(prog_name="omni")
 
 
 def _leave_working_directory() -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni.commands.command import Stopped, command
-from omni.runtime.uncollected import uncollected
 
 if TYPE_CHECKING:
     from omni.commands.bench_options import BenchOptions
@@ -72,8 +71,7 @@ def run(options: RunOptions) -> bool:
     _check_output_flags(options)
     pipeline = _load(options, options.speaker)
     given = _requests(pipeline, options, options.input_file)
-    with uncollected():
-        from omni.commands.run_command import run_requests
+    from omni.commands.run_command import run_requests
 
     with _writer(pipeline, given, options) as writer:
         return run_requests(
@@ -122,9 +120,8 @@ def verify(options: VerifyOptions) -> bool:
     """
     pipeline = _load(options, options.speaker)
     requests = _refuse_bad_lines(_requests(pipeline, options, options.input_file).requests)
-    with uncollected():
-        from omni.runtime.omni import Omni
-        from omni.verification.verify import verify as verify_requests
+    from omni.runtime.omni import Omni
+    from omni.verification.verify import verify as verify_requests
 
     with Omni(pipeline) as omni:
         report = verify_requests(omni, requests, atol=options.atol)
@@ -137,9 +134,8 @@ def verify(options: VerifyOptions) -> bool:
 @command(app, "omni.commands.serve_command:ServeOptions")
 def serve(options: ServeOptions) -> bool:
     """Serve pipelines over HTTP, in the shapes of OpenAI's API."""
-    with uncollected():
-        from omni.commands.options import ValidateOptions
-        from omni.commands.serve_command import serve_pipelines
+    from omni.commands.options import ValidateOptions
+    from omni.commands.serve_command import serve_pipelines
 
     # All of them are checked before anything starts.
     runtime, address = options.runtime, options.address
@@ -173,12 +169,10 @@ def bench(options: BenchOptions) -> bool:
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
     if options.random:
-        with uncollected():
-            from omni.commands.random_demo import run_random_demo
+        from omni.commands.random_demo import run_random_demo
 
         return run_random_demo()
-    with uncollected():
-        from omni.commands.demo import run_demo
+    from omni.commands.demo import run_demo
 
     return run_demo(options.output_dir)
 
@@ -211,7 +205,6 @@ class _Given:
     digest: str
 
 
-@uncollected()
 def _load(
     options: RunOptions | ValidateOptions | ExplainOptions | VerifyOptions,
     speaker: str | None = None,

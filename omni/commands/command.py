@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 
 from omni.commands.interrupts import exit_status, sigterm_interrupts
 from omni.commands.log_lines import shown_log
-from omni.runtime.uncollected import uncollected
 
 __all__ = ["CommandOptions", "Stopped", "command"]
 
@@ -124,8 +123,7 @@ def command(
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
         class Listed(TyperCommand):
             def make_context(self, *args: Any, **kwargs: Any) -> Any:
-                with uncollected():
-                    whole = _with_flags(function, _imported(options))
+                whole = _with_flags(function, _imported(options))
                 return whole.make_context(*args, **kwargs)
 
         @app.command(name or function.__name__, cls=Listed, help=inspect.getdoc(function))

@@ -107,19 +107,13 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
             "pip install -e '.[serve]' in a checkout of omni-pipeline"
         ) from error
     from omni.pipelines.runtime_checks import check_runtime
-    from omni.runtime.uncollected import keep_for_good
     from omni.server.serving.pipeline_server import PipelineServer
 
     for config in configs:
         check_runtime(config)
     settings = _settings(options)
     server = PipelineServer(configs, settings, apart=True)
-
-    def on_loaded() -> None:
-        keep_for_good()  # nothing else runs in this process
-        typer.echo("ready", err=True)
-
-    server.on_loaded = on_loaded
+    server.on_loaded = lambda: typer.echo("ready", err=True)
     listener = bind(settings)
     names = ", ".join(server.pipelines)
     # Of use to programs too: with --port 0 they cannot know where it is.

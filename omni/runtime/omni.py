@@ -25,7 +25,6 @@ from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.runner import Runner, Sink, Ticket
 from omni.runtime.text_pacing import check_gap
 from omni.runtime.trace import Trace
-from omni.runtime.uncollected import uncollected
 from stages import StageStats
 from stages.worker.stage_link import DistantStage, WorkerState
 
@@ -323,8 +322,7 @@ def _driven(
     opened = None if trace is None else Trace(trace, _order(config))
     try:
         if isinstance(config, PipelineConfig):
-            with uncollected():
-                pipeline = build_pipeline(config, is_traced=trace is not None)
+            pipeline = build_pipeline(config, is_traced=trace is not None)
         else:
             pipeline = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
         pipeline.ownership.claim(owner, "another Omni")

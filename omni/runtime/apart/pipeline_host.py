@@ -27,7 +27,6 @@ from omni.runtime.apart.shown_outputs import OutputShortener, ShortOutput, packe
 from omni.runtime.driver import Driver
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.runner import Ticket
-from omni.runtime.uncollected import keep_for_good
 from stages import Stage
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.control import Beat, Built, Call, GaveUp, Returned
@@ -53,7 +52,7 @@ def host_main(sock: socket.socket, argument: bytes) -> None:
     codec = apart_codec()
     spec: ApartSpec = codec.decode(argument)
     channel = Channel(sock, codec, SegmentPool(), "the program")
-    host = PipelineHost(spec, channel.send, _build_for_good)
+    host = PipelineHost(spec, channel.send, build_stages)
     channel.start(host.take, lambda reason: host.end())
     forward_log(channel.send, spec.log_level, LogFields())
     try:
@@ -82,12 +81,6 @@ def build_stages(spec: ApartSpec) -> Pipeline:
             stages.append(stage)
         pipeline = Pipeline(stages, speaker=spec.speaker, voices=spec.voices)
         unless_built.pop_all()
-    return pipeline
-
-
-def _build_for_good(spec: ApartSpec) -> Pipeline:
-    pipeline = build_stages(spec)
-    keep_for_good()  # nothing else runs in this process
     return pipeline
 
 
