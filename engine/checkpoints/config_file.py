@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
 from engine.checkpoints.late_activations import import_validators
 from engine.checkpoints.quiet_transformers import quiet_config_log
-from engine.files.auto_classes import CONFIG_MAPPING, AutoConfig
 from engine.files.json_file import read_json_object
 
 __all__ = ["CONFIG_FILE", "describe", "load_config", "read_config_file"]

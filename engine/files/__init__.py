@@ -1,4 +1,4 @@
-"""Files that outlive a process, files of strangers, and the classes of transformers that read them.
+"""Caches on disk, and readers of untrusted files.
 
 Imports nothing of the project.
 """

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-from engine.files.auto_classes import AutoTokenizer
 from engine.interface.turns import turn_of
 from engine.text.chat_template import processor_chat_template
 from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
