@@ -6,24 +6,29 @@ read other files or build endless lists. Then come the values, in :mod:`config_v
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
-from engine.checkpoints.late_activations import import_validators
 from engine.checkpoints.quiet_transformers import quiet_config_log
 from engine.files.json_file import read_json_object
 
 __all__ = ["CONFIG_FILE", "describe", "load_config", "read_config_file"]
 
 CONFIG_FILE = "config.json"
+_ACTIVATIONS = "transformers.activations"
+_VALIDATORS = "transformers.utils.type_validators"
 
 # Lists as long as these are made before any value is looked at.
 _MOST_LAYERS = 4096
@@ -79,7 +84,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         ValueError: transformers does not know it, or a value of it cannot be; names the file.
     """
     file = folder / CONFIG_FILE
-    import_validators()
+    _import_validators()
     try:
         if trust_remote_code:
             return _made(folder, trust_remote_code=True)
@@ -88,6 +93,24 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     # Values of a wrong kind make transformers' classes raise whatever they stumble over.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
+
+
+def _import_validators() -> None:
+    """Import transformers' validators of configs without its activations.
+
+    Those import torch's compiler and distributed tensors, which would be 1.4 of the 4 s of CPU that
+    it takes to start a Llama. Validators leave activations unchecked where the table of them is
+    empty; models check their own, see :func:`~engine.checkpoints.activation.check_activation`.
+    """
+    if _VALIDATORS in sys.modules or _ACTIVATIONS in sys.modules:
+        return
+    sys.modules[_ACTIVATIONS] = empty = ModuleType(_ACTIVATIONS)
+    vars(empty)["ACT2FN"] = {}
+    try:
+        with suppress(ImportError):  # it needs more of them, and is imported with all of it later
+            importlib.import_module(_VALIDATORS)
+    finally:
+        del sys.modules[_ACTIVATIONS]
 
 
 @lru_cache(_MOST_KEPT)
