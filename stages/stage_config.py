@@ -16,10 +16,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
-from engine.interface.placed_error import PlacedError
+from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
-from engine.interface.suggestion import suggest
 from stages.placement import Placement
 from stages.stage import OneOrMore, Stage, StageInputs
 from stages.transforms.custom_transform import load_custom, locate_custom

@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.audio_samples import SampleReader
 from engine.media.image_file import open_image
 from engine.media.media_source import MediaSource

@@ -24,7 +24,7 @@ from engine.attention.xformers_masks import (
     prefill_slots,
     with_a_key_for_all,
 )
-from engine.interface.described_error import described
+from engine.interface.placed_error import described
 from engine.resources.device import on_device
 from engine.resources.finite_numbers import require_finite
 from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory

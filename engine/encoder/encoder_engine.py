@@ -22,11 +22,10 @@ from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt, truncated
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
-from engine.interface.described_error import described
-from engine.interface.engine import Admit, Engine, Prepare
+from engine.interface.engine import Admit, Engine, NewRequest, Prepare
 from engine.interface.log_fields import package_logger
-from engine.interface.new_request import NewRequest
 from engine.interface.outputs import EncoderOutput
+from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint

@@ -26,12 +26,11 @@ from engine.generator.generator_request import CodeWindow, GeneratorRequest, Win
 from engine.generator.window_gathering import WindowGathering
 from engine.inputs.fit_check import check_utterance
 from engine.interface.arguments import check_argument
-from engine.interface.described_error import described
-from engine.interface.engine import Admit, Engine, Prepare
+from engine.interface.engine import Admit, Engine, NewRequest, Prepare
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.log_fields import package_logger
-from engine.interface.new_request import NewRequest
 from engine.interface.outputs import GeneratorOutput
+from engine.interface.placed_error import described
 from engine.interface.prompts import CodecPrompt, Prompt
 from engine.interface.stats import EngineStats
 from engine.models.generator_model import CodeChunk, GeneratorModel

@@ -15,7 +15,8 @@ from engine.inputs.input_windows import InputWindows
 from engine.inputs.multimodal_data import items_of
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,
@@ -26,7 +27,6 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.interface.turns import turn_of
 from engine.media.audio_samples import SampleReader
 from engine.media.image_file import image_features
 from engine.media.spectrogram_extractor import SpectrogramExtractor

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.inputs.feature_maker import FeatureMaker
 from engine.inputs.video_features import VideoFeatureMaker, VideoSampling
+from engine.interface.config import MediaLimits
 from engine.interface.log_fields import package_logger
-from engine.interface.media_limits import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.interface.prompts import AudioPrompt
-from engine.interface.turns import turn_of
 from engine.media.audio_samples import SampleReader
 from engine.media.image_file import image_features, load_image_processor
 from engine.media.spectrogram_extractor import SpectrogramExtractor, load_extractor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.interface.limits import RequestLimits
+from engine.interface.config import RequestLimits
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.prompt_positions import PromptPositions

@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from engine.inputs.fit_check import FitCheck
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
 from engine.inputs.prompt_tokens import truncated
-from engine.interface.new_request import NewRequest
+from engine.interface.engine import NewRequest
 from engine.interface.placed_error import PlacedError
 from engine.interface.prompts import Prompt
-from engine.interface.request_seeds import RequestSeeds
-from engine.interface.sampling_params import SamplingParams, checkpoint_defaults
+from engine.interface.sampling_params import RequestSeeds, SamplingParams, checkpoint_defaults
 from engine.requests.content_spans import encoder_spans
 from engine.requests.continuation import Sequel
 from engine.requests.encoder_input import EncoderInput

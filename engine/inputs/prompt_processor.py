@@ -14,7 +14,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.fit_check import InputLimits
 from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.interface.prompts import Prompt
 from engine.requests.content_spans import embeds_spans
 from engine.requests.continuation import Continuation

@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.files.json_file import read_json_object
 from engine.inputs.feature_maker import FeatureMaker
 from engine.interface.arguments import check_dense
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.interface.prompts import AudioPrompt, VideoFeatures, VideoPrompt
-from engine.interface.turns import turn_of
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
 

@@ -1,15 +1,15 @@
-"""What every engine is: requests in by an id, outputs out step by step."""
+"""The contract of every engine: requests in by an id, outputs out step by step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 from engine.interface.arguments import check_request_arguments
-from engine.interface.described_error import described
-from engine.interface.new_request import NewRequest
 from engine.interface.ownership import Ownership
+from engine.interface.placed_error import described
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,27 @@ if TYPE_CHECKING:
     from engine.interface.sampling_params import SamplingParams
     from engine.interface.stats import EngineStats
 
-__all__ = ["Admit", "Engine", "EngineBrokenError", "Prepare"]
+__all__ = ["Admit", "Engine", "EngineBrokenError", "NewRequest", "Prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What :meth:`engine.Engine.begin_request` was given; of all but the prompt the type is right.
+
+    Attributes:
+        request_id: no live request has it.
+        prompt: what to run, or its first chunk.
+        sampling: how tokens are chosen; None takes the defaults.
+        priority: lower runs earlier.
+        cache_salt: what was computed is shared only within one salt.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 T = TypeVar("T")

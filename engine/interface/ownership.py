@@ -1,4 +1,8 @@
-"""Who may use a thing that keeps state: one owner, one thread at a time, in one process."""
+"""Ownership of what keeps state: one owner, one thread at a time, in one process.
+
+Several threads take turns at what they share, and the child of a fork gets new locks: those that
+other threads held at that moment would never be released there.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,76 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["Ownership"]
+__all__ = ["Ownership", "Renewable", "renew_in_forks", "turn_of"]
+
+
+class Renewable(Protocol):
+    """What has locks."""
+
+    def renew_locks(self) -> None:
+        """Replace them: a thread of the parent may hold the old ones, and is not there."""
+
+
+_RENEWED: WeakSet[Renewable] = WeakSet()
+
+
+def renew_in_forks(thing: Renewable) -> None:
+    """Have a thing renew its locks in every child of a fork, as long as it is there.
+
+    Args:
+        thing: whose locks are taken by several threads, and also where it is only given up, such as
+            by a generator that is dropped; hashable.
+    """
+    _RENEWED.add(thing)
+
+
+def _renew() -> None:
+    for thing in tuple(_RENEWED):
+        thing.renew_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+class _Turns:
+    """A lock for each thing, as long as that is there."""
+
+    def __init__(self) -> None:
+        self.renew_locks()
+        renew_in_forks(self)
+
+    def renew_locks(self) -> None:
+        """Begin with none; see :class:`~engine.interface.ownership.Renewable`."""
+        self._adding = threading.Lock()
+        self._locks: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
+
+    def lock_of(self, thing: object) -> threading.Lock:
+        with self._adding:
+            return self._locks.setdefault(thing, threading.Lock())
+
+
+_TURNS = _Turns()
+
+
+@contextmanager
+def turn_of(thing: object) -> Iterator[None]:
+    """Hold while a thing is used, which other threads then wait for.
+
+    Requests are prepared in several threads, by tokenizers and processors of transformers, which do
+    not promise to be safe for that.
+
+    Args:
+        thing: hashable; its turns end with it.
+    """
+    with _TURNS.lock_of(thing):
+        yield
+
 
 # Between two looks at whether another thread has left.
 _PATIENCE_S = 0.001

@@ -1,10 +1,40 @@
-"""A mistake in a setting, with the place of the setting."""
+"""Errors in settings: their place, their cause in one line, and the nearest known name."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import TypeAlias
 
-__all__ = ["KeyPath", "PlacedError"]
+__all__ = ["KeyPath", "PlacedError", "described", "suggest"]
+
+
+def described(error: BaseException) -> str:
+    """``"KeyError: 'x'"``; the class alone if the exception cannot say what it is."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:  # its class is a stranger's, and so is what it does to be shown
+        return name
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Say what could have been meant: the nearest known name, or all of them.
+
+    Args:
+        name: what was given.
+        known: the names that would have been right.
+
+    Returns:
+        ``"; did you mean 'x'?"``, or ``"; known are 'x', 'y'"`` when nothing is near, or nothing
+        when nothing is known.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return "; known are " + ", ".join(repr(known_name) for known_name in names) if names else ""
+
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Where a value stands in a document: the keys and list indices that lead to it."""

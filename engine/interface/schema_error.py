@@ -12,8 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from engine.interface.placed_error import KeyPath, PlacedError
-from engine.interface.suggestion import suggest
+from engine.interface.placed_error import KeyPath, PlacedError, suggest
 
 __all__ = ["dotted", "explain_validation_error", "explain_value_error", "place_of"]
 

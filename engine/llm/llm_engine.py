@@ -12,11 +12,10 @@ from torch import Tensor
 from engine.execution.model_runner import SwapError
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
-from engine.interface.described_error import described
-from engine.interface.engine import Admit, Engine, Prepare
+from engine.interface.engine import Admit, Engine, NewRequest, Prepare
 from engine.interface.log_fields import package_logger
-from engine.interface.new_request import NewRequest
 from engine.interface.outputs import RequestOutput
+from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats

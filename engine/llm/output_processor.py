@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
-from engine.interface.described_error import described
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import FinishReason, RequestOutput
+from engine.interface.placed_error import described
 from engine.interface.stats import EngineStats
 from engine.requests.continuation import Sequel
 from engine.requests.request import Request, RequestStatus

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.arguments import check_argument, check_dense
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.resampler import Resampler
 from engine.media.sound_file import LongestSound, check_duration, check_rate, read_sound

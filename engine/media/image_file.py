@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature
 
 from engine.interface.arguments import check_dense
-from engine.interface.media_limits import MediaLimits
-from engine.interface.turns import turn_of
+from engine.interface.config import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.media.media_source import MediaSource
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from engine.interface.forks import renew_in_forks
+from engine.interface.ownership import renew_in_forks
 
 __all__ = ["JobProcess", "JobProcesses"]
 
@@ -104,7 +104,7 @@ class JobProcesses(ABC):
         weakref.finalize(self, _end, self._idle, self._pid)
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.forks.Renewable`."""
+        """See :class:`~engine.interface.ownership.Renewable`."""
         self._lock = threading.Lock()
 
     @abstractmethod

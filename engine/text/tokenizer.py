@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from engine.interface.turns import turn_of
+from engine.interface.ownership import turn_of
 from engine.text.chat_template import processor_chat_template
 from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
 

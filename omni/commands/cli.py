@@ -279,8 +279,7 @@ def _writer(
     """What writes into the folder, if there is one; a folder that will not do is found now."""
     if options.output_dir is None:
         return nullcontext()
-    from omni.requests.output_writer import Existing, OutputWriter
-    from omni.requests.run_record import RunRecord
+    from omni.requests.output_writer import Existing, OutputWriter, RunRecord
 
     existing = Existing.RESUME if options.resume else Existing.REFUSE
     return OutputWriter(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
-from engine.interface.suggestion import suggest
+from engine.interface.placed_error import suggest
 from stages import Stage, StageConfig, StageInputs, Transform, resolve_transform
 from stages.transforms.registry import (
     Requirements,

@@ -18,15 +18,18 @@ from pydantic import (
     model_validator,
 )
 
-from engine.interface.placed_error import PlacedError
+from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.schema_error import explain_validation_error
 from engine.interface.settings import Settings
-from engine.interface.suggestion import suggest
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
-from omni.pipelines.left_behind import leave_behind, placement_for, tell
-from omni.pipelines.local_config import local_config
-from omni.pipelines.runtime_config import RuntimeConfig
+from omni.pipelines.runtime_config import (
+    RuntimeConfig,
+    leave_behind,
+    local_config,
+    placement_for,
+    tell,
+)
 from omni.pipelines.voices import Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
 from stages import StageConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from engine.interface.suggestion import suggest
+from engine.interface.placed_error import suggest
 
 if TYPE_CHECKING:
     from stages import Stage, StageConfig

@@ -1,22 +1,350 @@
-"""Writes what becomes of requests, each as soon as it is known, so that nothing is lost."""
+"""Writes the outputs of requests, each as soon as it is known, so that nothing is lost.
+
+::
+
+    outputs.partial.jsonl   the journal: a line for every request that is done, as soon as it is
+    run.json                the requests and settings that the folder's outputs come from
+    outputs.jsonl           all lines in the requests' order, once the run has ended
+    tensors/ audio/         the files that lines name, written before them
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from omni.requests.journal import JOURNAL, Journal, JournalPlace
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine import TokenLogprobs, Waveform
 from omni.requests.output_folder import OutputFolder
-from omni.requests.output_line import OutputLines, file_name, files_of
 from omni.requests.request import OmniOutput
-from omni.requests.run_record import RUN_RECORD, RunRecord
+from stages import Completion, StageOutput
 
-__all__ = ["OUTPUTS", "Existing", "OutputWriter", "file_name"]
+__all__ = [
+    "JOURNAL",
+    "OUTPUTS",
+    "RUN_RECORD",
+    "Existing",
+    "Journal",
+    "JournalPlace",
+    "OutputLines",
+    "OutputWriter",
+    "RunRecord",
+    "describe_stage",
+    "file_name",
+    "files_of",
+    "printable",
+]
+
+JOURNAL = "outputs.partial.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class JournalPlace:
+    """Where a line stands: its first byte, and its length with the line's end."""
+
+    start: int
+    length: int
+
+
+class Journal:
+    """Lines that are appended one by one, and of which only whole ones stay.
+
+    A line is handed to the operating system before :meth:`append` returns, so that the death of
+    this process, however it comes, loses nothing. What it does not outlast is a loss of power.
+
+    Args:
+        folder: where the file stands; it is made if missing.
+    """
+
+    def __init__(self, folder: OutputFolder) -> None:
+        self._name = str(folder.path / JOURNAL)
+        self._descriptor = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._end = os.fstat(self._descriptor).st_size
+
+    def lines(self) -> Iterator[tuple[JournalPlace, bytes]]:
+        """Every whole line, and where it stands; a last one that was cut off is cut away."""
+        start = 0
+        with open(self._descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield JournalPlace(start, len(line)), line
+                    start += len(line)
+        os.ftruncate(self._descriptor, start)
+        self._end = start
+
+    def append(self, line: bytes) -> JournalPlace:
+        """Write a line, which ends in a newline: whole, or not at all.
+
+        Raises:
+            OSError: the disk is full or the like.
+        """
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except BaseException as error:  # a Ctrl-C, too, may come between two pieces
+            os.ftruncate(self._descriptor, self._end)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, self._name) from error
+            raise
+        place = JournalPlace(self._end, len(line))
+        self._end += len(line)
+        return place
+
+    def line_at(self, place: JournalPlace) -> bytes:
+        """A line that was read or appended."""
+        return os.pread(self._descriptor, place.length, place.start)
+
+    def close(self) -> None:
+        """Close the file, which stays. May be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class OutputLines:
+    """Describes outputs, and writes what is no text into files of a folder.
+
+    Args:
+        folder: gets ``tensors/<request>/<stage>.<tensor>.safetensors``, one tensor per file, and
+            ``audio/<request>/<stage>.wav``.
+        final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
+            ``audio``.
+    """
+
+    def __init__(self, folder: OutputFolder, final_output: Mapping[str, tuple[str, ...]]) -> None:
+        self._folder = folder
+        self._final_output = final_output
+
+    def line(self, output: OmniOutput) -> dict[str, Any]:
+        """Describe an output; its files are written when this returns.
+
+        An output that has no form on disk, such as a sound with samples that are not finite,
+        becomes an error of its request.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        line: dict[str, Any] = {
+            "request_id": printable(output.request_id),
+            "error": None if output.error is None else printable(output.error),
+            "stages": {},
+        }
+        for name, stage in output.stages.items():
+            if name in self._final_output:
+                try:
+                    line["stages"][name] = self._stage(stage, self._final_output[name])
+                except ValueError as error:
+                    line["error"] = line["error"] or f"stage {name!r} cannot be written: {error}"
+        return line
+
+    def _stage(self, output: StageOutput, wanted: tuple[str, ...]) -> dict[str, Any]:
+        return describe_stage(
+            output, wanted, tensor=partial(self._save, output), sound=partial(self._sound, output)
+        )
+
+    def _sound(self, output: StageOutput, sound: Waveform) -> str:
+        return self._write("audio", output, ".wav", partial(sound.save, format="wav"))
+
+    def _save(self, output: StageOutput, name: str, tensor: Tensor) -> str:
+        rows = {name: tensor.contiguous()}
+
+        def save(file: Path) -> None:
+            try:
+                save_file(rows, file)
+            except SafetensorError as error:  # what it makes of a full disk
+                raise OSError(errno.EIO, str(error), str(file)) from error
+
+        return self._write("tensors", output, f".{file_name(name)}.safetensors", save)
+
+    def _write(
+        self, kind: str, output: StageOutput, ending: str, write: Callable[[Path], object]
+    ) -> str:
+        """Write one file of a stage's output; return its path from the output directory."""
+        place = f"{kind}/{file_name(output.request_id)}/{file_name(output.stage)}{ending}"
+        self._folder.write(place, write)
+        return place
+
+
+def describe_stage(
+    output: StageOutput,
+    wanted: Collection[str],
+    *,
+    tensor: Callable[[str, Tensor], str],
+    sound: Callable[[Waveform], str],
+) -> dict[str, Any]:
+    """Describe one stage's output; a field that does not apply is absent.
+
+    Args:
+        output: in the end.
+        wanted: what the user gets of the stage: ``text``, ``tensors``, ``audio``.
+        tensor: tells where a tensor of a name is, or what it is.
+        sound: the same of a sound.
+    """
+    line: dict[str, Any] = {}
+    if "text" in wanted and output.text is not None:
+        line["text"] = printable(output.text)
+    if output.text is not None or output.token_ids:
+        line["token_ids"] = list(output.token_ids)
+    if output.finish_reason is not None:
+        line["finish_reason"] = output.finish_reason.value
+    if output.encoder_prompt_token_ids is not None:
+        line["encoder_prompt_token_ids"] = list(output.encoder_prompt_token_ids)
+    line["num_prompt_tokens"] = output.num_prompt_tokens
+    line["num_cached_tokens"] = output.num_cached_tokens
+    if output.logprobs is not None:
+        line["logprobs"] = [_logprobs(entry) for entry in output.logprobs]
+    if len(output.completions) > 1:
+        line["completions"] = [_completion(each) for each in output.completions]
+    if "tensors" in wanted and output.tensors:
+        line["tensors"] = {name: tensor(name, rows) for name, rows in output.tensors.items()}
+    if "audio" in wanted and output.audio is not None:
+        line["audio"] = sound(output.audio)
+    line["metrics"] = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(output.metrics).items()
+        if value is not None
+    }
+    return line
+
+
+def files_of(line: Mapping[str, Any]) -> list[str]:
+    """The files that a line names, as paths from the output directory."""
+    files = []
+    for stage in line["stages"].values():
+        files += [*stage.get("tensors", {}).values()]
+        files += [stage["audio"]] if "audio" in stage else []
+    return files
+
+
+def file_name(text: str) -> str:
+    """Turn any text into one safe and short part of a path; different texts stay different.
+
+    Plain lower-case names stay as they are. All others keep what can be kept and end in ``~`` and
+    a hash: those with a slash, a dot, upper case (some file systems see no difference), ...
+    """
+    if re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text):
+        return text
+    kept = re.sub(r"[^a-z0-9_-]+", "_", text.lower())[:48].strip("_")
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
+    return f"{kept}~{digest.hexdigest()[:16]}"
+
+
+def printable(text: str) -> str:
+    """The same text, with what UTF-8 cannot say escaped: halves of surrogate pairs.
+
+    They stand for the bytes of file names that are no UTF-8.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason and completion.finish_reason.value,
+    }
+    if completion.logprobs is not None:
+        line["logprobs"] = [_logprobs(entry) for entry in completion.logprobs]
+    return line
+
+
+def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": _number(entry.logprob),
+        "top": [[token_id, _number(logprob)] for token_id, logprob in entry.top],
+    }
+
+
+def _number(value: float) -> float | None:
+    """Give null for the minus infinity of a token that cannot be: JSON has no such number."""
+    return value if math.isfinite(value) else None
+
+
+RUN_RECORD = "run.json"
+_MOST_DIFFERENCES = 3
+"""So many are told, and how many more there are."""
+
+
+class RunRecord(BaseModel):
+    """The content of ``run.json``.
+
+    Attributes:
+        format: of this file.
+        pipeline: every setting, with its default, and with flags laid over it; but not where the
+            stages run, as long as nothing that comes out depends on it.
+        requests: SHA-256, in hexadecimal, of the file of requests, or of the flags in its place.
+        num_requests: how many they are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    pipeline: Mapping[str, Any]
+    requests: str
+    num_requests: int
+
+    @classmethod
+    def of(cls, pipeline: BaseModel, requests: str, num_requests: int) -> RunRecord:
+        """Record a pipeline's configuration; folders of models as they are found from here."""
+        settings = pipeline.model_dump(mode="json", by_alias=True)
+        settings.pop("runtime", None)
+        for stage in settings["stages"].values():
+            # Other devices round differently; how many workers there are changes nothing.
+            placement = stage.pop("placement", None) or {}
+            device = placement.get("devices") or placement.get("device")
+            if device is not None:
+                stage["placement"] = {"device": device}
+            if stage.get("model") and Path(stage["model"]).is_dir():
+                stage["model"] = str(Path(stage["model"]).resolve())
+        return cls(pipeline=settings, requests=requests, num_requests=num_requests)
+
+    @classmethod
+    def parse(cls, content: bytes) -> RunRecord:
+        """Read the file.
+
+        Raises:
+            ValueError: this is not what the file holds.
+        """
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError:
+            raise ValueError(f"{RUN_RECORD} is damaged, or of another version") from None
+
+    def differences(self, other: RunRecord) -> str:
+        """Say what is not the same as in another run, the earlier one; nothing if all is."""
+        found = list(_differences(other.pipeline, self.pipeline, ""))
+        if self.requests != other.requests:
+            were, are = other.num_requests, self.num_requests
+            found.insert(0, "the requests" + (f": {were} then, {are} now" if were != are else ""))
+        more = len(found) - _MOST_DIFFERENCES
+        return "; ".join(found[:_MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _differences(then: Any, now: Any, place: str) -> Iterator[str]:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*then, *now)):
+            deeper = f"{place}.{key}" if place else str(key)
+            yield from _differences(then.get(key), now.get(key), deeper)
+    elif then != now:
+        yield f"{place}: {then!r} then, {now!r} now"
+
 
 OUTPUTS = "outputs.jsonl"
 

@@ -15,11 +15,8 @@ from engine import SamplingParams
 from engine.interface.schema_error import explain_validation_error
 from omni.requests.json_lines import JsonLine, read_json_lines
 from omni.requests.request import OmniRequest
-from omni.requests.request_example import example_line
 from omni.requests.request_files import FolderFiles
-from omni.requests.request_line import RequestLine
-from omni.requests.request_prompt import prompt_of
-from omni.requests.request_sampling import sampling_of
+from omni.requests.request_line import RequestLine, example_line, prompt_of, sampling_of
 
 __all__ = ["STANDARD_INPUT", "RequestError", "read_requests"]
 

@@ -1,14 +1,45 @@
-"""What one line of ``requests.jsonl`` may say."""
+"""Lines of ``requests.jsonl``: their fields, and the prompt and sampling parameters they ask for.
+
+A line that is wrong is shown beside an example of one that is right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from engine import AudioTask, SamplingParams
-from engine.interface.placed_error import PlacedError
+from engine import (
+    AudioPrompt,
+    AudioTask,
+    ChatPrompt,
+    DecoderPrompt,
+    EmbedsPrompt,
+    EncoderPrompt,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+    VideoPrompt,
+)
+from engine.interface.placed_error import PlacedError, suggest
+from engine.interface.schema_error import explain_validation_error
+
+if TYPE_CHECKING:
+    from omni.requests.request_files import RequestFiles
 
 __all__ = [
     "SAMPLING_KEYS",
@@ -21,7 +52,269 @@ __all__ = [
     "RequestLine",
     "VideoFile",
     "VideoUrl",
+    "example_line",
+    "prompt_of",
+    "sampling_of",
 ]
+
+_TEXT = "Once upon a time"
+_QUESTION: Mapping[str, Any] = {"type": "text", "text": "What is this?"}
+_IMAGE: Mapping[str, Any] = {"type": "image_url", "image_url": {"url": "photo.png"}}
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "prompt_token_ids": {"prompt_token_ids": [1, 2, 3]},
+    "prompt_embeds": {"prompt_embeds": "rows.safetensors"},
+    "encoder_prompt": {"encoder_prompt": "The door was open."},
+    "decoder_prompt": {"encoder_prompt": "The door was open.", "decoder_prompt": "It"},
+    "audio": {"audio": ["question.wav"]},
+    "images": {"images": ["photo.png"], "decoder_prompt": "What is this?"},
+}
+_BESIDE: Mapping[str, Any] = {
+    "request_id": "first",
+    "sampling": {"max_tokens": 16},
+    "priority": 0,
+    "cache_salt": "mine",
+    "speaker": "Ethan",
+}
+
+
+def example_line(data: Mapping[str, Any]) -> str:
+    """Write a line of the kind that somebody seems to have meant.
+
+    Args:
+        data: what they wrote; nothing if it was no JSON object.
+    """
+    line = dict(_form(data))
+    line |= {key: value for key, value in _BESIDE.items() if key in data}
+    if sampling := _sampling_beside(data):
+        line["sampling"] = sampling
+    return json.dumps(line)
+
+
+def _sampling_beside(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that were written beside the prompt, by the names that they have in sampling."""
+    return {
+        SAMPLING_KEYS[key]: value
+        for key, value in data.items()
+        if key in SAMPLING_KEYS and isinstance(value, int | float)
+    }
+
+
+def _form(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    prompt = data.get("messages", data.get("prompt"))
+    if prompt is None:
+        forms = (form for key, form in _FORMS.items() if key in data)
+        return next(forms, {"prompt": _TEXT})
+    types = _types_of_parts(prompt)
+    if types & {"audio", "input_audio"} or "audio" in data:
+        return {"messages": _asked([{"type": "audio"}, _QUESTION]), "audio": ["question.wav"]}
+    if types & {"image", "image_url"} or "images" in data:
+        return {"messages": _asked([_IMAGE, _QUESTION])}
+    if types:
+        return {"messages": _asked([_QUESTION])}
+    if "messages" in data or isinstance(prompt, list | dict):
+        return {"messages": _asked("Why is the sky blue?")}
+    return {"prompt": _TEXT}
+
+
+def _asked(content: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def _types_of_parts(prompt: object) -> set[str]:
+    """What types the parts of messages are of, as far as they can be made out."""
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return {str(part.get("type")) for part in parts if isinstance(part, dict)}
+
+
+def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
+    """Make a line's prompt. Missing files are found now; what is in them is the engine's to judge.
+
+    Args:
+        line: as it was written.
+        files: where its files are.
+
+    Raises:
+        ValueError: a file is not there, is no regular file, or holds no embeddings.
+    """
+    encoder = _encoder_prompt(line, files)
+    if encoder is None:
+        return _with_items(_prompt_of_form(line, files), line, files)
+    if line.decoder_prompt is None:
+        return ExplicitEncoderDecoderPrompt(encoder)
+    return ExplicitEncoderDecoderPrompt(encoder, _side(line.decoder_prompt, files))
+
+
+def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | None:
+    """What the line gives for an encoder by name, if anything."""
+    if line.encoder_prompt is not None:
+        return _side(line.encoder_prompt, files)
+    if line.shows_items:
+        return None
+    if line.audio is not None:
+        (entry,) = _audio_files(line)
+        return AudioPrompt(
+            files.item("audio", entry.file),
+            language=entry.language,
+            task=entry.task,
+            timestamps=entry.timestamps,
+        )
+    if line.images is not None:
+        (image,) = line.images
+        return ImagePrompt(files.item("images", image))
+    return None
+
+
+def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> DecoderPrompt:
+    """Let a prompt show the line's images and sound, if it has any."""
+    if not isinstance(form, TextPrompt | ChatPrompt | TokensPrompt):
+        return form
+    images: list[Any] = [files.item("images", image) for image in line.images or ()]
+    sounds: list[Any] = [files.item("audio", entry.file) for entry in _audio_files(line)]
+    videos: list[Any] = [_video(entry, files) for entry in line.videos or ()]
+    messages = _messages(line)
+    if messages is not None:
+        videos = list(_in_order(messages, "video", videos, files))
+        images = list(_in_order(messages, "image", images, files))
+        sounds = list(_in_order(messages, "audio", sounds, files))
+    shown = {"image": images, "audio": sounds, "video": videos}
+    return replace(form, multi_modal_data={key: items for key, items in shown.items() if items})
+
+
+def _in_order(
+    messages: tuple[ChatMessage, ...], modality: str, listed: list[Any], files: RequestFiles
+) -> Iterator[Any]:
+    """Items as their parts stand: those that the parts bring, between those of the line's list."""
+    rest = iter(listed)
+    for part in _parts(messages):
+        if part.type == modality:
+            # A part that the list has nothing for is the engine's to tell: it counts both.
+            item = next(rest, None)
+            if item is not None:
+                yield item
+        elif part.image_url is not None and modality == "image":
+            url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+            yield files.at_url("image_url", url)
+        elif part.video_url is not None and modality == "video":
+            url = part.video_url.url if isinstance(part.video_url, VideoUrl) else part.video_url
+            yield files.at_url("video_url", url)
+        elif part.input_audio is not None and modality == "audio":
+            kind = part.input_audio.format.lower()
+            yield f"data:audio/{kind};base64,{part.input_audio.data}"
+    yield from rest
+
+
+def _parts(messages: tuple[ChatMessage, ...]) -> Iterator[ContentPart]:
+    for message in messages:
+        if not isinstance(message.content, str):
+            yield from message.content
+
+
+def _video(entry: str | VideoFile, files: RequestFiles) -> VideoPrompt:
+    entry = VideoFile(file=entry) if isinstance(entry, str) else entry
+    return VideoPrompt(files.item("videos", entry.file), use_audio=entry.use_audio)
+
+
+def _audio_files(line: RequestLine) -> list[AudioFile]:
+    entries = line.audio or ()
+    return [AudioFile(file=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def _side(side: str | PromptForm, files: RequestFiles) -> DecoderPrompt:
+    return TextPrompt(side) if isinstance(side, str) else _prompt_of_form(side, files)
+
+
+def _prompt_of_form(line: RequestLine | PromptForm, files: RequestFiles) -> DecoderPrompt:
+    if isinstance(line.prompt, str):
+        return TextPrompt(line.prompt)
+    messages = _messages(line)
+    if messages is not None:
+        return ChatPrompt(tuple(_said(message) for message in messages))
+    if line.prompt_token_ids is not None:
+        return TokensPrompt(line.prompt_token_ids)
+    if line.prompt_embeds is None:
+        raise ValueError("the line has no prompt")
+    return EmbedsPrompt(files.embeds(line.prompt_embeds))
+
+
+def _messages(line: RequestLine | PromptForm) -> tuple[ChatMessage, ...] | None:
+    if line.messages is not None:
+        return line.messages
+    return None if isinstance(line.prompt, str) else line.prompt
+
+
+def _said(message: ChatMessage) -> Mapping[str, Any]:
+    """A message as chat templates know it: what a part brings stands beside the messages."""
+    said = message.model_dump(exclude_none=True)
+    if not isinstance(message.content, str):
+        said["content"] = tuple(_as_templates_know_it(part) for part in message.content)
+    return said
+
+
+_MODALITY_OF = {"image_url": "image", "input_audio": "audio", "video_url": "video"}
+"""What templates call a part that brings its own."""
+
+
+def _as_templates_know_it(part: ContentPart) -> Mapping[str, Any]:
+    modality = _MODALITY_OF.get(part.type)
+    return {"type": modality} if modality else part.model_dump(exclude_none=True)
+
+
+def sampling_of(
+    given: Mapping[str, Any], own: Mapping[str, SamplingParams | None]
+) -> dict[str, SamplingParams]:
+    """Lay a line's sampling over the stages' own, field by field.
+
+    Args:
+        given: ``{stage: {field: value}}``, or ``{field: value}`` for every stage that samples, or
+            both, where a stage's own word counts. A key that is a stage's name and a field's is
+            the stage where its value is a mapping.
+        own: every stage's own parameters; None for a stage that does not sample.
+
+    Raises:
+        ValueError: an unknown stage or field, a stage that does not sample, or a wrong value.
+    """
+    fields = {key: value for key, value in given.items() if _is_field(key, value, own)}
+    stages = {key: value for key, value in given.items() if key not in fields}
+    sampled = [stage for stage, params in own.items() if params is not None]
+    if fields and not sampled:
+        raise ValueError(f"sampling.{next(iter(fields))}: no stage of this pipeline samples")
+    for stage, value in stages.items():
+        if stage not in own:
+            raise ValueError(f"sampling.{stage}: unknown stage{suggest(stage, own)}")
+        if not isinstance(value, Mapping):
+            shown = repr(value)[:80]
+            raise ValueError(f"sampling.{stage}: should be a mapping of its fields, got {shown}")
+        if own[stage] is None and value.keys() != {"truncate_prompt_tokens"}:
+            raise ValueError(f"sampling.{stage}: this stage does not sample; leave it out")
+    named = sampled if fields else stages
+    return {stage: _merged(stage, fields, stages.get(stage, {}), own) for stage in named}
+
+
+def _is_field(key: str, value: object, own: Mapping[str, object]) -> bool:
+    if key in own:
+        # A stage may be called "seed".
+        return key in SamplingParams.model_fields and not isinstance(value, Mapping)
+    return key in SamplingParams.model_fields or not isinstance(value, Mapping)
+
+
+def _merged(
+    stage: str,
+    for_all: Mapping[str, Any],
+    for_it: Mapping[str, Any],
+    own: Mapping[str, SamplingParams | None],
+) -> SamplingParams:
+    params = own[stage] or SamplingParams(max_tokens=0)
+    changed = params.model_dump(mode="json") | dict(for_all) | dict(for_it)
+    try:
+        return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
+    except ValidationError as error:
+        # A mistake in what is for all stages is told without the name of one of them.
+        within = ("sampling", stage) if for_it or not for_all else ("sampling",)
+        message = explain_validation_error(error, SamplingParams, changed, within=within)
+        raise ValueError(message.replace("\n", "; ")) from error
+
 
 FORMS = ("prompt", "messages", "prompt_token_ids", "prompt_embeds")
 ENCODER_KEYS = ("encoder_prompt", "audio", "images")

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 
-from engine.interface.described_error import described
-from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
+from engine.interface.ownership import renew_in_forks
+from engine.interface.placed_error import described
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 from omni.runtime.runner import LENT_HERE, Runner, Sink, Ticket
@@ -63,7 +63,7 @@ class Driver(Runner):
         renew_in_forks(self)
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.forks.Renewable`: callers give up requests in forks too."""
+        """See :class:`~engine.interface.ownership.Renewable`: callers end requests in forks too."""
         self._changed = threading.Condition()
 
     def submit(

@@ -13,11 +13,10 @@ from engine.interface.cpu_threads import available_cores
 from engine.interface.schema_error import explain_validation_error
 from engine.interface.settings import Settings
 from omni.pipelines.graph_rules import check_graph
-from omni.pipelines.left_behind import placement_for
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
-from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
+from omni.pipelines.runtime_config import RuntimeConfig, placement_for, resolve_threads
 from stages import StageConfig
 from stages.cluster.membership import find_cluster
 from stages.portable import import_name, portable_transform

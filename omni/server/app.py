@@ -22,8 +22,7 @@ from omni.server.openai.routes import ROUTES as OPENAI_ROUTES
 from omni.server.pipeline_route import ROUTES as PIPELINE_ROUTES
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import REFUSAL, Guard
-from omni.server.serving.pipeline_server import PipelineServer
-from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
+from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
 
 if TYPE_CHECKING:
     from stages.worker.stage_link import WorkerState

@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 if TYPE_CHECKING:
-    from omni.server.serving.pipeline_server import PipelineServer
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 
 __all__ = ["ROUTES"]
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from engine import Waveform
     from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 
 __all__ = ["ROUTES", "PipelineRequest"]
 
@@ -76,8 +75,7 @@ async def _run(request: Request) -> Response:
 
 def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> AskedRequest:
     # Only here: a server answers before torch is imported.
-    from omni.requests.request_prompt import prompt_of
-    from omni.requests.request_sampling import sampling_of
+    from omni.requests.request_line import prompt_of, sampling_of
     from omni.server.inline_files import InlineFiles
 
     own = {name: stage.own_sampling for name, stage in pipeline.config.stages.items()}
@@ -141,7 +139,7 @@ class _Answer:
         yield LastPiece(_event(await asyncio.to_thread(self._line, last)) + DONE)
 
     def _line(self, update: Update) -> dict[str, Any]:
-        from omni.requests.output_line import describe_stage  # only here, as above
+        from omni.requests.output_writer import describe_stage  # only here, as above
 
         finals = self._pipeline.config.stages
         return {

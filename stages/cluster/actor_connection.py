@@ -20,8 +20,8 @@ import ray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.interface.described_error import described
 from engine.interface.log_fields import package_logger
+from engine.interface.placed_error import described
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes

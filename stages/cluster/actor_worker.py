@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.interface.described_error import described
 from engine.interface.log_fields import LogFields, package_logger
+from engine.interface.placed_error import described
 from stages.cluster.direct_transport import Offers
 from stages.cluster.object_bytes import Attachments
 from stages.cluster.parcels import (

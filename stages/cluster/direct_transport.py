@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.interface.described_error import described
+from engine.interface.placed_error import described
 from stages.cluster.parcels import INLINE_BYTES, plain_bytes
 from stages.remote.segments import RemoteBytes
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import ray
 
-from engine.interface.described_error import described
+from engine.interface.placed_error import described
 from stages.cluster.object_bytes import Household
 
 __all__ = ["Membership", "check_answers", "check_is_ray", "find_cluster", "join"]

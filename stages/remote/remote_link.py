@@ -46,7 +46,7 @@ from stages.worker.messages import (
 from stages.worker.stage_link import StageLink
 
 if TYPE_CHECKING:
-    from engine.interface.request_seeds import RequestSeeds
+    from engine.interface.sampling_params import RequestSeeds
 
 __all__ = ["MOST_AHEAD", "ContradictionError", "PrefixRouter", "RemoteLink", "SeededRuns", "Visit"]
 
@@ -170,7 +170,7 @@ class SeededRuns:
         if seed is None:
             return secrets.randbits(62)
         if self._seeds is None:
-            from engine.interface.request_seeds import RequestSeeds  # only who draws needs torch
+            from engine.interface.sampling_params import RequestSeeds  # only who draws needs torch
 
             self._seeds = RequestSeeds(seed)
         return self._seeds.draw()

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from engine.interface.described_error import described
-from engine.interface.placed_error import PlacedError
+from engine.interface.placed_error import PlacedError, described
 from stages.remote.connection import Connect, Connection, NoPlaceError, Spec, WorkerGone
 from stages.remote.control import Beat, Built, Call, GaveUp, NotBuilt, Returned, StageFacts
 from stages.remote.worker_log import Logged, relay

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Self, TypeVar
 
 from engine.interface.engine import Admit, Prepare
-from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import log_fields, package_logger
+from engine.interface.ownership import renew_in_forks
 from stages.stage import Stage, StageOutput
 from stages.stage_config import StageConfig
 from stages.worker.stay import Stay
@@ -190,7 +190,7 @@ class _Number:
         renew_in_forks(self)
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.forks.Renewable`."""
+        """See :class:`~engine.interface.ownership.Renewable`."""
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:

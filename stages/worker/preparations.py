@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
-from engine.interface.described_error import described
+from engine.interface.placed_error import described
 
 __all__ = ["Preparation", "Preparations", "is_light"]
 

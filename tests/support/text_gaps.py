@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omni.server.openai import chat, realtime_response, speech
+from omni.server.openai import chat, realtime, speech
 from omni.server.serving.feeds import Feeds
 
 __all__ = ["note_text_gaps"]
@@ -20,6 +20,6 @@ def note_text_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         gaps.append(text_gap_s)
         return Feeds(*given, text_gap_s=text_gap_s)
 
-    for module in (chat, realtime_response, speech):
+    for module in (chat, realtime, speech):
         monkeypatch.setattr(module, "Feeds", noting)
     return gaps

@@ -14,8 +14,7 @@ from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.requests.request_files import FolderFiles
-from omni.requests.request_prompt import prompt_of
-from omni.requests.request_sampling import sampling_of
+from omni.requests.request_line import prompt_of, sampling_of
 from omni.runtime.omni import Omni
 from stages import StageOutput
 

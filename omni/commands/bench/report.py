@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from rich.table import Table
 
-from engine.interface.suggestion import suggest
+from engine.interface.placed_error import suggest
 from omni.commands.bench.load import LevelRun, LoadLevel
 from omni.commands.bench.measured_request import METRICS, MeasuredRequest
 

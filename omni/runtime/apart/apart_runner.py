@@ -10,8 +10,8 @@ from dataclasses import fields
 from itertools import count
 from typing import TypeAlias
 
-from engine.interface.forks import renew_in_forks
 from engine.interface.log_fields import package_logger
+from engine.interface.ownership import renew_in_forks
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.apart.apart_messages import (
     AbortById,
@@ -67,7 +67,7 @@ class ApartRunner(Runner):
         self._watch.start()
 
     def renew_locks(self) -> None:
-        """See :class:`~engine.interface.forks.Renewable`: callers give up requests in forks too."""
+        """See :class:`~engine.interface.ownership.Renewable`: callers end requests in forks too."""
         self._in_order = threading.RLock()  # over news, from taking them in to telling of them
         self._lock = threading.RLock()  # over all that is below it; no sink is called under it
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from engine.interface.described_error import described
 from engine.interface.log_fields import LogFields, package_logger
+from engine.interface.placed_error import described
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput
 from omni.runtime.apart.apart_messages import (

@@ -6,12 +6,27 @@ tenth of the time of models that check their values, and all values here come fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+import math
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
+
+from engine.interface.deferred import num_items
+from omni.server.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from engine import SamplingParams, TokenLogprobs
+    from omni.pipelines.pipeline import Pipeline
+    from omni.server.serving.pipeline_server import ServedPipeline
+    from stages import StageOutput
 
 __all__ = [
     "ChatAnswer",
@@ -25,14 +40,311 @@ __all__ = [
     "CompletionAnswer",
     "CompletionChoice",
     "CompletionLogprobs",
+    "LogprobWriter",
     "PromptTokensDetails",
     "TextEvent",
     "TokenLogprob",
+    "TokenPlaces",
+    "TokenTexts",
     "TopLogprob",
     "Usage",
+    "Written",
     "as_event",
     "as_json",
+    "completions_of",
+    "num_completions",
+    "text_stage",
+    "usage_of",
+    "usage_so_far",
 ]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """The text and the bytes of each token, as it stands within a text.
+
+    Args:
+        tokenizer: of the checkpoint.
+
+    Attributes:
+        left_out: special tokens, which are in no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # Only here: a server answers before transformers is imported.
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._tokenizer: Any = tokenizer
+        added = tokenizer.added_tokens_decoder
+        # Texts leave out whatever is marked special, named in the special tokens map or not.
+        marked = (token_id for token_id, token in added.items() if token.special)
+        self.left_out = frozenset((*tokenizer.all_special_ids, *marked))
+        self._names = self.left_out.union(added)
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._known: dict[int, tuple[str, bytes | None]] = {}
+
+    def text(self, token_id: int) -> str:
+        """Its text, with U+FFFD for bytes that are no whole character."""
+        return self._of(token_id)[0]
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Its own bytes, be they a part of a character; None if they cannot be told."""
+        return self._of(token_id)[1]
+
+    def _of(self, token_id: int) -> tuple[str, bytes | None]:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._look(token_id)
+        return known
+
+    def _look(self, token_id: int) -> tuple[str, bytes | None]:
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        alone = self._decode(token_id)
+        if piece is None:  # models often have more ids than their tokenizers
+            return alone, None
+        if token_id in self._names:
+            return alone, alone.encode()
+        if _REPLACEMENT in alone:
+            return alone, self._bytes_behind(piece, alone)
+        # Many decoders take the space from the first token, which is none of a token elsewhere.
+        twice = self._decode(token_id, token_id)
+        text = twice.removeprefix(alone) if twice.startswith(alone) else alone
+        return text, text.encode()
+
+    def _bytes_behind(self, piece: str, text: str) -> bytes | None:
+        """What was decoded to a text that says of some bytes only that they are no character."""
+        # Byte-level tokenizers write every byte as a character of its own. Whether this is one
+        # shows: no other makes the same text of these bytes.
+        if all(character in self._byte_of for character in piece):
+            own = bytes(self._byte_of[character] for character in piece)
+            if own.decode(errors="replace") == text:
+                return own
+        byte = _BYTE_PIECE.fullmatch(piece)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
+        return text.encode() if _REPLACEMENT in piece else None
+
+    def _decode(self, *token_ids: int) -> str:
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+
+class TokenPlaces:
+    """Where in a completion's text its tokens begin, told token by token.
+
+    The text is decoded along with the tokens, so that the places are those in the text that was
+    answered with. Where that waits for the rest of a character, the bytes tell how far it is. A
+    token that is not in the text, such as a special one, has the place of what follows; behind a
+    stop string, which cuts the text, tokens have the places that they would have had.
+
+    Args:
+        tokenizer: of the checkpoint.
+        texts: its tokens'.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> None:
+        from engine.text.detokenizer import IncrementalDetokenizer  # as above
+
+        self._texts = texts
+        self._written = IncrementalDetokenizer(tokenizer)
+        self._num_written = 0
+        self._characters = getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0  # of the tokens' bytes, from the last place that was certain
+
+    def append(self, token_id: int) -> int:
+        """Take the next token and return the number of characters before it.
+
+        Parts of a character have the place of the character.
+        """
+        own = self._texts.bytes_of(token_id)
+        if token_id in self._texts.left_out or own is None:
+            self._num_written += len(self._written.append(token_id))
+            return self._num_characters
+        if own and not _goes_on(own):
+            # Bytes that nothing completes are a character that says so.
+            self._num_characters += len(self._characters.decode(b"", final=True))
+        begin = self._num_characters
+        characters = self._characters.decode(own)
+        self._num_characters += len(characters)
+        delta = self._written.append(token_id)
+        self._num_written += len(delta)
+        waits = self._characters.getstate()[0]
+        if delta and not waits and not characters.endswith(_REPLACEMENT):
+            # All is written, and it may be other than the bytes: spaces before the first word are
+            # left out, and runs of bytes that are no text.
+            self._num_characters = self._num_written
+            text = self._texts.text(token_id)
+            if delta.endswith(text):
+                begin = self._num_written - len(text)
+        return begin
+
+
+def _goes_on(own: bytes) -> bool:
+    """Whether bytes begin within a character."""
+    return own[0] & 0b1100_0000 == 0b1000_0000
+
+
+_LEAST = -9999.0
+"""In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One completion, as far as it has come.
+
+    Attributes:
+        text: all of it so far.
+        num_tokens: generated so far.
+        finish_reason: ``stop`` or ``length``; None while it goes on.
+        logprobs: per token, if they were asked for.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None
+    logprobs: Sequence[TokenLogprobs]
+
+
+def text_stage(pipeline: Pipeline) -> str:
+    """The stage whose text answers: the last one that the user gets text of.
+
+    Raises:
+        ApiError: with status 400: there is none.
+    """
+    writing = [name for name, stage in pipeline.stages.items() if "text" in stage.final_output]
+    if not writing:
+        raise ApiError.bad_request(
+            "this model writes no text; /v1/pipelines/{name} gives all that it makes", param="model"
+        )
+    return writing[-1]
+
+
+def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, SamplingParams]) -> int:
+    """How many completions of each prompt a request asks of a stage."""
+    params = sampling.get(stage, pipeline.stages[stage].sampling)
+    return params.n if params is not None else 1
+
+
+def completions_of(output: StageOutput, n: int) -> list[Written]:
+    """Every completion of an output, in order.
+
+    Args:
+        output: of a stage that has text.
+        n: how many were asked for; see :func:`num_completions`.
+    """
+    if n == 1:  # what the output itself tells, none of its tokens copied
+        reason = output.finish_reason
+        text, logprobs = output.text or "", output.logprobs or ()
+        num_tokens = num_items(output, "token_ids")
+        return [Written(text, num_tokens, None if reason is None else reason.value, logprobs)]
+    return [
+        Written(
+            each.text,
+            len(each.token_ids),
+            None if each.finish_reason is None else each.finish_reason.value,
+            each.logprobs or (),
+        )
+        for each in output.completions
+    ]
+
+
+def usage_of(outputs: Sequence[StageOutput]) -> Usage:
+    """Count the tokens of prompts, and of all their completions."""
+    written = sum(len(each.token_ids) for output in outputs for each in output.completions)
+    return _usage(outputs, written)
+
+
+def usage_so_far(output: StageOutput, num_tokens: int) -> Usage:
+    """Count the tokens of a prompt beside those of one of its completions."""
+    return _usage([output], num_tokens)
+
+
+def _usage(outputs: Sequence[StageOutput], written: int) -> Usage:
+    prompt = sum(output.num_prompt_tokens for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+class LogprobWriter:
+    """Writes log-probabilities, with the text of each token by itself.
+
+    Args:
+        pipeline: whose tokens they are.
+        stage: that generated them.
+
+    Raises:
+        ApiError: with status 400: the stage has no tokenizer that could tell their texts.
+    """
+
+    def __init__(self, pipeline: ServedPipeline, stage: str) -> None:
+        tokenizer = pipeline.tokenizer(stage)
+        if tokenizer is None:
+            raise ApiError.bad_request(
+                f"logprobs: the stage {stage!r} has no tokenizer to name tokens by",
+                param="logprobs",
+            )
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+
+    def places(self) -> TokenPlaces:
+        """For a completion that begins: where its tokens stand."""
+        return TokenPlaces(self._tokenizer, self._texts)
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """In the shape of chats."""
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._token(entry.token_id, entry.logprob),
+                    top_logprobs=[TopLogprob(**self._token(*each)) for each in entry.top],
+                )
+                for entry in entries
+            ]
+        )
+
+    def completion(
+        self, entries: Sequence[TokenLogprobs], places: TokenPlaces
+    ) -> CompletionLogprobs:
+        """In the shape of completions.
+
+        Args:
+            entries: what to write.
+            places: of this completion; it has taken all tokens before these.
+        """
+        return CompletionLogprobs(
+            tokens=[self._texts.text(entry.token_id) for entry in entries],
+            token_logprobs=[_number(entry.logprob) for entry in entries],
+            top_logprobs=[self._by_text(entry) for entry in entries],
+            text_offset=[places.append(entry.token_id) for entry in entries],
+        )
+
+    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the chosen one; of several with one text, the likeliest."""
+        told: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            told.setdefault(self._texts.text(token_id), _number(logprob))
+        # Clients look it up by the text that they are told of it.
+        told[self._texts.text(entry.token_id)] = _number(entry.logprob)
+        return told
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        own = self._texts.bytes_of(token_id)
+        return {
+            "token": self._texts.text(token_id),
+            "logprob": _number(logprob),
+            "bytes": None if own is None else list(own),
+        }
+
+
+def _number(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST
+
 
 _ENCODER = Encoder()
 

@@ -18,29 +18,26 @@ from omni.server.openai.answers import (
     ChatChunkChoice,
     ChatDelta,
     ChatMessageAnswer,
+    LogprobWriter,
     TextEvent,
     Usage,
+    Written,
     as_event,
     as_json,
+    completions_of,
+    num_completions,
+    text_stage,
+    usage_of,
+    usage_so_far,
 )
-from omni.server.openai.chat_request import StreamOptions
-from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.spoken_sound import (
+from omni.server.openai.chat_request import StreamOptions, merge_sampling
+from omni.server.openai.speech import (
     TRANSCRIPT_GAP_S,
     check_voice,
     encoded,
     pcm16,
     sound_of,
     speaking_stage,
-)
-from omni.server.openai.written_text import (
-    LogprobWriter,
-    Written,
-    completions_of,
-    num_completions,
-    text_stage,
-    usage_of,
-    usage_so_far,
 )
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import Feeds, Update
@@ -50,7 +47,7 @@ if TYPE_CHECKING:
     from engine import ChatPrompt, Waveform
     from omni.server.openai.chat_request import ChatRequest
     from omni.server.serving.guard import Client
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import ServedPipeline
     from stages import StageOutput
 
 __all__ = ["Chat"]

@@ -1,25 +1,218 @@
-"""What a chat request may say."""
+"""Requests for chats and completions: their fields, and the prompts and sampling they ask for."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from engine.interface.placed_error import PlacedError
-from omni.server.openai.sampling_fields import SamplingFields
-from omni.server.serving.request_body import ApiModel
+from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
+from engine.interface.placed_error import PlacedError, suggest
+from engine.interface.schema_error import explain_validation_error
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.asked import Terms
+from omni.server.serving.request_body import ApiModel, decoded, fetched
+from omni.server.serving.url_fetcher import UrlFetcher
+
+if TYPE_CHECKING:
+    from omni.pipelines.pipeline import Pipeline
 
 __all__ = [
     "AudioWish",
     "ChatMessage",
     "ChatRequest",
+    "CompletionRequest",
     "ContentPart",
     "FileUrl",
     "ImageUrl",
     "InputAudio",
+    "PromptList",
+    "SamplingFields",
+    "StageFields",
     "StreamOptions",
+    "TermFields",
+    "chat_prompt",
+    "merge_sampling",
+    "prompts_of",
 ]
+
+
+_Ids = list[Annotated[int, Field(ge=0)]]
+
+
+def _form_of(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    for kind, name in ((str, "texts"), (int, "ids"), ((list, tuple), "lists")):
+        if isinstance(value[0], kind):
+            return name
+    return None
+
+
+PromptList = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[_Ids, Tag("ids")]
+    | Annotated[list[Annotated[_Ids, Field(min_length=1)]], Tag("lists")],
+    Discriminator(
+        _form_of,
+        custom_error_type="no_form",
+        custom_error_message="Input should be text, a list of texts, a list of token ids, or a "
+        "list of such lists",
+    ),
+]
+"""Text or token ids, or a list of several of either."""
+
+
+def prompts_of(given: str | list[Any], limit: int, param: str) -> list[Prompt]:
+    """Make prompts of a :data:`PromptList`.
+
+    Raises:
+        ApiError: with status 400: they are more than the limit.
+    """
+    if isinstance(given, str):
+        return [TextPrompt(given)]
+    if isinstance(given[0], int):
+        return [TokensPrompt(tuple(given))]
+    if len(given) > limit:
+        raise ApiError.bad_request(
+            f"{param}: at most {limit} are taken at once, got {len(given)}", param=param
+        )
+    return [
+        TextPrompt(each) if isinstance(each, str) else TokensPrompt(tuple(each)) for each in given
+    ]
+
+
+class TermFields(ApiModel):
+    """Fields of all requests.
+
+    Attributes:
+        priority: lower comes first.
+        cache_salt: only requests with the same salt, of the same API key, share cached blocks.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    def terms(self, speaker: str | None = None) -> Terms:
+        """On which terms the request runs."""
+        return Terms(self.priority, self.cache_salt, speaker)
+
+
+class StageFields(TermFields):
+    """Fields of all requests to pipelines with stages that sample.
+
+    Attributes:
+        stages: for stages other than the one that answers, and for all of its fields:
+            ``{stage: {field: value}}``. What is said here of a stage counts.
+    """
+
+    stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+class SamplingFields(StageFields):
+    """Fields of all requests that generate text; absent ones leave it to the stage's own.
+
+    Those that OpenAI does not have are :class:`~engine.SamplingParams`'s.
+    """
+
+    own_fields: ClassVar[tuple[str, ...]] = (
+        *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+        *("min_tokens", "suppress_token_ids", "logit_bias", "truncate_prompt_tokens"),
+    )
+    """Those that mean the same to a stage under the same name."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    suppress_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def given_fields(self) -> dict[str, Any]:
+        """What is given of :attr:`own_fields`."""
+        given = {name: getattr(self, name) for name in self.own_fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def merge_sampling(
+    pipeline: Pipeline,
+    stage: str,
+    fields: Mapping[str, Any],
+    others: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
+    others_at: str = "stages",
+) -> dict[str, SamplingParams]:
+    """Lay what a client asked for over the stages' own parameters.
+
+    Args:
+        pipeline: whose stages.
+        stage: the one that answers.
+        fields: for that stage.
+        others: by stage.
+        names: what the client calls those of ``fields`` that it knows by another name.
+        others_at: where the client has said ``others``.
+
+    Raises:
+        ApiError: with status 400, and the wrong field as its ``param``.
+    """
+    merged = {}
+    told_of_stages: dict[str, dict[str, str]] = {}
+    for name in {stage: None, **dict.fromkeys(others)}:
+        if name not in pipeline.stages:
+            told = f"{others_at}.{name}: unknown stage{suggest(name, pipeline.stages)}"
+            raise ApiError.bad_request(told, param=f"{others_at}.{name}")
+        told_of = {key: names.get(key, key) for key in fields} if name == stage else {}
+        told_of |= {key: f"{others_at}.{name}.{key}" for key in others.get(name, {})}
+        told_of_stages[name] = told_of
+        given = {**(fields if name == stage else {}), **others.get(name, {})}
+        own = pipeline.stages[name].sampling
+        if own is None and given.keys() - {"truncate_prompt_tokens"}:
+            raise ApiError.bad_request(
+                f"{next(iter(told_of.values()))}: the stage {name!r} does not sample",
+                param=next(iter(told_of.values())),
+            )
+        if given:
+            merged[name] = _merge(own or SamplingParams(max_tokens=0), given, told_of)
+    try:
+        return pipeline.merge_sampling(merged)
+    except PlacedError as error:
+        at, *keys = map(str, error.place)
+        # Where the client has said nothing of it, it is the stage's own, or of several fields.
+        param = told_of_stages.get(at, {}).get(keys[0]) if keys else None
+        raise ApiError.bad_request(str(error), param=param) from error
+
+
+def _merge(
+    own: SamplingParams, given: Mapping[str, Any], told_of: Mapping[str, str]
+) -> SamplingParams:
+    changed = own.model_dump(mode="json") | dict(given)
+    try:
+        return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        told = explain_validation_error(error, SamplingParams, changed).split("\n")[0]
+        if not finding["loc"]:  # two fields that do not go together
+            raise ApiError.bad_request(told) from error
+        key = str(finding["loc"][0])
+        name = told_of.get(key, key)
+        raise ApiError.bad_request(name + told.removeprefix(key), param=name) from error
 
 
 class FileUrl(ApiModel):
@@ -75,7 +268,7 @@ class ContentPart(ApiModel):
         return self
 
 
-def _form_of(value: Any) -> str | None:
+def _form_of_part(value: Any) -> str | None:
     if isinstance(value, str):
         return "text"
     return "list" if isinstance(value, (list, tuple)) else None
@@ -97,7 +290,7 @@ class ChatMessage(ApiModel):
         Annotated[str, Tag("text")]
         | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
         Discriminator(
-            _form_of,
+            _form_of_part,
             custom_error_type="neither_form",
             custom_error_message="Input should be text or a list of parts",
         ),
@@ -229,3 +422,103 @@ class ChatRequest(SamplingFields):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return fields
+
+
+class CompletionRequest(SamplingFields):
+    """A request for completions.
+
+    Attributes:
+        model: name of a pipeline.
+        prompt: text or token ids, or a list of several of either.
+        max_tokens: of each completion.
+        logprobs: of how many tokens beside the chosen one to report them.
+        stream: whether to answer by server-sent events.
+        stream_options: how.
+    """
+
+    without_effect: ClassVar = frozenset(("user",))
+    not_supported: ClassVar = {
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+    }
+
+    model: str
+    prompt: PromptList
+    max_tokens: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _fields_go_together(self) -> CompletionRequest:
+        if self.stream_options is not None and not self.stream:
+            raise PlacedError(("stream_options",), "needs stream to be true")
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """What is asked of the stage that answers."""
+        fields = self.given_fields()
+        if self.max_tokens is not None:
+            fields["max_tokens"] = self.max_tokens
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+        return fields
+
+
+async def chat_prompt(
+    messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
+) -> ChatPrompt:
+    """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
+
+    Args:
+        messages: oldest first.
+        fetcher: of images and videos in the network.
+        max_bytes: of all of them together.
+
+    Raises:
+        ApiError: with status 400: a file cannot be had; with 429: too many requests wait for such.
+    """
+    with fetcher.place() if any(map(_has_address, messages)) else nullcontext():
+        return await _prompt(messages, fetcher, max_bytes)
+
+
+def _has_address(message: ChatMessage) -> bool:
+    """Whether something of it has to be fetched."""
+    if isinstance(message.content, str):
+        return False
+    urls = (part.file_url for part in message.content)
+    return any(url is not None and url[:5].lower() != "data:" for url in urls)
+
+
+async def _prompt(
+    messages: Sequence[ChatMessage], fetcher: UrlFetcher, max_bytes: int
+) -> ChatPrompt:
+    shown: dict[str, list[Any]] = {"image": [], "audio": [], "video": []}
+    room = max_bytes
+    said: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        # OpenAI's newer name for the same.
+        role = "system" if message.role == "developer" else message.role
+        if isinstance(message.content, str):
+            said.append({"role": role, "content": message.content})
+            continue
+        parts: list[dict[str, str | None]] = []
+        for index, part in enumerate(message.content):
+            place = f"messages[{number}].content[{index}]"
+            if part.file_url is not None:
+                place += f".{part.type}.url"
+                kind = part.type.removesuffix("_url")
+                shown[kind].append(await fetched(part.file_url, place, fetcher, room))
+                room -= len(shown[kind][-1])
+                parts.append({"type": kind})
+            elif part.input_audio is not None:
+                place += ".input_audio.data"
+                shown["audio"].append(await decoded(part.input_audio.data, place))
+                parts.append({"type": "audio"})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        said.append({"role": role, "content": parts})
+    return ChatPrompt(
+        tuple(said), multi_modal_data={kind: items for kind, items in shown.items() if items}
+    )

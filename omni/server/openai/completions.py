@@ -12,31 +12,27 @@ from starlette.responses import Response
 from omni.server.openai.answers import (
     CompletionAnswer,
     CompletionChoice,
+    LogprobWriter,
+    TokenPlaces,
     Usage,
+    Written,
     as_event,
     as_json,
-)
-from omni.server.openai.chat_request import StreamOptions
-from omni.server.openai.prompt_list import prompts_of
-from omni.server.openai.sampling_fields import merge_sampling
-from omni.server.openai.token_texts import TokenPlaces
-from omni.server.openai.written_text import (
-    LogprobWriter,
-    Written,
     completions_of,
     num_completions,
     text_stage,
     usage_of,
     usage_so_far,
 )
+from omni.server.openai.chat_request import StreamOptions, merge_sampling, prompts_of
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
 from omni.server.serving.live_response import DONE, LastPiece
 
 if TYPE_CHECKING:
-    from omni.server.openai.completion_request import CompletionRequest
+    from omni.server.openai.chat_request import CompletionRequest
     from omni.server.serving.guard import Client
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import ServedPipeline
     from stages import StageOutput
 
 __all__ = ["Completions"]

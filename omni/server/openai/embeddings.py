@@ -10,8 +10,7 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
-from omni.server.openai.prompt_list import PromptList, prompts_of
-from omni.server.openai.sampling_fields import TermFields, merge_sampling
+from omni.server.openai.chat_request import PromptList, TermFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import asked
 from omni.server.serving.feeds import outputs_of_stage
@@ -19,7 +18,7 @@ from omni.server.serving.feeds import outputs_of_stage
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
     from omni.server.serving.guard import Client
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import ServedPipeline
     from stages import StageOutput
 
 __all__ = ["Embeddings", "EmbeddingsRequest"]

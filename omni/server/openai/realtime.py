@@ -1,19 +1,28 @@
-"""A realtime session: text and sound in, text and sound out, over one WebSocket."""
+"""A realtime session: text and sound in, text and sound out, over one WebSocket.
+
+A session keeps its conversation; each of its responses runs as one request, planned by what the
+client asked for and what the pipeline's stages can do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import uuid
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from engine import AudioPrompt, ChatPrompt
 from engine.interface.log_fields import package_logger
-from omni.server.openai.conversation import Conversation
+from omni.server.openai.answers import text_stage
+from omni.server.openai.chat_request import merge_sampling
 from omni.server.openai.realtime_events import (
     AppendAudio,
     Cancel,
@@ -21,23 +30,395 @@ from omni.server.openai.realtime_events import (
     CommitAudio,
     CreateItem,
     CreateResponse,
+    Item,
     ResponseWish,
     SessionWish,
     UpdateSession,
     event_id_of,
     parse_event,
 )
-from omni.server.openai.realtime_response import RealtimeResponse
-from omni.server.openai.response_plan import planned
+from omni.server.openai.speech import TRANSCRIPT_GAP_S, SpokenPieces, check_voice, speaking_stage
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.media_bytes import decoded
+from omni.server.serving.asked import Terms, asked
+from omni.server.serving.feeds import Feeds, Update
+from omni.server.serving.request_body import decoded
 
 if TYPE_CHECKING:
+    from engine import SamplingParams
+    from omni.pipelines.pipeline import Pipeline
+    from omni.server.openai.realtime_events import ResponseWish
+    from omni.server.serving.api_error import ApiError
     from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import PipelineServer
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
+    from stages import StageOutput
 
-__all__ = ["RealtimeSession", "merged_wishes", "refuse_session"]
+__all__ = [
+    "Conversation",
+    "RealtimeResponse",
+    "RealtimeSession",
+    "ResponsePlan",
+    "Said",
+    "merged_wishes",
+    "planned",
+    "refuse_session",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was said until an answer began.
+
+    Attributes:
+        messages: oldest first.
+        sounds: of the messages' parts, in order: samples of 16 bits, and how many a second.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    sounds: tuple[tuple[bytes, int], ...]
+
+    async def prompt(self) -> ChatPrompt:
+        """Make the prompt. Its sounds are twice as large as they came, and made in a thread."""
+        if not self.sounds:
+            return ChatPrompt(self.messages)
+        sounds = await asyncio.to_thread(lambda: tuple(_sound(*each) for each in self.sounds))
+        return ChatPrompt(self.messages, multi_modal_data={"audio": sounds})
+
+
+class Conversation:
+    """The items of a session, and what is being said.
+
+    Args:
+        max_bytes: of all text and sound together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._buffer = bytearray()
+        self._messages: list[dict[str, Any]] = []
+        self._sounds: list[tuple[bytes, int]] = []
+
+    def append(self, samples: bytes) -> None:
+        """Hear more.
+
+        Raises:
+            ApiError: the session holds too much.
+        """
+        self._take(len(samples))
+        self._buffer += samples
+
+    def clear(self) -> None:
+        """Forget what was heard since the last item."""
+        self._num_bytes -= len(self._buffer)
+        self._buffer.clear()
+
+    def commit(self, rate: int) -> Mapping[str, Any]:
+        """Make an item of what was heard.
+
+        Raises:
+            ApiError: nothing was heard.
+        """
+        if not self._buffer:
+            raise ApiError.bad_request(
+                "nothing was appended to the buffer of sound",
+                code="input_audio_buffer_commit_empty",
+            )
+        _check_whole(self._buffer)
+        self._sounds.append((bytes(self._buffer), rate))
+        self._buffer.clear()
+        self._messages.append({"role": "user", "content": [{"type": "audio"}]})
+        return _described(None, "user", [{"type": "input_audio"}])
+
+    async def add(self, item: Item, rate: int) -> Mapping[str, Any]:
+        """Add an item.
+
+        Raises:
+            ApiError: its sound cannot be read, or the session holds too much.
+        """
+        parts: list[dict[str, Any]] = []
+        sounds: list[tuple[bytes, int]] = []
+        size = 0
+        for index, part in enumerate(item.content):
+            if part.audio is not None:
+                samples = await decoded(part.audio, f"item.content[{index}].audio")
+                _check_whole(samples)
+                sounds.append((samples, rate))
+                parts.append({"type": "audio"})
+                size += len(samples)
+            else:
+                text = part.text or ""
+                parts.append({"type": "text", "text": text})
+                size += len(text)
+        self._take(size)
+        self._sounds += sounds
+        # Plain text where nothing else is said: not every template knows parts.
+        is_text = len(parts) == 1 and "text" in parts[0]
+        content: Any = parts[0]["text"] if is_text else parts
+        self._messages.append({"role": item.role, "content": content})
+        told = [part.model_dump(exclude_none=True, exclude={"audio"}) for part in item.content]
+        return _described(item.id, item.role, told)
+
+    def answered(self, text: str) -> None:
+        """The assistant has said something."""
+        self._num_bytes += len(text)
+        self._messages.append({"role": "assistant", "content": text})
+
+    def said(self, instructions: str | None) -> Said:
+        """All of it, for the next answer.
+
+        Raises:
+            ApiError: nothing was said.
+        """
+        if not self._messages:
+            raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
+        first = [{"role": "system", "content": instructions}] if instructions else []
+        return Said((*first, *self._messages), tuple(self._sounds))
+
+    def _take(self, num_bytes: int) -> None:
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise ApiError.bad_request(
+                f"the session would hold {self._num_bytes + num_bytes} bytes of text and sound, "
+                f"of at most {self._max_bytes}; begin another",
+                code="session_full",
+            )
+        self._num_bytes += num_bytes
+
+
+def _check_whole(samples: bytes | bytearray) -> None:
+    if len(samples) % 2:
+        raise ApiError.bad_request(
+            f"audio: samples of 16 bits have two bytes each, got {len(samples)} bytes",
+            param="audio",
+        )
+
+
+def _sound(samples: bytes, rate: int) -> AudioPrompt:
+    return AudioPrompt(np.frombuffer(samples, "<i2").astype(np.float32) / 2**15, rate)
+
+
+def _described(item_id: str | None, role: str, content: list[dict[str, Any]]) -> Mapping[str, Any]:
+    return {
+        "id": item_id or f"item_{uuid.uuid4().hex[:24]}",
+        "object": "realtime.item",
+        "type": "message",
+        "status": "completed",
+        "role": role,
+        "content": content,
+    }
+
+
+class _Send(Protocol):
+    async def __call__(self, kind: str, **content: Any) -> None: ...
+
+
+class RealtimeResponse:
+    """One answer to a conversation.
+
+    Args:
+        pipeline: that answers.
+        client: who asks.
+        conversation: so far; a whole answer is added to it.
+        wish: how it is to be.
+        number: of the response in its session.
+
+    Attributes:
+        id: by which events name it.
+        is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
+            its end may still have to be told.
+
+    Raises:
+        ApiError: it cannot run as asked.
+    """
+
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        client: Client,
+        conversation: Conversation,
+        wish: ResponseWish,
+        number: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._client = client
+        self._conversation = conversation
+        self._number = number
+        self._plan = planned(pipeline.omni.pipeline, wish, "response")
+        self._said = conversation.said(wish.instructions)
+        self._stage, self._voice = self._plan.writer, self._plan.voice
+        self._pieces = SpokenPieces(self._plan.output_rate)
+        self.id = f"resp_{client.request_id}_{number}"
+        self._item_id = f"item_{client.request_id}_{number}"
+        self.is_over = False
+        self._text = ""
+        self._output: StageOutput | None = None
+
+    async def run(self, send: _Send) -> None:
+        """Answer, and tell of it as it comes.
+
+        Raises:
+            ApiError: the request was refused, or failed.
+        """
+        await send("response.created", response=self.described("in_progress"))
+        await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
+        plan = self._plan
+        request = asked(
+            self._client,
+            await self._said.prompt(),
+            plan.sampling,
+            Terms(speaker=plan.speaker),
+            index=self._number,
+        )
+        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
+        async with Feeds(self._pipeline, [request], "conversation", text_gap_s=gap) as feeds:
+            async for update in feeds.updates():
+                await self._tell(update, send)
+                if update.has_finished(self._stage, self._voice):
+                    break
+        await self._tell_sound(self._pieces.rest(), send)
+        self.is_over = True
+        self._conversation.answered(self._text)
+        kind = "output_text" if self._voice is None else "output_audio_transcript"
+        key = "text" if self._voice is None else "transcript"
+        if self._voice is not None:
+            await send("response.output_audio.done", **self._place())
+        await send(f"response.{kind}.done", **self._place(), **{key: self._text})
+        await send("response.output_item.done", **self._place(), item=self._item("completed"))
+        await send("response.done", response=self.described("completed"))
+
+    def cancel(self) -> None:
+        """It was cancelled; what was said until then is part of the conversation."""
+        if self._text and not self.is_over:
+            self._conversation.answered(self._text)
+        self.is_over = True
+
+    async def fail(self, error: ApiError, send: _Send) -> None:
+        """Tell that it ends like that."""
+        self.is_over = True
+        await send("error", error={**error.to_object()["error"], "event_id": None})
+        await send("response.done", response=self.described("failed", error))
+
+    def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
+        """The response as events tell it."""
+        details = None
+        if error is not None:
+            details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
+        elif status == "cancelled":
+            details = {"type": "cancelled", "reason": "client_cancelled"}
+        has_begun = self._text or status == "completed"
+        return {
+            "id": self.id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": details,
+            "output": [self._item(status)] if has_begun else [],
+            "usage": self._usage(),
+        }
+
+    async def _tell(self, update: Update, send: _Send) -> None:
+        output = update.output.stages.get(self._stage)
+        if output is not None:
+            self._output = output
+            new, self._text = (output.text or "")[len(self._text) :], output.text or ""
+            kind = "output_text" if self._voice is None else "output_audio_transcript"
+            if new:
+                await send(f"response.{kind}.delta", **self._place(), delta=new)
+        sounds = update.sounds.get(self._voice or "")
+        if sounds:
+            await self._tell_sound(self._pieces.of(sounds), send)
+
+    async def _tell_sound(self, samples: bytes, send: _Send) -> None:
+        if samples:
+            delta = b64encode(samples).decode()
+            rate = self._pieces.rate
+            await send("response.output_audio.delta", **self._place(), delta=delta, rate=rate)
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "response_id": self.id,
+            "item_id": self._item_id,
+            "output_index": 0,
+            "content_index": 0,
+        }
+
+    def _item(self, status: str) -> Mapping[str, Any]:
+        part: dict[str, Any] = {"type": "output_text", "text": self._text}
+        if self._voice is not None:
+            part = {"type": "output_audio", "transcript": self._text}
+        return {
+            "id": self._item_id,
+            "object": "realtime.item",
+            "type": "message",
+            "status": "completed" if status == "completed" else "incomplete",
+            "role": "assistant",
+            "content": [part] if self._text else [],
+        }
+
+    def _usage(self) -> Mapping[str, Any] | None:
+        if self._output is None:
+            return None
+        prompt, written = self._output.num_prompt_tokens, len(self._output.token_ids)
+        return {
+            "input_tokens": prompt,
+            "output_tokens": written,
+            "total_tokens": prompt + written,
+            "input_token_details": {"cached_tokens": self._output.num_cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePlan:
+    """How a pipeline is to answer.
+
+    Attributes:
+        writer: the stage whose text answers.
+        voice: the stage whose sound answers; None where text alone is wanted.
+        speaker: whose voice; None leaves it to the pipeline.
+        output_rate: samples a second of the sound that is told; None: as it is made.
+        sampling: by stage.
+    """
+
+    writer: str
+    voice: str | None
+    speaker: str | None
+    output_rate: int | None
+    sampling: Mapping[str, SamplingParams]
+
+
+def planned(pipeline: Pipeline, wish: ResponseWish, place: str) -> ResponsePlan:
+    """Find out how to answer, before anything was said.
+
+    Args:
+        pipeline: that answers.
+        wish: of the client.
+        place: where it stands in an event: ``session`` or ``response``.
+
+    Raises:
+        ApiError: with status 400: the pipeline cannot answer like that.
+    """
+    writer = text_stage(pipeline)
+    output = wish.audio.output if wish.audio is not None else None
+    speaker = output.voice if output is not None else None
+    is_spoken = wish.output_modalities == ["audio"]
+    # Of a pipeline that speaks, before it is asked to; to others clients may name any.
+    if is_spoken or pipeline.voices.speaks:
+        check_voice(pipeline, speaker, f"{place}.audio.output.voice")
+    voice = None
+    if is_spoken:
+        voice = speaking_stage(pipeline, f"{place}.output_modalities")
+    fields: dict[str, int] = {}
+    if pipeline.stages[writer].sampling is not None:
+        fields["n"] = 1  # whatever the stage's own is
+    if isinstance(wish.max_output_tokens, int):
+        fields["max_tokens"] = wish.max_output_tokens
+    names = {"max_tokens": f"{place}.max_output_tokens"}
+    others = wish.stages or {}
+    sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
+    if writer in sampling and sampling[writer].n != 1:
+        at = f"{place}.stages.{writer}.n"
+        raise ApiError.bad_request(f"{at}: a conversation goes on in one way only", param=at)
+    rate = output.format.rate if output is not None and output.format is not None else None
+    return ResponsePlan(writer, voice, speaker if voice is not None else None, rate, sampling)
+
 
 _logger = package_logger(__name__)
 

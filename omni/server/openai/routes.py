@@ -12,9 +12,7 @@ from starlette.websockets import WebSocket
 
 from engine import AudioTask
 from omni.server.openai.chat import Chat
-from omni.server.openai.chat_messages import chat_prompt
-from omni.server.openai.chat_request import ChatRequest
-from omni.server.openai.completion_request import CompletionRequest
+from omni.server.openai.chat_request import ChatRequest, CompletionRequest, chat_prompt
 from omni.server.openai.completions import Completions
 from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
 from omni.server.openai.realtime import RealtimeSession, refuse_session
@@ -23,9 +21,8 @@ from omni.server.openai.transcription import Transcription, read_transcription
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.guard import REFUSAL, Client
 from omni.server.serving.live_response import EventStream, LiveResponse, LiveStream
-from omni.server.serving.pipeline_server import PipelineServer
+from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
 from omni.server.serving.request_body import read_json
-from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
 
 __all__ = ["ROUTES"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.runtime.omni import Omni
     from omni.server.serving.asked import AskedRequest
-    from omni.server.serving.served_pipeline import ServedPipeline
+    from omni.server.serving.pipeline_server import ServedPipeline
     from omni.server.serving.turn_queue import QueuePlace
     from stages import StageOutput
 

@@ -3,25 +3,238 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from engine.interface.deferred import num_items
 from omni.server.serving.recent_requests import RecentRequests, RequestRecord
-from omni.server.serving.stage_meters import Metered, StageMeters
-from omni.server.serving.token_gaps import Gaps, TokenGaps
 
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.server.serving.asked import AskedRequest
     from omni.server.serving.guard import Client
     from omni.server.serving.request_spans import RequestSpans
-    from stages import StageOutput
+    from omni.server.serving.turn_queue import TurnQueue
+    from stages import StageOutput, StageStats
+    from stages.worker.stage_link import WorkerState
 
-__all__ = ["Meters", "RequestMeter"]
+__all__ = ["Gaps", "Metered", "Meters", "RequestMeter", "StageMeters", "TokenGaps"]
+
+_STAGE = ("model", "stage", "replica")
+
+_COUNTERS = (
+    ("steps", "num_steps", "Steps that a stage has run."),
+    ("busy_seconds", "busy_s", "Seconds that a stage has spent in steps."),
+    ("prompt_tokens", "prompt_tokens", "Tokens of inputs that began to run."),
+    ("cached_tokens", "cached_tokens", "Tokens of these that the cache saved computing."),
+    ("generated_tokens", "generated_tokens", "Tokens that were sampled."),
+    ("encoder_runs", "encoder_runs", "Inputs that towers or encoders encoded."),
+    ("encoder_hits", "encoder_hits", "Such inputs that were needed and whose rows were there."),
+    ("preemptions", "num_preemptions", "Times that a request had to give its blocks back."),
+    ("restarts", "num_restarts", "Times that a worker was started again, or an engine built anew."),
+    ("transfers", "num_transfers", "Outputs and chunks that other stages handed over."),
+    ("transferred_bytes", "transferred_bytes", "Bytes of the tensors in these."),
+)
+_GAUGES = (
+    ("running", "num_running", "Requests in steps."),
+    ("waiting", "num_waiting", "Requests that wait for a step."),
+)
+
+
+class Metered(Protocol):
+    """A pipeline, as far as it is read here."""
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+
+    @property
+    def turn_queue(self) -> TurnQueue:
+        """Whose turn it is."""
+
+    def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
+        """Every stage's counters, by replica."""
+
+    def worker_states(self) -> Mapping[str, Sequence[WorkerState]]:
+        """How the workers of stages that run elsewhere are doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What one replica has counted; ``labels`` are those of ``_STAGE``."""
+
+    labels: tuple[str, str, str]
+    stats: StageStats
+
+
+class StageMeters(Collector):
+    """Reads the stages' own counters; all names begin with ``omni_``.
+
+    Args:
+        pipelines: whose stages are read.
+    """
+
+    def __init__(self, pipelines: Sequence[Metered]) -> None:
+        self._pipelines = tuple(pipelines)
+
+    def collect(self) -> Iterator[Metric]:
+        """See :class:`prometheus_client.registry.Collector`."""
+        for name, what in (("running", "have had their turn"), ("waiting", "wait for it")):
+            gauge = GaugeMetricFamily(
+                f"omni_requests_{name}", f"Requests that {what}.", None, ["model"]
+            )
+            for pipeline in self._pipelines:
+                gauge.add_metric([pipeline.name], getattr(pipeline.turn_queue, f"num_{name}"))
+            yield gauge
+        readings = [
+            _Reading((pipeline.name, stage, str(replica)), stats)
+            for pipeline in self._pipelines
+            for stage, replicas in pipeline.replica_stats().items()
+            for replica, stats in enumerate(replicas)
+        ]
+        for name, field, what in _COUNTERS:
+            counter = CounterMetricFamily(f"omni_stage_{name}", what, None, _STAGE)
+            for reading in readings:
+                counter.add_metric(reading.labels, getattr(reading.stats, field))
+            yield counter
+        for name, field, what in _GAUGES:
+            yield _gauge(name, what, (), readings, partial(_count, field))
+        yield _gauge("blocks", "Large pages by state.", ("state",), readings, _pages)
+        yield _gauge(
+            "group_blocks",
+            "Blocks of each group of layers by state.",
+            ("group", "kind", "state"),
+            readings,
+            _group_blocks,
+        )
+        yield _gauge("cache_bytes", "Bytes of each cache.", ("cache",), readings, _cache_bytes)
+        yield _gauge(
+            "hit_rate", "Cached tokens of all tokens of inputs, since the start.", (), readings,
+            _hit_rate,
+        )  # fmt: skip
+        yield self._workers()
+
+    def _workers(self) -> Metric:
+        up = GaugeMetricFamily(
+            "omni_stage_worker_up", "Whether a worker takes requests.", None, _STAGE
+        )
+        for pipeline in self._pipelines:
+            for stage, workers in pipeline.worker_states().items():
+                for replica, worker in enumerate(workers):
+                    up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
+        return up
+
+
+_Samples = list[tuple[tuple[str, ...], float]]
+
+
+def _gauge(
+    name: str,
+    what: str,
+    labels: tuple[str, ...],
+    readings: Sequence[_Reading],
+    samples: Callable[[StageStats], _Samples],
+) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
+    for reading in readings:
+        for more, value in samples(reading.stats):
+            gauge.add_metric((*reading.labels, *more), value)
+    return gauge
+
+
+def _count(field: str, stats: StageStats) -> _Samples:
+    return [((), getattr(stats, field))]
+
+
+def _pages(stats: StageStats) -> _Samples:
+    states = ("free", "held", "cached") if stats.kv is not None else ()
+    return [((state,), getattr(stats.kv, state)) for state in states]
+
+
+def _group_blocks(stats: StageStats) -> _Samples:
+    groups = stats.kv.groups if stats.kv is not None else ()
+    return [
+        ((str(index), group.kind, state), getattr(group, state))
+        for index, group in enumerate(groups)
+        for state in ("held", "cached")
+    ]
+
+
+def _cache_bytes(stats: StageStats) -> _Samples:
+    sizes = []
+    if stats.kv is not None:
+        sizes += [("kv", stats.kv.nbytes), ("stage_outputs", stats.kv.output_bytes)]
+    if stats.encoder_cache is not None:
+        sizes.append(("encoder", stats.encoder_cache.nbytes))
+    return [((cache,), size) for cache, size in sizes]
+
+
+def _hit_rate(stats: StageStats) -> _Samples:
+    tokens = stats.prompt_tokens
+    return [((), stats.cached_tokens / tokens)] if tokens else []
+
+
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BUCKETS = (*map(str, _BOUNDS_S), "+Inf")
+
+
+class Gaps:
+    """Those of the tokens of one stage: how many are how long. Added to by one thread."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * len(_BUCKETS)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float, number: int) -> None:
+        """Count gaps that are equally long."""
+        self._counts[bisect_left(_BOUNDS_S, seconds)] += number
+        self._sum_s += seconds * number
+
+    def told(self) -> tuple[list[tuple[str, float]], float]:
+        """Buckets, each with how many are no longer, and the sum in seconds."""
+        counts = map(float, accumulate(self._counts))
+        return list(zip(_BUCKETS, counts, strict=True)), self._sum_s
+
+
+class TokenGaps(Collector):
+    """Those of all stages of which a user gets something; may be read by any thread.
+
+    Every token of every request counts here, and a histogram of prometheus_client takes ten times
+    as long for each: it locks, and looks at one bucket after the other.
+    """
+
+    def __init__(self) -> None:
+        self._gaps: dict[tuple[str, str], Gaps] = {}
+
+    def of(self, model: str, stage: str) -> Gaps:
+        """Those of one stage."""
+        return self._gaps.setdefault((model, stage), Gaps())
+
+    def collect(self) -> Iterator[Metric]:
+        """See :class:`prometheus_client.registry.Collector`."""
+        family = HistogramMetricFamily(
+            "omni_time_between_tokens_seconds",
+            "From one token to the next, of stages whose text or tensors the user gets.",
+            labels=["model", "stage"],
+        )
+        for labels, gaps in list(self._gaps.items()):
+            buckets, sum_s = gaps.told()
+            family.add_metric(labels, buckets, sum_s)
+        yield family
+
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)

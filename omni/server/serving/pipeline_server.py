@@ -1,30 +1,254 @@
-"""All pipelines of a server: loaded one after the other, found by name, closed together."""
+"""Pipelines of a server: loaded one after the other, found by name, closed together."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.interface.log_fields import package_logger
-from engine.interface.suggestion import suggest
+from engine.interface.placed_error import suggest
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.meters import Meters
+from omni.server.serving.meters import Meters, RequestMeter
 from omni.server.serving.request_spans import spans_by_environment
-from omni.server.serving.served_pipeline import PipelineState, ServedPipeline
+from omni.server.serving.turn_queue import TurnQueue
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
-    from omni.pipelines.pipeline_config import PipelineConfig
-    from omni.server.serving.guard import Client
-    from omni.server.serving.settings import ServerSettings
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PipelineServer"]
+    from omni.pipelines.pipeline_config import PipelineConfig
+    from omni.runtime.omni import Omni
+    from omni.server.serving.guard import Client
+    from omni.server.serving.meters import Meters
+    from omni.server.serving.settings import ServerLimits, ServerSettings
+    from stages import Stage, StageStats
+    from stages.worker.stage_link import WorkerState
+
+__all__ = ["PipelineServer", "PipelineState", "ServedPipeline"]
 
 _logger = package_logger(__name__)
+
+_RETRY_WHILE_LOADING_S = 5
+_RETRY_WHILE_WAITING_S = 5
+"""As often as a worker is tried that waits for a place."""
+
+
+class PipelineState(StrEnum):
+    """Where a pipeline is on its way."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ServedPipeline:
+    """One pipeline of a server.
+
+    Args:
+        config: which; its name is the model's for clients.
+        limits: the server's.
+        apart: see :class:`~omni.runtime.omni.Omni`.
+
+    Attributes:
+        config: as given.
+        name: the model's.
+        created: when it was announced, in seconds since 1970.
+        turn_queue: whose turn it is.
+        state: may be read by any thread.
+        error: why it failed.
+        meters: of the server, which sets them.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, limits: ServerLimits, *, apart: bool = False
+    ) -> None:
+        self.config = config
+        self._apart = apart
+        self.name: str = config.name
+        self.created = int(time.time())
+        running = limits.running_requests(config.stages.values())
+        self.turn_queue = TurnQueue(running, limits.max_waiting_requests)
+        self.state = PipelineState.LOADING
+        self.error: str | None = None
+        self.meters: Meters | None = None
+        self._omni: Omni | None = None
+        self._tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Build the stages and load their models; takes a while. One that was stopped is closed.
+
+        Raises:
+            Exception: whatever building them raises; the state tells of it as well.
+        """
+        # Only here: a server answers before torch is imported.
+        from omni.runtime.omni import Omni
+
+        try:
+            omni = Omni(self.config, apart=self._apart)
+            with ExitStack() as unless_ready:
+                unless_ready.callback(omni.close)
+                self._tokenizers = {
+                    name: _tokenizer_of(self.config, name, stage)
+                    for name, stage in omni.pipeline.stages.items()
+                }
+                unless_ready.pop_all()
+        except Exception as error:  # the state tells of it to those who ask for the pipeline
+            self.fail(str(error) if isinstance(error, ValueError) else repr(error))
+            raise
+        with self._lock:
+            if self.state is PipelineState.LOADING:
+                self._omni, self.state = omni, PipelineState.READY
+                return
+        omni.close()
+
+    def fail(self, error: str) -> None:
+        """Take no more requests."""
+        with self._lock:
+            if self.state is not PipelineState.STOPPED:
+                self.state, self.error = PipelineState.FAILED, error
+
+    def close(self) -> None:
+        """End what runs with an error, and close the stages. May be called again."""
+        with self._lock:
+            omni, self._omni, self.state = self._omni, None, PipelineState.STOPPED
+        if omni is not None:
+            omni.close()
+
+    def stats(self) -> Mapping[str, StageStats]:
+        """Every stage's counters; none while the pipeline is not loaded."""
+        omni = self._omni
+        return {} if omni is None else omni.stats()
+
+    def describe(self) -> dict[str, Any]:
+        """What clients choose a model by; null is what is known once it is loaded."""
+        stages = self.config.stages
+        made = [kind for stage in stages.values() for kind in stage.final_output]
+        told: dict[str, Any] = {
+            "stages": [{"name": name, "kind": stage.kind} for name, stage in stages.items()],
+            "modalities": {"input": None, "output": list(dict.fromkeys(made))},
+            "voices": None,
+            "max_model_len": None,
+        }
+        omni = self._omni
+        if omni is None:
+            return told
+        # A prompt goes to every stage that no other feeds.
+        readers = [each.describe() for each in omni.pipeline.stages.values() if each.inputs is None]
+        lengths = [each["max_model_len"] for each in readers if "max_model_len" in each]
+        read = [kind for each in readers for kind in each.get("input_modalities", ())]
+        told["modalities"]["input"] = list(dict.fromkeys(read))
+        told["voices"] = list(omni.pipeline.voices.own)
+        told["max_model_len"] = min(lengths, default=None)
+        return told
+
+    def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
+        """How the workers of stages that run elsewhere are doing; waits for none of them."""
+        omni = self._omni
+        return {} if omni is None else omni.worker_states()
+
+    @property
+    def lost_stages(self) -> Mapping[str, str]:
+        """Why, of stages of which no worker takes a request, or not before it has a place again."""
+        return _lost_stages(self.worker_states())
+
+    def check_stages(self) -> None:
+        """Check that every stage, since a request goes through all, has a worker or gets one.
+
+        Raises:
+            ApiError: with status 503: one has none; with ``Retry-After`` where they wait for a
+                place, and go on as soon as there is one.
+        """
+        states = self.worker_states()
+        lost = _lost_stages(states)
+        if not lost:
+            return
+        is_waiting = all(any(each.state == "waiting" for each in states[name]) for name in lost)
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "; ".join(f"stage {name!r}: {why}" for name, why in lost.items()),
+            code="stage_waiting" if is_waiting else "stage_down",
+            headers={"Retry-After": str(_RETRY_WHILE_WAITING_S)} if is_waiting else {},
+        )
+
+    def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
+        """The same by replica."""
+        omni = self._omni
+        return {} if omni is None else omni.replica_stats()
+
+    def check_room(self, client: Client) -> None:
+        """Check that a request would be taken now, before any work is put into it.
+
+        Args:
+            client: who asks.
+
+        Raises:
+            ApiError: with status 429: too many wait; with 503: see :meth:`check_stages`.
+        """
+        try:
+            self.check_stages()
+            self.turn_queue.check_room()
+        except ApiError as error:
+            if self.meters is not None:
+                is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+                status = "rejected" if is_full else "failed"
+                RequestMeter(self.meters, self.name, client).end(status)
+                error.is_recorded = True
+            raise
+
+    def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
+        """What tells the tokens of a stage's text; None if it writes none, or brings none."""
+        return self._tokenizers[stage]
+
+    @property
+    def omni(self) -> Omni:
+        """What runs requests.
+
+        Raises:
+            ApiError: with status 503 while there is nothing that could.
+        """
+        omni = self._omni
+        if omni is not None and self.state is PipelineState.READY:
+            return omni
+        if self.state is PipelineState.LOADING:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the model {self.name!r} is loading; /health tells when it is ready",
+                code="model_loading",
+                headers={"Retry-After": str(_RETRY_WHILE_LOADING_S)},
+            )
+        why = f": {self.error}" if self.error else ""
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"the model {self.name!r} is {self.state}{why}",
+            code=f"model_{self.state}",
+        )
+
+
+def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
+    # Only here: a server answers before torch is imported.
+    from stages.worker.stage_link import why_lost
+
+    reasons = {name: why_lost(workers) for name, workers in states.items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _tokenizer_of(
+    config: PipelineConfig, name: str, stage: Stage
+) -> PreTrainedTokenizerBase | None:
+    """The stage's own, or, of one whose workers are elsewhere, the same read here."""
+    from stages.worker.stage_link import DistantStage
+
+    if not isinstance(stage, DistantStage):
+        return stage.tokenizer
+    return config.resolved(name).load_tokenizer() if "text" in stage.final_output else None
 
 
 class PipelineServer:

@@ -24,7 +24,7 @@ from engine import (
     StreamWindow,
     TokensPrompt,
 )
-from engine.interface.new_request import NewRequest
+from engine.interface.engine import NewRequest
 from tests.support.pictures import picture
 from tests.support.vocoder_reference import random_codes
 

@@ -20,7 +20,7 @@ from engine import (
 from engine.execution.input_batch import InputBatch
 from engine.execution.model_inputs import ModelInputs
 from engine.execution.model_runner import ModelRunner
-from engine.interface.new_request import NewRequest
+from engine.interface.engine import NewRequest
 from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
 from tests.support.faults import Faults
 from tests.support.pictures import picture

@@ -27,7 +27,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
-from engine.interface.new_request import NewRequest
+from engine.interface.engine import NewRequest
 from engine.models.registry import FAMILIES
 from engine.requests.request import Request
 from engine.requests.request_group import RequestGroup

@@ -18,7 +18,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.interface.limits import RequestLimits
+from engine.interface.config import RequestLimits
 from engine.interface.placed_error import PlacedError
 
 

@@ -30,7 +30,7 @@ from engine.inputs.input_windows import InputWindows
 from engine.interface.outputs import FinishReason
 from engine.models.whisper.speech_windows import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
-from omni.server.openai.transcription_segments import TIMESTAMP, segments_of
+from omni.server.openai.transcription import TIMESTAMP, segments_of
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.line_faults import LineFault
 

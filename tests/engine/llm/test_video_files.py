@@ -23,7 +23,7 @@ from engine import (
     VideoPrompt,
 )
 from engine.inputs.video_features import VideoFeatureMaker, VideoSampling
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
 from tests.support.thinker_asks import shows

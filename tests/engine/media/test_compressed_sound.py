@@ -14,7 +14,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.audio_samples import SampleReader
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import LongestSound, read_sound

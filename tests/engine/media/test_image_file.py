@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from engine.interface.media_limits import MediaLimits
-from engine.interface.turns import turn_of
+from engine.interface.config import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.media import image_file
 from engine.media.image_file import image_features, open_image
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.interface.media_limits import MediaLimits
+from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack, upright
 from tests.support.videos import FORMATS, moving_picture, video_file

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import LongestSound, read_sound
-from omni.requests.output_writer import OutputWriter, file_name
+from omni.requests.output_writer import OutputWriter, RunRecord, file_name
 from omni.requests.request import OmniOutput
-from omni.requests.run_record import RunRecord
 from stages import Completion, StageOutput
 
 FINAL = {"writer": ("text",), "encoder": ("tensors",)}

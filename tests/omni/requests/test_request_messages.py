@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from engine import SamplingParams
 from omni.requests.request import OmniRequest
-from omni.requests.request_example import example_line
 from omni.requests.request_file import RequestError, read_requests
+from omni.requests.request_line import example_line
 
 
 def error_of(folder: Path, line: Any) -> str:

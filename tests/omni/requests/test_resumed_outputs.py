@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine import FinishReason, Waveform
-from omni.requests import output_line
-from omni.requests.output_writer import Existing, OutputWriter
+from omni.requests import output_writer
+from omni.requests.output_writer import Existing, OutputWriter, RunRecord
 from omni.requests.request import OmniOutput
-from omni.requests.run_record import RunRecord
 from stages import StageOutput
 from tests.support.import_graph import ROOT
 
@@ -358,7 +357,7 @@ class FullDisk:
         self._fails = fails
         for name in ("write", "open", "replace", "mkdir", "fsync", "unlink"):
             patch.setattr(os, name, self._counted(getattr(os, name)))
-        patch.setattr(output_line, "save_file", self._counted(save_file))
+        patch.setattr(output_writer, "save_file", self._counted(save_file))
         patch.setattr(Waveform, "save", self._counted(Waveform.save))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:

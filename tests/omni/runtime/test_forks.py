@@ -23,7 +23,7 @@ GUARD = f"import faulthandler; faulthandler.dump_traceback_later({PATIENCE_S / 4
 SCRIPT = """
 import os, sys, threading, warnings
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.interface import turns
+from engine.interface import ownership
 from engine.text import chat_template
 from omni import Omni, Pipeline
 from tests.support.fake_stage import FakeStage
@@ -46,8 +46,8 @@ is_held, may_go = threading.Semaphore(0), threading.Event()
 locks = [
     omni._runner._changed,
     omni.pipeline.ownership._claiming,
-    turns._TURNS.lock_of(omni),
-    turns._TURNS._adding,
+    ownership._TURNS.lock_of(omni),
+    ownership._TURNS._adding,
     chat_template._PROCESSES._lock,
 ]
 for lock in locks:
@@ -79,7 +79,7 @@ if not child:
     omni.close()
     with Omni(Pipeline([FakeStage("b")])) as own:  # one's own works
         assert own.generate("y")[0].stages["b"].text == "b(y)"
-    with turns.turn_of(omni):
+    with ownership.turn_of(omni):
         stream.close()
     # All that is ours to end; what libraries do at the end of a fork is theirs.
     chat_template._PROCESSES.close()

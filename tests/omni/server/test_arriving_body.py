@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from omni.server.serving import arriving_body
+from omni.server.serving import guard
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.arriving_body import ArrivingBodies, ArrivingBody
+from omni.server.serving.guard import ArrivingBodies, ArrivingBody
 from omni.server.serving.settings import ServerLimits
 
 PART = {"type": "http.request", "body": b"x" * 1000, "more_body": True}
@@ -49,7 +49,7 @@ def test_all_that_comes_is_dropped_however_much_it_is(last: dict[str, Any]) -> N
 
 
 def test_who_sends_nothing_more_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving_body, "_REST_S", 0.01)
+    monkeypatch.setattr(guard, "_REST_S", 0.01)
     body = body_of(Sender(PART), content_length="6")
     asyncio.run(body.drop_rest())
     assert body.is_coming

@@ -14,7 +14,7 @@ from omni.requests.request import OmniOutput
 from omni.server.serving.asked import AskedRequest
 from omni.server.serving.feeds import Feeds, Update
 from omni.server.serving.meters import Meters
-from omni.server.serving.served_pipeline import ServedPipeline
+from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.turn_queue import TurnQueue
 from stages import StageOutput
 

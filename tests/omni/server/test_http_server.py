@@ -16,8 +16,7 @@ import pytest
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.http_server import bind
-from omni.server.serving.pipeline_server import PipelineServer
-from omni.server.serving.served_pipeline import ServedPipeline
+from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import call

@@ -19,7 +19,7 @@ import soundfile
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
+from omni.server.openai.speech import TRANSCRIPT_GAP_S
 from omni.server.serving import url_fetcher
 from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from omni.server.serving.url_fetcher import UrlFetcher

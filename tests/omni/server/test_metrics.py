@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from omni import Omni
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.serving.stage_meters import StageMeters
+from omni.server.serving.meters import StageMeters
 from tests.support.import_graph import ROOT
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S

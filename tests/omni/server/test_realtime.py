@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
-from omni.server.openai.spoken_sound import TRANSCRIPT_GAP_S
+from omni.server.openai.speech import TRANSCRIPT_GAP_S
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer, wait_until

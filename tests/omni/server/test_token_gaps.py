@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.samples import Sample
 
-from omni.server.serving.token_gaps import TokenGaps
+from omni.server.serving.meters import TokenGaps
 
 SECONDS = [0.0, 0.0004, 0.001, 0.0011, 0.0025, 0.03, 0.5, 9.9, 10.0, 10.1, 70.0]
 

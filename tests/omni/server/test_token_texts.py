@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from omni.server.openai.token_texts import TokenPlaces, TokenTexts
+from omni.server.openai.answers import TokenPlaces, TokenTexts
 from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
 
 TEXTS = [

@@ -18,7 +18,7 @@ import pytest
 
 from omni import ChatPrompt, Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.serving.served_pipeline import ServedPipeline
+from omni.server.serving.pipeline_server import ServedPipeline
 from stages.remote import worker_life
 from stages.remote.connection import NoPlaceError
 from stages.remote.remote_stage import RemoteStage
