@@ -210,5 +210,5 @@ def test_a_transform_that_a_worker_cannot_import_is_one_error(
         "    final_output: text\n"
     )
     line = one_error(capfd, str(tmp_path / "mine.yaml"), "--prompt", "Hello")
-    assert line.startswith("error: stage 'b': transform "), line
+    assert line.startswith("error: stage 'b': the stage's code "), line
     assert line.endswith("cannot be imported: ImportError: not in a worker"), line
