@@ -181,8 +181,11 @@ def test_no_public_name_is_of_a_type_that_says_nothing(site: Path, tmp_path: Pat
 
 def test_without_the_mark_nothing_is_seen(site: Path, tmp_path: Path) -> None:
     """So that the tests above can fail."""
-    unmarked = tmp_path / "site"
+    unmarked, python = tmp_path / "site", tmp_path / "venv" / "bin" / "python"
     shutil.copytree(site, unmarked)
     (unmarked / "omni" / "py.typed").unlink()
-    found = findings(unmarked, tmp_path, MINE)
+    venv.create(tmp_path / "venv")  # the environment of the tests may show the checkout's types
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "unmarked.pth").write_text(f"{unmarked}\n")
+    found = findings(tmp_path, tmp_path, MINE, str(python))
     assert "missing library stubs or py.typed marker" in found[1][0]

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
-"""How tokenizers that know Whisper's timestamps write them."""
+"""How tokenizers that know timestamps write them."""
 
 _TIMESTAMP_S = 0.02
 
