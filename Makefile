@@ -1,11 +1,9 @@
 # make          the same as make test
 # make run      three spoken questions and their answers, what caches save, what to try next
-# make test     lint and types beside the tests, less those of test-programs
-# make test-programs  the tests that start programs and wait for them: commands, workers that are
-#               killed, Ray clusters; .ci/run calls this one and make test
+# make test     lint and types beside the tests; .ci/run calls this one
 # make docs     the documentation's site, in site/; make test builds it too, to check its links
 # make bench    the benchmarks of benchmarks/, printed
-# make train-spoken-sums  the checkpoint of spoken_sums anew: hours, and Debian's espeak-ng and flite
+# make train-spoken-sums  train the checkpoint of spoken_sums: hours, and Debian's espeak-ng and flite
 # make torture  the scripts of torture/: faults and hostile inputs, for hours
 #
 # The first target that needs it builds .venv, make run with what the demo needs, the others with the
@@ -32,7 +30,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: install run test test-programs lint pytest docs bench torture train-spoken-sums clean which-python
+.PHONY: install run test lint pytest docs bench torture train-spoken-sums clean which-python
 
 install: $(STAMP)
 
@@ -73,13 +71,8 @@ docs: $(STAMP)
 # number: make WORKERS=2 test
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() or 1, 4) + 1)')
 
-PYTEST = $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
-
 pytest: $(STAMP)
-	@$(PYTEST) -m 'not programs'
-
-test-programs: $(STAMP)
-	@$(PYTEST) -m programs
+	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal
 
 # Lint runs beside the tests and is heard only if it fails, so that pytest's closing line is the
 # last thing printed.

@@ -23,10 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, USUAL
-from tests.support.order import FORKING, first_things_first
-from tests.support.programs import leaves_out_programs, needs_cluster
-from tests.support.shared_compiling import compile_own_share
-from tests.support.standstill import StandstillWatch
+from tests.support.order import first_things_first
 
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
@@ -45,64 +42,10 @@ settings.register_profile("long", _EXAMPLES, max_examples=LONG, derandomize=Fals
 settings.load_profile("omni")
 
 
-_WATCH = pytest.StashKey[StandstillWatch]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # No test takes five minutes. pytest's own faulthandler_timeout would begin a thread for each of
-    # the thousands of tests, which is a hundredth of all that a run computes.
-    config.stash[_WATCH] = StandstillWatch(timeout_s=300, renewal_s=30)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_WATCH].close()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    item.config.stash[_WATCH].begin_test()
-
-
-# pytest cancels what is to be printed in both cases, whoever asked for it.
-def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
-    node.config.stash[_WATCH].forget()
-
-
-def pytest_enter_pdb(config: pytest.Config) -> None:
-    config.stash[_WATCH].forget()
-
-
-# What is imported while tests are collected stays to the end: the garbage collector need not walk
-# it, then or later.
-gc.disable()
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    about = getattr(session.config, "workerinput", None)  # of pytest-xdist, in its workers
-    if about is not None and session.config.args == session.config.getini("testpaths"):
-        compile_own_share(int(about["workerid"].removeprefix("gw")), about["workercount"])
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if needs_cluster(item):
-        item.add_marker(pytest.mark.programs)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     about: dict[str, int] = getattr(config, "workerinput", {})  # of pytest-xdist, in its workers
-    # Where programs run as well, the same files take too long for one worker.
-    together = FORKING if leaves_out_programs(config.option.markexpr) else ()
-    items[:] = first_things_first(items, about.get("workercount", 1), together)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
-    gc.freeze()
-    # At Python's own thresholds its rounds are a thirtieth of all that a run computes. Tests that
-    # ask what is left call it themselves.
-    gc.set_threshold(50_000, 20, 100)
-    gc.enable()
+    items[:] = first_things_first(items, about.get("workercount", 1))
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +88,8 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(request: pytest.FixtureRequest, checkpoint_cache: Path) -> Iterator[SessionCluster]:
+def ray_cluster(checkpoint_cache: Path) -> Iterator[SessionCluster]:
     """The Ray cluster of this run, begun when the first of its workers asks for it."""
-    if leaves_out_programs(request.config.option.markexpr):
-        pytest.fail("a test that needs a cluster has to be marked: @pytest.mark.programs")
     from tests.support.ray_cluster import SessionCluster
 
     cluster = SessionCluster(checkpoint_cache)

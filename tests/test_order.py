@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.import_graph import ROOT
-from tests.support.order import FIRST, FORKING, first_things_first
+from tests.support.order import FIRST, first_things_first
 
 NAMES = (
     *("a.py", "a.py", "b.py", "c.py", FIRST[4], FIRST[3], FIRST[3]),
@@ -16,14 +16,14 @@ NAMES = (
 LONG = {FIRST[0]: "X", FIRST[3]: "Y", FIRST[4]: "Z"}
 
 
-def order(names: tuple[str, ...], num_workers: int, together: tuple[str, ...] = ()) -> str:
+def order(names: tuple[str, ...], num_workers: int) -> str:
     items = [SimpleNamespace(path=ROOT / "tests" / name, name=name) for name in names]
-    found = first_things_first(items, num_workers, together)
+    found = first_things_first(items, num_workers)
     assert sorted(map(id, found)) == sorted(map(id, items))
     return "".join(LONG.get(item.name, item.name[0]) for item in found)
 
 
-@pytest.mark.parametrize("name", dict.fromkeys((*FIRST, *FORKING)))
+@pytest.mark.parametrize("name", FIRST)
 def test_what_comes_first_is_there(name: str) -> None:
     assert (ROOT / "tests" / name).is_file()
 
@@ -36,14 +36,6 @@ def test_each_worker_begins_with_its_share_of_what_takes_longest(
     num_workers: int, expected: str
 ) -> None:
     assert order(NAMES, num_workers) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "expected"),
-    [(1, "fZXYYaabcde"), (2, "fZXaa" + "YYbcde"), (3, "fZX" + "YYaa" + "bcde")],
-)
-def test_the_first_worker_gets_all_that_belongs_together(num_workers: int, expected: str) -> None:
-    assert order(NAMES, num_workers, ("f.py", FIRST[4], "not there.py")) == expected
 
 
 def test_more_long_ones_than_a_share_lose_nothing() -> None:

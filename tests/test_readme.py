@@ -127,11 +127,7 @@ def on_ray(command: str) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(each, marks=[pytest.mark.programs] if on_ray(each) else [])
-        for each in commands()
-        if not each.startswith(tuple(NOT_RUN_HERE))
-    ],
+    [each for each in commands() if not each.startswith(tuple(NOT_RUN_HERE))],
 )
 def test_the_command_works_as_printed(
     command: str,

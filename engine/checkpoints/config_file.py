@@ -99,8 +99,8 @@ def _import_validators() -> None:
     """Import transformers' validators of configs without its activations.
 
     Those import torch's compiler and distributed tensors, which would be 1.4 of the 4 s of CPU that
-    it takes to start a small model. Validators leave activations unchecked where the table of them is
-    empty; models check their own, see :func:`~engine.checkpoints.activation.check_activation`.
+    it takes to start a small model. Validators leave activations unchecked where the table of them
+    is empty; models check their own, see :func:`~engine.checkpoints.activation.check_activation`.
     """
     if _VALIDATORS in sys.modules or _ACTIVATIONS in sys.modules:
         return

@@ -18,7 +18,7 @@ from tests.support.marked_processes import MarkedRun
 from tests.support.patience import wait_for
 from tests.support.trace_file import names_of, read_trace
 
-pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("checkpoint_cache")]
+pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
 PROMPT = "Once upon a time, in a house by the sea, a clock told "
 PROMPTS = ("--prompt", PROMPT + "all the time", "--prompt", PROMPT + "no time at all")

@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
 from tests.support.trace_file import names_of, read_trace
 
-pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("checkpoint_cache")]
+pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
 PROMPTS = ("--prompt", "Once upon a time", "--prompt", "Once upon a day")
 

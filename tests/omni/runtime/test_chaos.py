@@ -10,8 +10,6 @@ import pytest
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.programs
-
 RUN = ("--requests", "30", "--faults", "12", "--kinds", "sigkill", "sigstop", "exception", "ruin")
 
 

@@ -20,8 +20,6 @@ from stages.remote.remote_stage import RemoteStage
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.same_outputs import assert_same, streamed
 
-pytestmark = pytest.mark.programs
-
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 DRAWN = [
     PROMPTS[0],

@@ -31,8 +31,6 @@ from stages.stage import StageOutput
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.programs
-
 TARGETS = "tests.support.worker_targets"
 
 
