@@ -15,7 +15,6 @@ from engine.interface.placed_error import described
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 from omni.runtime.runner import LENT_HERE, Runner, Sink, Ticket
-from omni.runtime.text_pacing import TextPacing
 
 __all__ = ["Driver"]
 
@@ -56,7 +55,6 @@ class Driver(Runner):
         self._stopping = False
         self._crash: BaseException | None = None
         self._unwanted: set[Ticket] = set()
-        self._pacing: TextPacing[Ticket] = TextPacing()
         self._group: int | None = None
         self._groups = count()
         orchestrator.prepare_aside(self._wake)
@@ -66,11 +64,9 @@ class Driver(Runner):
         """See :class:`~engine.interface.ownership.Renewable`: callers end requests in forks too."""
         self._changed = threading.Condition()
 
-    def submit(
-        self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
-    ) -> Ticket:
+    def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """See :class:`~omni.runtime.runner.Runner`."""
-        ticket = Ticket(request, request_id, sink, text_gap_s)
+        ticket = Ticket(request, request_id, sink)
         with self._changed:
             self._check_open()
             if self._thread is None:
@@ -200,8 +196,6 @@ class Driver(Runner):
                 if is_commanded or self._orchestrator.has_work:
                     for output in self._orchestrator.step():
                         self._deliver(output)
-                for ticket, output in self._pacing.due().items():
-                    self._tell_or_discard(ticket, output)
                 self._on_turn()
             self._run_commands()
             for request_id in tuple(self._live):
@@ -221,13 +215,12 @@ class Driver(Runner):
             self._busy = False
             self._changed.notify_all()
             while not self._has_work():
-                times = (self._orchestrator.time_to_work, self._pacing.time_to_due)
-                self._changed.wait(min((each for each in times if each is not None), default=None))
+                self._changed.wait(self._orchestrator.time_to_work)
             self._busy = True
             return not self._stopping
 
     def _has_work(self) -> bool:
-        if self._stopping or self._pacing.time_to_due == 0:
+        if self._stopping:
             return True
         return not self._pauses and (bool(self._commands) or self._orchestrator.has_work)
 
@@ -277,7 +270,6 @@ class Driver(Runner):
 
     def _discard(self, tickets: Collection[Ticket]) -> None:
         for ticket in tickets:
-            self._pacing.forget(ticket)
             if self._live.get(ticket.request_id) is ticket:
                 del self._live[ticket.request_id]
                 self._orchestrator.abort(ticket.request_id)
@@ -288,9 +280,7 @@ class Driver(Runner):
         ticket = self._live[output.request_id]
         if output.finished:
             self._ending = self._live.pop(output.request_id)
-        paced = self._pacing.admit(ticket, ticket.text_gap_s, output)
-        if paced is not None:
-            self._tell_or_discard(ticket, paced)
+        self._tell_or_discard(ticket, output)
         self._ending = None
 
     def _tell_or_discard(self, ticket: Ticket, output: OmniOutput) -> None:
@@ -318,7 +308,6 @@ class Driver(Runner):
         told = f"the pipeline was interrupted: {described(error)}"
         ended = {output.request_id: output for output in self._orchestrator.fail_all(told)}
         for ticket in self._take_waiting():
-            self._pacing.forget(ticket)
             over = OmniOutput(ticket.request_id, {}, finished=True, error=told)
             self._tell(ticket, ended.get(ticket.request_id, over))
         self._on_turn()

@@ -23,7 +23,6 @@ from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
 from omni.runtime.runner import Runner, Sink, Ticket
-from omni.runtime.text_pacing import check_gap
 from omni.runtime.trace import Trace
 from stages import StageStats
 from stages.worker.stage_link import DistantStage, WorkerState
@@ -139,7 +138,6 @@ class Omni:
         requests: Requests,
         *,
         on_progress: Callable[[OmniOutput], object] | None = None,
-        text_gap_s: float = 0.0,
     ) -> list[OmniOutput]:
         """The same as :meth:`generate` for coroutines, of which several may run at once.
 
@@ -149,15 +147,11 @@ class Omni:
         Args:
             requests: as there.
             on_progress: as there.
-            text_gap_s: ``on_progress`` need not hear of a request's text more often than so many
-                seconds apart. Text that comes in between is in the ``delta`` of the next output,
-                and stages that it enters or leaves are in that one's timeline; sound never waits.
 
         Raises:
-            ValueError: ``requests`` or ``text_gap_s`` is none.
+            ValueError: ``requests`` is none.
         """
         self._ownership.check()
-        check_gap(text_gap_s)
         batch = as_requests(requests)
         last: list[OmniOutput | None] = [None] * len(batch)
         running: dict[int, Ticket] = {}
@@ -182,7 +176,7 @@ class Omni:
 
         sinks = _sinks(batch, partial(self._mails.here().post, take))
         try:
-            self._submit(batch, sinks, running, text_gap_s)
+            self._submit(batch, sinks, running)
             if running:
                 await is_over
         finally:
@@ -276,12 +270,11 @@ class Omni:
         batch: Sequence[OmniRequest],
         sinks: Sequence[Sink],
         running: dict[int, Ticket],
-        text_gap_s: float = 0.0,
     ) -> None:
         with self._runner.together():
             for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
-                running[position] = self._runner.submit(request, name, sink, text_gap_s)
+                running[position] = self._runner.submit(request, name, sink)
 
 
 def _started_apart(

@@ -31,23 +31,19 @@ class Ticket:
     request: OmniRequest
     request_id: str
     sink: Sink
-    text_gap_s: float = 0.0
 
 
 class Runner(ABC):
     """Takes requests of any number of callers; all methods may be called from any thread."""
 
     @abstractmethod
-    def submit(
-        self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
-    ) -> Ticket:
+    def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """Hand in a request; one that cannot run gets a finished output with an error.
 
         Args:
             request: what to run.
             request_id: under which id.
             sink: gets its outputs.
-            text_gap_s: see :class:`~omni.runtime.text_pacing.TextPacing`.
 
         Raises:
             RuntimeError: it was stopped or has crashed.

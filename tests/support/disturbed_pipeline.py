@@ -212,7 +212,7 @@ class DisturbedPipeline:
             found.setdefault(output.request_id, []).append(output)
 
         if way == "async":
-            asyncio.run(self.omni.agenerate(requests, on_progress=take, text_gap_s=1e-4))
+            asyncio.run(self.omni.agenerate(requests, on_progress=take))
             return
         for output in self.omni.stream(requests):
             take(output)

@@ -79,12 +79,10 @@ class Submission:
     Attributes:
         number: that its outputs come with; its id alone would not tell it from another's.
         request: with its id.
-        text_gap_s: see :class:`~omni.runtime.text_pacing.TextPacing`.
     """
 
     number: int
     request: OmniRequest
-    text_gap_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,17 +71,15 @@ class ApartRunner(Runner):
         self._in_order = threading.RLock()  # over news, from taking them in to telling of them
         self._lock = threading.RLock()  # over all that is below it; no sink is called under it
 
-    def submit(
-        self, request: OmniRequest, request_id: str, sink: Sink, text_gap_s: float = 0.0
-    ) -> Ticket:
+    def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
         """See :class:`~omni.runtime.runner.Runner`."""
-        ticket = Ticket(request, request_id, sink, text_gap_s)
+        ticket = Ticket(request, request_id, sink)
         with self._lock:
             self._check_open()
             number = next(self._numbers)
             self._live[number] = ticket, ShownRequest(request_id)
             self._number_of[ticket] = number
-            submission = Submission(number, _named(request, request_id), text_gap_s)
+            submission = Submission(number, _named(request, request_id))
             if self._together is not None:
                 self._together.append(submission)
                 return ticket

@@ -203,7 +203,7 @@ class PipelineHost:
                 tell = partial(self._tell, each.number)
                 with self._lock:
                     self._tickets[each.number] = None
-                ticket = self._running.submit(each.request, name, tell, each.text_gap_s)
+                ticket = self._running.submit(each.request, name, tell)
                 with self._lock:
                     if each.number in self._tickets:  # else it has ended
                         self._tickets[each.number] = ticket

@@ -32,7 +32,6 @@ from omni.server.openai.answers import (
 )
 from omni.server.openai.chat_request import StreamOptions, merge_sampling
 from omni.server.openai.speech import (
-    TRANSCRIPT_GAP_S,
     check_voice,
     encoded,
     pcm16,
@@ -170,8 +169,7 @@ class Chat:
         speaker = self._body.audio.voice if self._body.audio is not None else None
         terms = self._body.terms(speaker)
         request = asked(self._client, await self._make_prompt(), self._sampling, terms)
-        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
-        return Feeds(self._pipeline, [request], "messages", text_gap_s=gap)
+        return Feeds(self._pipeline, [request], "messages")
 
     def _event_of(self, choice: ChatChunkChoice, output: StageOutput | None) -> bytes:
         """The event of what is new of one completion."""

@@ -37,7 +37,7 @@ from omni.server.openai.realtime_events import (
     event_id_of,
     parse_event,
 )
-from omni.server.openai.speech import TRANSCRIPT_GAP_S, SpokenPieces, check_voice, speaking_stage
+from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.asked import Terms, asked
 from omni.server.serving.feeds import Feeds, Update
@@ -268,8 +268,7 @@ class RealtimeResponse:
             Terms(speaker=plan.speaker),
             index=self._number,
         )
-        gap = TRANSCRIPT_GAP_S if self._voice is not None else 0.0
-        async with Feeds(self._pipeline, [request], "conversation", text_gap_s=gap) as feeds:
+        async with Feeds(self._pipeline, [request], "conversation") as feeds:
             async for update in feeds.updates():
                 await self._tell(update, send)
                 if update.has_finished(self._stage, self._voice):

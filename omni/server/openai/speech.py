@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import ServedPipeline
 
 __all__ = [
-    "TRANSCRIPT_GAP_S",
     "Speech",
     "SpeechRequest",
     "SpokenPieces",
@@ -38,10 +37,6 @@ __all__ = [
     "speaking_stage",
     "wav_stream_header",
 ]
-
-TRANSCRIPT_GAP_S = 0.1
-"""For how long the text of an answer that is spoken may wait for the next token: it is read along
-with the sound. Each event is a call of the system and wakes the client."""
 
 _UNKNOWN_BYTES = 0xFFFFFFFF
 
@@ -226,8 +221,7 @@ class Speech:
             raise _no_sound()
 
     async def _updates(self) -> AsyncIterator[Update]:
-        gap = TRANSCRIPT_GAP_S  # of what nobody is told of, but the meters
-        async with Feeds(self._pipeline, [self._request], "input", text_gap_s=gap) as feeds:
+        async with Feeds(self._pipeline, [self._request], "input") as feeds:
             async for update in feeds.updates():
                 yield update
                 made = update.output.stages.get(self._stage)

@@ -91,8 +91,6 @@ class Feeds:
         pipeline: which to run them on.
         requests: each with its id.
         prompt_param: what the client called the prompt.
-        text_gap_s: updates without new sound may be so many seconds apart: see
-            :meth:`~omni.runtime.omni.Omni.agenerate`.
 
     Raises:
         ApiError: on entering, the pipeline is not ready, or too many requests wait.
@@ -103,12 +101,9 @@ class Feeds:
         pipeline: ServedPipeline,
         requests: Sequence[AskedRequest],
         prompt_param: str,
-        *,
-        text_gap_s: float = 0.0,
     ) -> None:
         self._pipeline = pipeline
         self._prompt_param = prompt_param
-        self._text_gap_s = text_gap_s
         self._requests = tuple(requests)
         self._feeds: list[_Feed] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -175,7 +170,7 @@ class Feeds:
             self._pipeline.check_stages()  # it may have waited long
             feed.meter.begin()
             put = partial(self._put, feed)
-            await omni.agenerate(request, on_progress=put, text_gap_s=self._text_gap_s)
+            await omni.agenerate(request, on_progress=put)
         except Exception as error:  # told by updates()
             feed.error, feed.is_over = error, True
             feed.meter.end("failed")

@@ -225,24 +225,6 @@ def test_coroutines_wait_for_whole_answers(omni: Omni) -> None:
     assert third == []
 
 
-def test_a_coroutine_need_not_hear_of_all_text(make: Make) -> None:
-    seen: list[OmniOutput] = []
-    all_of_it: list[OmniOutput] = []
-
-    async def twice(omni: Omni) -> list[OmniOutput]:
-        await omni.agenerate("xyz", on_progress=all_of_it.append)
-        return await omni.agenerate(["xyz", "v"], on_progress=seen.append, text_gap_s=3600.0)
-
-    with make(FakeStage("b", steps=5)) as omni:
-        outputs = asyncio.run(twice(omni))
-        check_nothing_is_held(omni)
-    assert [text(output) for output in outputs] == ["b(xyz)", "b(v)"]
-    mine = [each for each in seen if each.request_id == outputs[0].request_id]
-    assert mine[-1] is outputs[0]
-    # The first one, and what it entered and left stages with.
-    assert 2 <= len(mine) < len(all_of_it)
-
-
 def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_request_alone(
     make: Make,
 ) -> None:

@@ -27,7 +27,6 @@ class _Pipeline:
     meters: Meters = field(default_factory=lambda: Meters(()))
     turn_queue: TurnQueue = field(default_factory=lambda: TurnQueue(1, 1))
     put: Callable[[OmniOutput], object] = lambda _: None
-    text_gap_s: float | None = None
 
     @property
     def omni(self) -> _Pipeline:
@@ -36,10 +35,8 @@ class _Pipeline:
     def check_stages(self) -> None:
         """All have workers."""
 
-    async def agenerate(
-        self, _: AskedRequest, *, on_progress: Callable[[OmniOutput], Any], text_gap_s: float
-    ) -> None:
-        self.put, self.text_gap_s = on_progress, text_gap_s
+    async def agenerate(self, _: AskedRequest, *, on_progress: Callable[[OmniOutput], Any]) -> None:
+        self.put = on_progress
         await asyncio.Event().wait()
 
 
@@ -52,16 +49,14 @@ def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniOutput:
     return OmniOutput("r", stages, is_over)
 
 
-def _read(
-    text_gap_s: float, act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], Any]
-) -> None:
+def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], Any]) -> None:
     """Have a test put outputs in and look for updates in turns."""
 
     async def run() -> None:
         pipeline = _Pipeline()
         request = AskedRequest(TextPrompt("x"), request_id="r")
         served = cast(ServedPipeline, pipeline)
-        async with Feeds(served, [request], "prompt", text_gap_s=text_gap_s) as feeds:
+        async with Feeds(served, [request], "prompt") as feeds:
             await asyncio.sleep(0)  # the request has begun
             updates = feeds.updates()
             await act(pipeline, lambda: anext(updates))
@@ -79,7 +74,7 @@ def test_a_reader_gets_each_update_as_it_comes():
             pipeline.put(_said(text))
             assert _text(await look()) == text
 
-    _read(0.0, act)
+    _read(act)
 
 
 def test_a_slow_reader_gets_the_newest_text_and_all_the_sound():
@@ -94,11 +89,4 @@ def test_a_slow_reader_gets_the_newest_text_and_all_the_sound():
         assert _text(update) == "the end"
         assert not update.sounds
 
-    _read(0.0, act)
-
-
-def test_how_long_text_may_wait_is_up_to_the_pipeline():
-    async def act(pipeline: _Pipeline, _: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        assert pipeline.text_gap_s == 0.25
-
-    _read(0.25, act)
+    _read(act)

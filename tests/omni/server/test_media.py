@@ -19,7 +19,6 @@ import soundfile
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.server.openai.speech import TRANSCRIPT_GAP_S
 from omni.server.serving import url_fetcher
 from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from omni.server.serving.url_fetcher import UrlFetcher
@@ -28,7 +27,6 @@ from tests.support.http_call import call
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, picture, sound
 from tests.support.patience import PATIENCE_S
-from tests.support.text_gaps import note_text_gaps
 from tests.support.videos import moving_picture, video_file
 
 MODEL = {"model": "omni_speech"}
@@ -248,35 +246,6 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
     assert text == transcript == expected["thinker"].text
     samples = np.frombuffer(expected["code2wav"].audio.encoded("pcm16"), "<i2").astype(int)
     assert np.abs(np.frombuffer(b"".join(pieces), "<i2") - samples).max() <= 1
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_text_waits_for_more_beside_speech_alone(
-    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
-):
-    gaps = note_text_gaps(monkeypatch)
-    audio = {"format": "pcm16" if stream else "wav"}
-    for spoken in ({}, {"modalities": ["text", "audio"], "audio": audio}):
-        answer = client.chat.completions.create(
-            model="omni_speech",
-            messages=question(),
-            stream=stream,
-            extra_body={"stages": SHORT},
-            **spoken,
-        )
-        list(answer)
-    assert gaps == [0.0, TRANSCRIPT_GAP_S]
-
-
-@pytest.mark.parametrize("kind", ["wav", "mp3"])
-def test_text_that_nobody_is_told_waits(
-    media: LiveServer, client: Any, monkeypatch: pytest.MonkeyPatch, kind: str
-):
-    gaps = note_text_gaps(monkeypatch)
-    client.audio.speech.create(
-        model="omni_speech", input="Hello.", voice="Ethan", response_format=kind
-    )
-    assert gaps == [TRANSCRIPT_GAP_S]
 
 
 @pytest.mark.parametrize(
