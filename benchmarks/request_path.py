@@ -3,13 +3,13 @@
 Run it from a checkout::
 
     python -m benchmarks.request_path
-    python -m benchmarks.request_path --show "http, processes"     the files that it crosses, in order
+    python -m benchmarks.request_path --show "http, processes"    # the files that it crosses
 
 A request of two tokens (one that is warm: two like it ran before) is followed through ``Omni`` in
 this process, and through ``omni serve`` over HTTP with the stage in a process of its own. Counted
-are Python calls into the four packages, the files that they are in, and how often a call leaves its
-caller's file, in all threads of all processes, by ``sys.setprofile``. A worker's heartbeats may come
-in between: the least of several requests counts.
+are Python calls into the four packages, the files that they are in, and how often two calls in a
+row are of different files, in all threads of all processes, by ``sys.setprofile``. A worker's
+heartbeats may come in between: the least of several requests counts.
 
 ::
 
@@ -32,6 +32,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +137,7 @@ def measure(way: str, folder: Path) -> list[list[str]]:
 def show(way: str, calls: list[list[str]], names_files: bool) -> None:
     """Print what was counted of a request."""
     files = Counter(str(Path(file).relative_to(ROOT)) for file, _ in calls)
-    switches = sum(one[0] != other[0] for one, other in zip(calls, calls[1:], strict=False))
+    switches = sum(one[0] != other[0] for one, other in pairwise(calls))
     print(f"{way:<18}{len(files):>7} files{len(calls):>7} calls{switches:>7} switches")
     if names_files:
         for file, number in files.items():
