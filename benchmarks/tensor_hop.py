@@ -31,8 +31,8 @@ from rich.table import Table
 
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
+from stages.remote.fork_server import shut_down, start_worker
 from stages.remote.segments import SegmentPool
-from stages.remote.worker_process import shut_down, start_worker
 from stages.stage import StageOutput
 
 GOALS_MS = {1: 1.0, 16: 5.0}

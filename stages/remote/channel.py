@@ -257,16 +257,13 @@ _MSG_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class FrameKind(IntEnum):
-    """What a frame holds: the first five go over channels, the rest to a zygote and back."""
+    """The content of a frame."""
 
     HELLO = 1
     SEGMENTS = 2
     MESSAGE = 3
     RELEASES = 4
     DROPS = 5
-    START = 6
-    STARTED = 7
-    EXITED = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
 from stages.remote.connection import Connection, WorkerGone
 from stages.remote.control import WorkerSpec
+from stages.remote.fork_server import WorkerProcess, start_worker
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import forward_log
 from stages.remote.worker_main import WorkerLoop
-from stages.remote.worker_process import WorkerProcess, start_worker
 
 __all__ = ["ProcessConnection", "connect_process", "worker_main"]
 

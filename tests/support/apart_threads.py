@@ -18,8 +18,8 @@ from omni.runtime.apart.pipeline_host import PipelineHost, build_stages
 from stages import Stage
 from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
+from stages.remote.fork_server import WorkerProcess
 from stages.remote.process_connection import ProcessConnection
-from stages.remote.worker_process import WorkerProcess
 from tests.support.channel_workers import ThreadAsProcess
 from tests.support.patience import PATIENCE_S
 

@@ -11,10 +11,10 @@ from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
 from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
+from stages.remote.fork_server import WorkerProcess
 from stages.remote.process_connection import ProcessConnection
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_main import Build, WorkerLoop
-from stages.remote.worker_process import WorkerProcess
 
 __all__ = ["ChannelWorkers", "ThreadAsProcess"]
 
@@ -57,7 +57,7 @@ class Loop(Protocol):
 
 
 class ThreadAsProcess:
-    """What a connection needs of a :class:`~stages.remote.worker_process.WorkerProcess`.
+    """What a connection needs of a :class:`~stages.remote.fork_server.WorkerProcess`.
 
     Args:
         name: of the worker.

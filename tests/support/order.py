@@ -18,7 +18,7 @@ FIRST = (
     "omni/runtime/test_ray.py",
     "omni/runtime/test_omni_promises.py",
     "test_readme.py",
-    "stages/remote/test_worker_process.py",
+    "stages/remote/test_fork_server.py",
     "omni/commands/test_demo.py",
     "omni/runtime/test_chaos.py",
     "omni/server/test_worker_deaths.py",

@@ -20,10 +20,10 @@ from omni.runtime.apart.apart_runner import ApartRunner
 from omni.runtime.apart.apart_stage import ApartStage
 from omni.runtime.placed_pipeline import worker_specs
 from stages.remote.connection import Connect, Connection
+from stages.remote.fork_server import start_worker
 from stages.remote.process_connection import ProcessConnection
 from stages.remote.worker_life import WorkerLife, wait_until_built
 from stages.remote.worker_main import StageShape
-from stages.remote.worker_process import start_worker
 
 __all__ = ["build_apart", "connect_host", "start_apart"]
 

@@ -81,18 +81,18 @@ def nothing_left() -> Iterator[None]:
 
     def running() -> set[int]:
         children = psutil.Process().children(recursive=True)
-        return {each.pid for each in children if not is_zygote(each)}
+        return {each.pid for each in children if not is_fork_server(each)}
 
     before = running()
     yield
     wait_for(lambda: running() <= before)
 
 
-def is_zygote(process: psutil.Process) -> bool:
+def is_fork_server(process: psutil.Process) -> bool:
     """Whether workers are forked from it; it is a child of this process, and they are its own."""
     try:
         is_ours = process.ppid() == os.getpid()
-        return is_ours and "stages.remote.zygote" in " ".join(process.cmdline())
+        return is_ours and "stages.remote.fork_server" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

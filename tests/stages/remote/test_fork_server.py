@@ -20,13 +20,13 @@ import psutil
 import pytest
 import torch
 
+from stages.remote import fork_server as module
 from stages.remote import process_connection
-from stages.remote import worker_process as module
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
 from stages.remote.control import WorkerSpec
+from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
 from stages.remote.segments import SegmentPool
-from stages.remote.worker_process import WorkerProcess, shut_down, start_worker
 from stages.stage import StageOutput
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
@@ -35,20 +35,20 @@ TARGETS = "tests.support.worker_targets"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def zygotes_of_this_file() -> Iterator[None]:
+def fork_servers_of_this_file() -> Iterator[None]:
     """Of these workers none has an engine: what imports none is there in half the time."""
     shut_down()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_IMPORTED_FIRST", ("torch",))
+        patch.setattr(module, "_PRELOADED", ("torch",))
         yield
         shut_down()
-    assert not zygotes()
+    assert not fork_servers()
 
 
-def zygotes() -> list[psutil.Process]:
+def fork_servers() -> list[psutil.Process]:
     """Those of this process; other tests in it have children of their own."""
     children = psutil.Process().children()
-    return [each for each in children if "stages.remote.zygote" in " ".join(each.cmdline())]
+    return [each for each in children if "stages.remote.fork_server" in " ".join(each.cmdline())]
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_worker_is_like_its_parent_as_it_is_now(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    start("echo", b"x").sock.recv(1)  # the zygote is older than all that follows
+    start("echo", b"x").sock.recv(1)  # the fork server is older than all that follows
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMNI_TEST_WORKER", "\udcff as bytes")
     monkeypatch.delenv("PATH")
@@ -138,7 +138,7 @@ def test_a_worker_is_like_its_parent_as_it_is_now(
         ("nothing", b"", "ended with exit status 1", "has no attribute 'nothing'"),
     ],
 )
-def test_how_a_worker_ends_is_told_once(
+def test_how_a_worker_ends_is_reported(
     start: Callable[..., WorkerProcess],
     capfd: pytest.CaptureFixture[str],
     target: str,
@@ -147,12 +147,8 @@ def test_how_a_worker_ends_is_told_once(
     printed: str,
 ):
     worker = start(target, argument)
-    told: list[str] = []
-    worker.on_exit(told.append)
     assert worker.wait(PATIENCE_S) and worker.exit_reason == reason
-    until(lambda: told == [reason])
-    worker.on_exit(told.append)
-    assert told == [reason, reason]
+    assert worker.wait(0.0) and worker.exit_reason == reason
     assert worker.sock.recv(1) == b"", "its socket is closed"
     assert printed in capfd.readouterr().err
     worker.kill()
@@ -182,21 +178,21 @@ def test_a_worker_that_is_asked_to_end_may_be_killed(start: Callable[..., Worker
     assert stopped.exit_reason in ("was killed by SIGKILL", "was killed by SIGTERM")
 
 
-def test_nobody_waits_for_ever_for_a_zygote_that_hangs(
+def test_nobody_waits_for_ever_for_a_fork_server_that_hangs(
     start: Callable[..., WorkerProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(module, "_TOLD_WITHIN_S", 0.0)
+    monkeypatch.setattr(module, "_REPORTED_WITHIN_S", 0.0)
     worker = start("hold_on")
     assert worker.sock.recv(4)
-    zygote().suspend()
+    the_server().suspend()
     try:
         worker.terminate(0.0)
         assert worker.exit_reason is None
         assert "was killed, but its end was not reported" in caplog.text
     finally:
-        zygote().resume()
+        the_server().resume()
     assert worker.wait(PATIENCE_S) and worker.exit_reason == "was killed by SIGKILL"
 
 
@@ -222,25 +218,25 @@ def test_ctrl_c_is_for_the_parent(start: Callable[..., WorkerProcess]):
     worker = start("echo", b"x")
     assert worker.sock.recv(1) == b"x"
     os.kill(worker.pid, signal.SIGINT)
-    zygote().send_signal(signal.SIGINT)
+    the_server().send_signal(signal.SIGINT)
     worker.sock.sendall(b"y")
     assert worker.sock.recv(1) == b"y" and worker.exit_reason is None
 
 
-def zygote() -> psutil.Process:
-    (process,) = zygotes()
+def the_server() -> psutil.Process:
+    (process,) = fork_servers()
     return process
 
 
-def test_the_zygote_has_one_thread(start: Callable[..., WorkerProcess]):
+def test_the_fork_server_has_one_thread(start: Callable[..., WorkerProcess]):
     start("echo", b"x").sock.recv(1)
-    assert zygote().num_threads() == 1
+    assert the_server().num_threads() == 1
 
 
 def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess]):
     start("exit_with", b"0").wait(PATIENCE_S)
     gc.collect()
-    ours, theirs = os.listdir("/proc/self/fd"), zygote().num_fds()
+    ours, theirs = os.listdir("/proc/self/fd"), the_server().num_fds()
     for number in range(50):
         worker = start_worker(f"{TARGETS}:echo", b"x", threads=1, name="brief")
         if number % 3 == 0:
@@ -250,15 +246,15 @@ def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess])
         worker.sock.close()  # which ends it
         assert worker.wait(PATIENCE_S)
     assert os.listdir("/proc/self/fd") == ours
-    assert zygote().num_fds() == theirs and not zygote().children()
+    assert the_server().num_fds() == theirs and not the_server().children()
 
 
-def test_a_zygote_that_dies_takes_its_workers_along_and_is_replaced(
+def test_a_fork_server_that_dies_takes_its_workers_along_and_is_replaced(
     start: Callable[..., WorkerProcess],
 ):
     first, second = start("echo", b"x"), start("hold_on")
     assert first.sock.recv(1) and second.sock.recv(4)
-    before = zygote()
+    before = the_server()
     os.kill(second.pid, signal.SIGSTOP)
     before.kill()
     reason = "died when the process that workers are forked from was killed by SIGKILL"
@@ -266,7 +262,7 @@ def test_a_zygote_that_dies_takes_its_workers_along_and_is_replaced(
         assert worker.wait(PATIENCE_S) and worker.exit_reason == reason
     until(lambda: is_gone(first.pid) and is_gone(second.pid))
     assert start("echo", b"again").sock.recv(5) == b"again"
-    assert zygote() != before
+    assert the_server() != before
 
 
 def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., WorkerProcess]):
@@ -300,10 +296,10 @@ def test_what_cannot_be_started_is_refused(target: str, threads: int, told: str)
 
 
 def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_NURSERY", module._Nursery())
+    monkeypatch.setattr(module, "_server", None)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(RuntimeError, match=r"cannot be had: .*No such file.*/no/such/python"):
+    with pytest.raises(RuntimeError, match=r"cannot be started: .*No such file.*/no/such/python"):
         start_worker("a:b", b"", threads=1, name="a")
     gc.collect()
     assert os.listdir("/proc/self/fd") == before
@@ -311,9 +307,9 @@ def test_without_a_python_to_start_the_reason_is_told(monkeypatch: pytest.Monkey
 
 SCRIPT = """
 import os, signal, sys, time
-from stages.remote import worker_process
-from stages.remote.worker_process import start_worker
-worker_process._IMPORTED_FIRST = ("torch",)
+from stages.remote import fork_server
+from stages.remote.fork_server import start_worker
+fork_server._PRELOADED = ("torch",)
 print("main", flush=True)
 workers = [
     start_worker("tests.support.worker_targets:hold_on", b"", threads=1, name="w") for _ in range(3)
@@ -366,11 +362,10 @@ def test_when_the_parent_ends_all_are_gone_and_its_script_has_run_once(tmp_path:
 
 def test_a_fork_of_the_parent_has_workers_of_its_own(start: Callable[..., WorkerProcess]):
     start("echo", b"x").sock.recv(1)
-    kept: Any = module._NURSERY._keeper
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        told = kept.is_gone and module._NURSERY._keeper is None
+        told = module._server is None
         shut_down()
         os.write(write, b"y" if told else b"n")
         os._exit(0)

@@ -1,0 +1,577 @@
+"""Starts processes that run a function, forked from a server that has imported what they need.
+
+To fork takes milliseconds where to import takes seconds, and workers share the memory of what was
+imported. That is safe as long as the server has one thread, and nothing yet that does not survive a
+fork: no pool of threads, no CUDA. ::
+
+    this process                    fork server              worker
+    start_worker ── descriptors ──► fork ──────────────────► target(socket, argument)
+         │          order over the worker's socket ────────►
+         └◄── status pipe: pid, then the status of its end ──┘
+
+If one of the three dies, those to its right die with it, stopped ones too: Linux kills them, and
+elsewhere the end of a socket tells them. The fork server of ``multiprocessing`` does not do that:
+its workers keep it alive, so both outlive a parent that is killed. It also runs the main script
+again in every worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import msgspec
+
+from engine.interface.log_fields import package_logger
+
+__all__ = ["WorkerProcess", "main", "shut_down", "start_worker"]
+
+_LOG = package_logger(__name__)
+_STARTS_WITHIN_S = 300.0
+"""A server that takes longer hangs. Its first answer waits for imports, on a busy machine."""
+
+_ENDS_WITHIN_S = 10.0
+_REPORTED_WITHIN_S = 10.0
+"""The end of a killed worker: by the server, which may hang."""
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from stages.remote.fork_server import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
+)
+_PRELOADED = (
+    "engine.llm.llm_engine",
+    "engine.encoder.encoder_engine",
+    "engine.generator.generator_engine",
+    "stages",
+    "stages.remote.channel",
+    "stages.worker.stage_worker",
+)
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_STATUS = struct.Struct("=i")
+_LENGTH = struct.Struct("=Q")
+_NUM_FDS = 4
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """The process that a worker becomes.
+
+    Attributes:
+        target: ``"package.module:function"``, called with the socket and the argument.
+        argument: for the function.
+        threads: of torch.
+        name: what the process is called.
+        environment: all of its variables.
+        folder: its working directory; None leaves the server's.
+        import_path: its ``sys.path``, in the encoding of the file system.
+    """
+
+    target: str
+    argument: bytes
+    threads: int
+    name: str
+    environment: list[tuple[bytes, bytes]]
+    folder: bytes | None
+    import_path: list[bytes]
+
+
+class _ServerGone(RuntimeError):
+    """The fork server has ended; the message says why."""
+
+
+class _Server:
+    """A fork server of this process, and the thread that has started it and waits for its end.
+
+    Linux kills a child when the *thread* that has started it ends, so the thread must stay.
+    """
+
+    def __init__(self) -> None:
+        self._sock, self._theirs = socket.socketpair()
+        self._lock = threading.Lock()  # over writes to the socket
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: str | None = None
+        self._is_started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fork server", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        return self._end is not None
+
+    def wait_for_end(self) -> str:
+        """Wait until it has ended; why, in words that go on after a worker's name."""
+        self._thread.join()
+        assert self._end is not None, "its thread has ended"
+        return self._end
+
+    def fork(self, fds: Sequence[int]) -> None:
+        """Have a worker forked.
+
+        Args:
+            fds: its socket, stdout, stderr and the writing end of its status pipe; they stay the
+                caller's.
+
+        Raises:
+            _ServerGone: there is no server to fork it.
+        """
+        self._is_started.wait()
+        try:
+            with self._lock:
+                socket.send_fds(self._sock, [b"w"], fds)
+        except OSError as error:
+            raise _ServerGone(self.wait_for_end()) from error
+
+    def stop(self) -> None:
+        """End it, and with it all of its workers."""
+        self._is_started.wait()
+        with suppress(OSError):  # it has ended by itself
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_ENDS_WITHIN_S)
+        if self._process is not None and self._thread.is_alive():
+            self._process.kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        fd = self._theirs.fileno()
+        arguments = [json.dumps(_import_path()), str(fd), str(os.getpid()), *_PRELOADED]
+        program = [sys.executable, "-P", "-c", _PROGRAM, *arguments]
+        environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
+        # Asked in the usual way whether there is CUDA, the driver begins what no fork survives.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        try:
+            self._process = subprocess.Popen(
+                program, stdin=subprocess.DEVNULL, pass_fds=(fd,), env=environment
+            )
+        except OSError as error:
+            end = f"the process that workers are forked from cannot be started: {error}"
+            self._sock.close()
+        self._theirs.close()
+        self._is_started.set()
+        if self._process is not None:
+            status = self._process.wait()
+            reason = _exit_reason(-status if status < 0 else status << 8)
+            end = f"died when the process that workers are forked from {reason}"
+            with self._lock:
+                self._sock.close()
+        self._end = end
+
+
+class WorkerProcess:
+    """A process that was started by :func:`start_worker`.
+
+    Attributes:
+        name: as given.
+        pid: its process id. It may be another process's once this one has ended.
+        sock: connected to the socket that its function got; it is the holder's to close.
+    """
+
+    def __init__(self, name: str, sock: socket.socket, server: _Server, status_fd: int) -> None:
+        self.name, self.sock = name, sock
+        self._server = server
+        self._status_fd = status_fd
+        self._reading = threading.Lock()  # over the status pipe
+        self._lock = threading.Lock()  # over both below
+        self._reason: str | None = None
+        self._process_fd: int | None = None
+        try:
+            self.pid = self._read_pid()
+        except BaseException:
+            os.close(status_fd)
+            raise
+        with suppress(AttributeError, OSError):  # it has ended, or there is no such thing here
+            self._process_fd = os.pidfd_open(self.pid)
+
+    def __repr__(self) -> str:
+        return f"WorkerProcess({self.name!r}, pid {self.pid}, {self._reason or 'running'})"
+
+    @property
+    def exit_reason(self) -> str | None:
+        """Why it ended, such as ``"was killed by SIGKILL"``; None before :meth:`wait` saw it."""
+        return self._reason
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; whether it has."""
+        end_s = time.monotonic() + timeout_s
+        if not self._reading.acquire(timeout=timeout_s):
+            return self._reason is not None
+        try:
+            if self._reason is None and _is_ready(self._status_fd, end_s - time.monotonic()):
+                status = os.read(self._status_fd, _STATUS.size)
+                self._note_end(
+                    _exit_reason(*_STATUS.unpack(status)) if status else self._server.wait_for_end()
+                )
+        finally:
+            self._reading.release()
+        return self._reason is not None
+
+    def kill(self) -> None:
+        """End it at once. Nothing happens if it has ended."""
+        self._signal(signal.SIGKILL)
+
+    def terminate(self, grace_s: float) -> None:
+        """Ask it to end, and kill it if it has not ended in time; back when it is gone.
+
+        Args:
+            grace_s: how long it may take.
+        """
+        self._signal(signal.SIGTERM)
+        if not self.wait(grace_s):
+            self.kill()
+            if not self.wait(_REPORTED_WITHIN_S):
+                _LOG.error("%r was killed, but its end was not reported", self)
+
+    def _read_pid(self) -> int:
+        if not _is_ready(self._status_fd, _STARTS_WITHIN_S):
+            self._server.stop()
+        content = os.read(self._status_fd, _STATUS.size)
+        if not content:
+            raise _ServerGone(self._server.wait_for_end())
+        (pid,) = _STATUS.unpack(content)
+        if pid < 0:
+            raise RuntimeError(f"worker {self.name}: it cannot be forked: {os.strerror(-pid)}")
+        return int(pid)
+
+    def _note_end(self, reason: str) -> None:
+        with self._lock:
+            self._reason = reason
+            os.close(self._status_fd)
+            if self._process_fd is not None:
+                os.close(self._process_fd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if self._reason is not None:
+                return
+            if self._process_fd is None:
+                os.kill(self.pid, number)
+            else:
+                signal.pidfd_send_signal(self._process_fd, number)
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+
+
+def _running_server() -> _Server:
+    """The server of this process; a new one if there is none that lives, as far as is known."""
+    global _server
+    with _server_lock:
+        if _server is None or _server.is_gone:
+            _server = _Server()
+        return _server
+
+
+def shut_down() -> None:
+    """End all workers of this process, and their fork server. Another may start."""
+    with _server_lock:
+        if _server is not None:
+            _server.stop()
+
+
+def _forget() -> None:
+    """A fork of this process has neither the thread nor the right to its server."""
+    global _server, _server_lock
+    _server, _server_lock = None, threading.Lock()
+
+
+atexit.register(shut_down)
+os.register_at_fork(after_in_child=_forget)
+
+
+def start_worker(target: str, argument: bytes, *, threads: int, name: str) -> WorkerProcess:
+    """Start a process that calls a function, in this process's surroundings as they are now.
+
+    It has this process's environment, working directory, ``sys.path``, stdout and stderr, no stdin,
+    no other descriptor and no other module than what engines need; the main script is not run in
+    it. SIGINT does nothing to it. It ends when the function returns or raises, and when this
+    process ends in whatever way.
+
+    Args:
+        target: ``"package.module:function"``, called as ``function(sock, argument)`` with its end
+            of :attr:`WorkerProcess.sock`, a socket of ``AF_UNIX``.
+        argument: for the function.
+        threads: of torch.
+        name: of the process.
+
+    Raises:
+        ValueError: the target is not written like that, or there is not one thread at least.
+        RuntimeError: no process can be started.
+    """
+    module, _, function = target.partition(":")
+    if not module or not function.isidentifier():
+        raise ValueError(f"target must be 'package.module:function', got {target!r}")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    order = _Order(
+        target,
+        argument,
+        threads,
+        name,
+        list(os.environb.items()),
+        _working_directory(),
+        [os.fsencode(entry) for entry in _import_path()],
+    )
+    content = msgspec.msgpack.encode(order)
+    try:
+        return _fork(_running_server(), name, content)
+    except _ServerGone:  # it had ended unnoticed; a new one is started, once
+        return _fork(_running_server(), name, content)
+
+
+def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
+    ours, theirs = socket.socketpair()
+    status_fd, their_status_fd = os.pipe()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        standard = (fd if _is_open(fd) else nothing for fd in (1, 2))
+        try:
+            server.fork((theirs.fileno(), *standard, their_status_fd))
+        except BaseException:
+            os.close(status_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(their_status_fd)
+            os.close(nothing)
+        worker = WorkerProcess(name, ours, server, status_fd)
+        with suppress(ConnectionError):  # it has ended, which its status tells
+            ours.sendall(_LENGTH.pack(len(order)) + order)
+    except BaseException:
+        ours.close()
+        raise
+    return worker
+
+
+def _import_path() -> list[str]:
+    entries: list[object] = [*sys.path]  # Python passes over what is no str
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def _working_directory() -> bytes | None:
+    try:
+        return os.getcwdb()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _is_ready(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def _exit_reason(status: int) -> str:
+    """Why a process ended, from what ``os.waitpid`` reports: ``"was killed by SIGKILL"``."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"ended with exit status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+# What follows runs in the fork server and its workers.
+
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_NAME = 15
+_SOCKET = 3
+"""The descriptor that a worker has beside its standard ones."""
+
+
+def main(control_fd: int, parent: int, preloaded: Sequence[str]) -> NoReturn:
+    """Fork workers on request, until the parent is gone.
+
+    Args:
+        control_fd: a socket to the parent.
+        parent: its process id.
+        preloaded: modules that no worker need import for itself.
+    """
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent decides what becomes of us
+    control = socket.socket(fileno=control_fd)
+    for name in preloaded:
+        with suppress(Exception):  # what fails here fails again in the worker, which reports it
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector need not write to what is shared
+    status_fds: dict[int, int] = {}  # by process id
+    try:
+        _serve(control, status_fds)
+    finally:
+        for pid in status_fds:
+            os.kill(pid, signal.SIGKILL)
+        for pid in status_fds:
+            os.waitpid(pid, 0)
+        os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed as soon as the parent is, stopped or not."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+
+
+def _serve(control: socket.socket, status_fds: dict[int, int]) -> None:
+    """Fork and reap workers until the parent's end of the socket is closed."""
+    alarm, alarmed = os.pipe()
+    for fd in (alarm, alarmed):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(alarmed, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(alarm, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if alarm in ready:
+            os.read(alarm, 4096)
+            _reap(status_fds)
+        if control.fileno() in ready:
+            content, fds, _, _ = socket.recv_fds(control, 1, _NUM_FDS)
+            if not content:
+                return
+            _start(control, fds, status_fds)
+
+
+def _reap(status_fds: dict[int, int]) -> None:
+    while status_fds:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        _report(status_fds[pid], status)
+        os.close(status_fds.pop(pid))
+
+
+def _report(status_fd: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # nobody waits for it
+        os.write(status_fd, _STATUS.pack(number))
+
+
+def _start(control: socket.socket, fds: Sequence[int], status_fds: dict[int, int]) -> None:
+    *of_worker, status_fd = fds
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _report(status_fd, -(error.errno or 1))
+        os.close(status_fd)
+    else:
+        if not pid:
+            control.detach()  # closed with all other descriptors, and not again with the object
+            _be_worker(of_worker, server)
+        status_fds[pid] = status_fd
+        _report(status_fd, pid)
+    for fd in of_worker:
+        os.close(fd)
+
+
+def _be_worker(fds: Sequence[int], server: int) -> NoReturn:
+    status = 1
+    try:
+        _die_with(server)
+        _leave_all_behind(fds)
+        sock = socket.socket(fileno=_SOCKET)
+        order = _receive_order(sock)
+        _look_like(order)
+        module, _, function = order.target.partition(":")
+        run = getattr(importlib.import_module(module), function)
+        run(sock, order.argument)
+        status = 0
+    except SystemExit as leave:
+        code = leave.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        status = code if isinstance(code, int) else int(code is not None)
+    except BaseException:  # nothing above this call could handle it
+        traceback.print_exc()
+    finally:
+        # What the server has imported may have left things to do at exit, which are not ours.
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+
+def _leave_all_behind(fds: Sequence[int]) -> None:
+    """Keep of the server's descriptors and signals only what is the worker's own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Out of the way of those that are set now: a descriptor may have come as any number.
+    sock, out, err = (_above(fd) for fd in fds)
+    nothing = _above(os.open(os.devnull, os.O_RDONLY))
+    for number, fd in enumerate((nothing, out, err, sock)):
+        os.dup2(fd, number, inheritable=number < _SOCKET)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.closerange(_SOCKET + 1, most if most != resource.RLIM_INFINITY else 2**20)
+
+
+def _above(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64)
+
+
+def _receive_order(sock: socket.socket) -> _Order:
+    (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
+    return msgspec.msgpack.decode(_receive(sock, length), type=_Order)
+
+
+def _receive(sock: socket.socket, length: int) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        piece = sock.recv(length - len(content))
+        if not piece:  # the parent wants it no more
+            raise SystemExit(1)
+        content += piece
+    return bytes(content)
+
+
+def _look_like(order: _Order) -> None:
+    """Take over the parent's surroundings as they were when it asked for this worker."""
+    import numpy as np
+    import torch
+
+    os.environb.clear()
+    os.environb.update(order.environment)
+    if order.folder is not None:
+        os.chdir(order.folder)
+    sys.path[:] = [os.fsdecode(entry) for entry in order.import_path]
+    importlib.invalidate_caches()
+    sys.argv[:] = [order.name]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, order.name.encode()[:15])
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    torch.set_num_threads(order.threads)
+    faulthandler.enable()
