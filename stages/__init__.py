@@ -11,6 +11,7 @@ from stages.generator import GeneratorStage, GeneratorStageConfig
 from stages.stage import (
     FINAL_OUTPUTS,
     Completion,
+    Prepared,
     Stage,
     StageInputs,
     StageOutput,
@@ -45,6 +46,7 @@ __all__ = [
     "GeneratorStage",
     "GeneratorStageConfig",
     "ModelReference",
+    "Prepared",
     "Stage",
     "StageConfig",
     "StageInputs",

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine import FinishReason
 from engine.interface.deferred import with_fields
-from engine.interface.engine import Admit, Prepare
 from engine.interface.log_fields import package_logger
-from stages.stage import Stage, StageOutput, StageRequest, StageStats
+from stages.stage import Prepared, Stage, StageOutput, StageRequest, StageStats
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         RequestOutput,
         SamplingParams,
     )
+    from engine.interface.engine import PreparedRequest
 
 __all__ = ["EngineStage", "select_tensors"]
 
@@ -86,38 +86,35 @@ class EngineStage(Stage, Generic[OutputT]):
 
     def add_request(self, request: StageRequest) -> None:
         """Queue a request; see :class:`~stages.stage.Stage`."""
-        prepare = self._begin(request)
-        admit = prepare()
-        admit()
-
-    def begin_request(self, request: StageRequest) -> Prepare:
-        """Begin to take a request; see :class:`~stages.stage.Stage`."""
-        if type(self).add_request is not EngineStage.add_request:
-            # A kind of stage that does something of its own does it in the stage's thread.
-            return super().begin_request(request)
-        engine, prepare = self.engine, self._begin(request)
-
-        def prepared() -> Admit:
-            admit = prepare()
-
-            def admit_here() -> None:
-                if getattr(self, "engine", None) is engine:
-                    admit()
-                else:  # the stage was built anew in between
-                    self.add_request(request)
-
-            return admit_here
-
-        return prepared
-
-    def _begin(self, request: StageRequest) -> Prepare:
         self.ownership.check()
-        return self.engine.begin_request(
+        self.engine.add(self._prepare(self.engine, request))
+
+    def prepare(self, request: StageRequest) -> Prepared:
+        """Tokenize, decode and compute features; see :class:`~stages.stage.Stage`."""
+        # While the stage is rebuilt in its own thread there is no engine.
+        engine = getattr(self, "engine", None)
+        # A kind of stage with an add_request of its own does everything there.
+        if engine is None or type(self).add_request is not EngineStage.add_request:
+            return Prepared(request)
+        return Prepared(request, self._prepare(engine, request))
+
+    def add(self, prepared: Prepared) -> None:
+        """Queue a request; one that another engine has prepared is prepared again."""
+        self.ownership.check()
+        content = prepared.content
+        if content is not None and content.engine is self.engine:
+            self.engine.add(content)
+        else:
+            self.add_request(prepared.request)
+
+    def _prepare(self, engine: Engine[OutputT], request: StageRequest) -> PreparedRequest:
+        return engine.prepare(
             request.request_id,
             self._engine_prompt(request),
             self._engine_sampling(request),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            order=request.order,
         )
 
     def _engine_prompt(self, request: StageRequest) -> Prompt:

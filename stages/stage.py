@@ -13,7 +13,6 @@ from pydantic_core import core_schema
 
 from engine import EngineStats, Prompt, SamplingParams
 from engine.interface.arguments import check_argument, check_names
-from engine.interface.engine import Prepare
 from engine.interface.ownership import Ownership
 from engine.interface.settings import Settings
 from stages.stage_output import Completion, StageOutput
@@ -28,6 +27,7 @@ __all__ = [
     "FINAL_OUTPUTS",
     "Completion",
     "OneOrMore",
+    "Prepared",
     "Stage",
     "StageInputs",
     "StageOutput",
@@ -51,6 +51,8 @@ class StageRequest:
         sampling: replaces the stage's own sampling parameters; None keeps them.
         priority: lower runs earlier; equal priorities run first come, first served.
         cache_salt: only requests with the same salt share cached blocks.
+        order: among requests of one priority, the smallest runs first; None puts it behind those
+            that are there.
     """
 
     request_id: str
@@ -58,6 +60,20 @@ class StageRequest:
     sampling: SamplingParams | None = None
     priority: int = 0
     cache_salt: str | None = None
+    order: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A request that a stage has prepared, for its :meth:`Stage.add`.
+
+    Attributes:
+        request: as the stage got it.
+        content: what the kind of stage has made of it; None if nothing.
+    """
+
+    request: StageRequest
+    content: Any = None
 
 
 StageStats: TypeAlias = EngineStats
@@ -302,19 +318,23 @@ class Stage(ABC):
                 the stage is unchanged and goes on with its other requests.
         """
 
-    def begin_request(self, request: StageRequest) -> Prepare:
-        """Begin to take a request: ``stage.begin_request(request)()()`` is ``add_request``.
+    def prepare(self, request: StageRequest) -> Prepared:
+        """Do what takes long of :meth:`add_request`, in any thread, also while the stage steps.
 
-        The first and the third call are for the thread that drives the stage, the second for any,
-        beside its steps and other requests' preparation; see
-        :meth:`engine.Engine.begin_request`. A kind of stage that prepares nothing leaves it as
-        it is here: all is done by the third.
+        A kind of stage that prepares nothing leaves this and :meth:`add` as they are here.
 
-        Returns:
-            What prepares the request, and gives what lets it in. All three raise ``ValueError`` if
-            it cannot run here.
+        Raises:
+            ValueError: as :meth:`add_request` does.
         """
-        return lambda: lambda: self.add_request(request)
+        return Prepared(request)
+
+    def add(self, prepared: Prepared) -> None:
+        """Queue a request that :meth:`prepare` has returned; in the thread that drives the stage.
+
+        Raises:
+            ValueError: as :meth:`add_request` does.
+        """
+        self.add_request(prepared.request)
 
     @abstractmethod
     def step(self) -> list[StageOutput]:

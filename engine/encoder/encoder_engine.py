@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt, truncated
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
-from engine.interface.engine import Admit, Engine, NewRequest, Prepare
+from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import EncoderOutput
 from engine.interface.placed_error import described
@@ -114,22 +113,9 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._requests: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
         self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
-        self._arrivals = count()
         self._stats = EngineStats()
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
-
-    def _begin(self, new: NewRequest) -> Prepare:
-        """Begin to take text, chat messages, token ids, or embeddings if the model takes them."""
-        if new.sampling is not None:
-            self.check_sampling(new.sampling)
-        arrival_index = next(self._arrivals)
-
-        def prepare() -> Admit:
-            request = self._request(new, arrival_index)
-            return lambda: self._enter(request)
-
-        return prepare
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse all parameters but ``truncate_prompt_tokens``.
@@ -145,9 +131,12 @@ class EncoderEngine(Engine[EncoderOutput]):
     def _is_live(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def _request(self, new: NewRequest, arrival_index: int) -> EncoderRequest:
-        refuse_items(new.prompt)
+    def _prepare(self, new: NewRequest) -> EncoderRequest:
+        """Prepare text, chat messages, token ids, or embeddings if the model takes them."""
         prompt, params = new.prompt, new.sampling
+        if params is not None:
+            self.check_sampling(params)
+        refuse_items(prompt)
         if params is not None and params.truncate_prompt_tokens is not None:
             kept = self._limits.num_kept_tokens(params)
             prompt = truncated(prompt, self.tokenizer, self._limits, kept, keeps_end=False)
@@ -165,12 +154,12 @@ class EncoderEngine(Engine[EncoderOutput]):
             content=torch.tensor(token_ids) if embeds is None else embeds,
             input_hash=whole_input_hash(token_ids, spans=spans, salt=new.cache_salt),
             priority=new.priority,
-            arrival_index=arrival_index,
+            arrival_index=new.order,
         )
 
-    def _enter(self, request: EncoderRequest) -> None:
-        self._queue.add(request)
-        self._requests[request.request_id] = request
+    def _add(self, content: EncoderRequest) -> None:
+        self._queue.add(content)
+        self._requests[content.request_id] = content
 
     def _step(self) -> list[EncoderOutput]:
         """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from operator import index
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.generator.generator_request import CodeWindow, GeneratorRequest, Win
 from engine.generator.window_gathering import WindowGathering
 from engine.inputs.fit_check import check_utterance
 from engine.interface.arguments import check_argument
-from engine.interface.engine import Admit, Engine, NewRequest, Prepare
+from engine.interface.engine import Engine, NewRequest
 from engine.interface.generator_config import GeneratorConfig
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import GeneratorOutput
@@ -90,42 +90,36 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         # Since the last step; whether windows may wait for others.
         self._has_new_codes = False
         self._requests: dict[str, GeneratorRequest] = {}
-        self._arrivals = count()
         # Of the last step, by the mark of its call: how far each live request was before it.
         self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
 
-    def _begin(self, new: NewRequest) -> Prepare:
-        """Begin to take an utterance, or its first chunk.
+    def _prepare(self, new: NewRequest) -> GeneratorRequest:
+        """Prepare an utterance, or its first chunk.
 
         A ``CodecPrompt`` with ``is_last`` is computed as a whole, one without in windows.
         Utterances share nothing, so that ``cache_salt`` says nothing.
         """
         if new.sampling is not None:
             self.check_sampling(new.sampling)
-        codec, arrival_index = _codec_prompt(new.prompt), next(self._arrivals)
-
-        def prepare() -> Admit:
-            request = GeneratorRequest(
-                request_id=new.request_id,
-                speaker=self._model.choose_speaker(codec.speaker),
-                priority=new.priority,
-                arrival_index=arrival_index,
-                whole=codec.is_last,
-                state=self._model.new_state(),
-                codes=self._check_codes(codec, num_before=0),
-                is_last=codec.is_last,
-                is_cut_off=codec.is_cut_off,
-            )
-            return lambda: self._enter(request)
-
-        return prepare
+        codec = _codec_prompt(new.prompt)
+        return GeneratorRequest(
+            request_id=new.request_id,
+            speaker=self._model.choose_speaker(codec.speaker),
+            priority=new.priority,
+            arrival_index=new.order,
+            whole=codec.is_last,
+            state=self._model.new_state(),
+            codes=self._check_codes(codec, num_before=0),
+            is_last=codec.is_last,
+            is_cut_off=codec.is_cut_off,
+        )
 
     def _is_live(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def _enter(self, request: GeneratorRequest) -> None:
-        self._requests[request.request_id] = request
+    def _add(self, content: GeneratorRequest) -> None:
+        self._requests[content.request_id] = content
         self._has_new_codes = True
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,23 +26,10 @@ from engine.sampling.sampling_state import LogitsProcessor
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 
-__all__ = ["Arrival", "InputProcessor"]
+__all__ = ["InputProcessor"]
 
 _SEED_STEP = 2**40
 """From one sequence of a completion to the next: further than completions lie apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a request gets in the order in which requests come, however long they are prepared.
-
-    Attributes:
-        index: of its first completion in the order of arrival; the others follow.
-        seed: of its first completion.
-    """
-
-    index: int
-    seed: int
 
 
 class InputProcessor:
@@ -75,7 +62,6 @@ class InputProcessor:
         self._fit_check = fit_check
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = RequestSeeds(seed)
-        self._num_arrived = 0
         self.sampling_defaults = checkpoint_defaults(generation)
         words = generation.get("bad_words_ids") or ()
         self._bad_words = BadWords(words, self._eos_token_ids)
@@ -89,37 +75,22 @@ class InputProcessor:
             *prompts.begin_suppress_token_ids, *(generation.get("begin_suppress_tokens") or ())
         )
 
-    def arrive(self, params: SamplingParams) -> Arrival:
-        """Give a request its place and its seed, in the order of these calls.
-
-        Cheap, and for the thread that drives the engine; :meth:`process` may follow in another.
-
-        Raises:
-            ValueError: the parameters ask for more than is allowed.
-        """
-        self._fit_check.limits.requests.check_sampling(params)
-        first, self._num_arrived = self._num_arrived, self._num_arrived + params.n
-        seed = params.seed
-        if seed is None:
-            seed = self._seeds.draw()
-        return Arrival(first, seed)
-
-    def process(self, new: NewRequest, arrival: Arrival) -> list[Request]:
-        """Build one request per completion (``sampling.n``).
-
-        It changes nothing here, and may be called from any thread, also while other calls and the
-        engine's steps go on.
+    def process(self, new: NewRequest) -> list[Request]:
+        """Build one request per completion (``sampling.n``); for any thread, beside other calls.
 
         Args:
             new: whose id each of them has, or begins with.
-            arrival: what :meth:`arrive` gave for them.
 
         Raises:
             ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
                 ids, shows images that cannot be read or to a model that sees none, or could never
-                fit the pool; or the parameters ask for what the checkpoint cannot do.
+                fit the pool; or the parameters ask for more than is allowed, or for what the
+                checkpoint cannot do.
         """
-        params = self._resolved(new.sampling or SamplingParams())
+        params, limits = new.sampling or SamplingParams(), self._fit_check.limits.requests
+        limits.check_sampling(params)
+        seed = self._seeds.draw() if params.seed is None else params.seed
+        params = self._resolved(params)
         prompt = self._truncated(new.prompt, params)
         content = self._prompts.process(prompt, cache_salt=new.cache_salt)
         make = self._maker(content, params, new)
@@ -127,15 +98,15 @@ class InputProcessor:
         sampling = self._sampling_state(
             params,
             prompt_ids,
-            arrival.seed,
+            seed,
             self._bad_words.behind(prompt_ids, content.logits_processor),
         )
         return [
             make(
                 request_id=new.request_id if params.n == 1 else f"{new.request_id}\x00{index}",
                 token_ids=list(content.token_ids),
-                arrival_index=arrival.index + index,
-                sampling=sampling.with_seed((arrival.seed + index) % 2**63),
+                arrival_index=new.order * limits.max_completions + index,
+                sampling=sampling.with_seed((seed + index) % 2**63),
                 text=CompletionText(self._tokenizer, params, self._eos_token_ids),
             )
             for index in range(params.n)

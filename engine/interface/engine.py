@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from engine.interface.arguments import check_request_arguments
 from engine.interface.ownership import Ownership
@@ -18,19 +19,20 @@ if TYPE_CHECKING:
     from engine.interface.sampling_params import SamplingParams
     from engine.interface.stats import EngineStats
 
-__all__ = ["Admit", "Engine", "EngineBrokenError", "NewRequest", "Prepare"]
+__all__ = ["Engine", "EngineBrokenError", "NewRequest", "PreparedRequest"]
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What :meth:`engine.Engine.begin_request` was given; of all but the prompt the type is right.
+    """The arguments of :meth:`engine.Engine.prepare`; types are checked, but for the prompt's.
 
     Attributes:
-        request_id: no live request has it.
+        request_id: of the caller's choice.
         prompt: what to run, or its first chunk.
         sampling: how tokens are chosen; None takes the defaults.
         priority: lower runs earlier.
         cache_salt: what was computed is shared only within one salt.
+        order: among requests of one priority, the smallest runs first.
     """
 
     request_id: str
@@ -38,16 +40,26 @@ class NewRequest:
     sampling: SamplingParams | None = None
     priority: int = 0
     cache_salt: str | None = None
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRequest:
+    """A request that an engine has prepared, for its :meth:`engine.Engine.add`.
+
+    Attributes:
+        request_id: the caller's.
+        engine: which prepared it.
+        content: what the kind of engine has made of it.
+    """
+
+    request_id: str
+    engine: Engine[Any]
+    content: Any
 
 
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 T = TypeVar("T")
-
-Admit: TypeAlias = Callable[[], None]
-"""Lets a request that is prepared into the queue; for the thread that drives the engine."""
-
-Prepare: TypeAlias = Callable[[], Admit]
-"""Prepares a request that was begun; for any thread."""
 
 
 class EngineBrokenError(RuntimeError):
@@ -88,6 +100,7 @@ class Engine(ABC, Generic[OutputT_co]):
     """
 
     ownership: Ownership
+    _orders: Iterator[int]
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
@@ -100,6 +113,7 @@ class Engine(ABC, Generic[OutputT_co]):
         """Note in which process it is built, whatever the constructor of a kind of engine does."""
         engine = super().__new__(cls)
         engine.ownership = Ownership(f"this {cls.__name__}")
+        engine._orders = count()
         return engine
 
     def add_request(
@@ -111,18 +125,16 @@ class Engine(ABC, Generic[OutputT_co]):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request; nothing runs before ``step``. See :meth:`begin_request`, all in one.
+        """Queue a request; nothing runs before ``step``. See :meth:`prepare` and :meth:`add`.
 
         Raises:
             ValueError: this request cannot run, alone and with the whole pool to itself.
         """
-        prepare = self.begin_request(
-            request_id, prompt, sampling, priority=priority, cache_salt=cache_salt
+        self.add(
+            self.prepare(request_id, prompt, sampling, priority=priority, cache_salt=cache_salt)
         )
-        admit = prepare()
-        admit()
 
-    def begin_request(
+    def prepare(
         self,
         request_id: str,
         prompt: Prompt,
@@ -130,54 +142,57 @@ class Engine(ABC, Generic[OutputT_co]):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Prepare:
-        """Begin to take a request, in three calls of which the second may take long. ::
+        order: int | None = None,
+    ) -> PreparedRequest:
+        """Tokenize, decode, compute features and hash: all of a request that may take long.
 
-            begin_request(...)  the engine's thread   its place among others, its seed
-              └─► prepare()     any thread            tokenizing, decoding, features, hashes
-                    └─► admit() the engine's thread   into the queue
-
-        Requests stand in the queue in the order in which they were begun, however long each was
-        prepared. Several may be prepared at once, also while the engine steps; one that is never
-        admitted leaves nothing behind.
+        For any thread, several at once, also while the engine steps. It changes nothing; a request
+        that is never added leaves nothing behind.
 
         Args:
-            request_id: unique among the live ones.
+            request_id: unique among the live ones when it is added.
             prompt: what to run, or its first chunk; not to be changed until the request ends.
             sampling: how tokens are chosen; None takes the defaults. See :meth:`check_sampling`.
-            priority: lower runs earlier; equal ones run first come, first served.
+                One without a seed gets the engine's next. Give seeds, if requests that are
+                prepared in several threads are to have the same ones in every run.
+            priority: lower runs earlier.
             cache_salt: what was computed is shared only within one salt.
+            order: among requests of one priority, the smallest runs first. By default they run in
+                the order of the calls of this method.
 
         Returns:
-            What prepares it. All three raise ``ValueError`` if this request cannot run, alone and
-            with the whole pool to itself.
+            What :meth:`add` takes.
+
+        Raises:
+            ValueError: this request cannot run, alone and with the whole pool to itself.
         """
         self.ownership.check()
         check_request_arguments(request_id, sampling, priority, cache_salt)
-        self._check_free(request_id)
-        make = self._begin(NewRequest(request_id, prompt, sampling, priority, cache_salt))
+        place = next(self._orders) if order is None else order
+        new = NewRequest(request_id, prompt, sampling, priority, cache_salt, place)
+        return PreparedRequest(request_id, self, self._prepare(new))
 
-        def prepare() -> Admit:
-            enter = make()
+    def add(self, prepared: PreparedRequest) -> None:
+        """Queue a request that this engine has prepared.
 
-            def admit() -> None:
-                self._check_free(request_id)
-                enter()
-
-            return lambda: self._consistently(admit)
-
-        return prepare
-
-    def _check_free(self, request_id: str) -> None:
-        if self._is_live(request_id):
-            raise ValueError(f"request_id {request_id!r} is already in use by a live request")
+        Raises:
+            ValueError: its id belongs to a live request, or another engine prepared it.
+        """
+        if prepared.engine is not self:
+            raise ValueError(f"request {prepared.request_id!r} was prepared by another engine")
+        if self._is_live(prepared.request_id):
+            raise ValueError(
+                f"request_id {prepared.request_id!r} is already in use by a live request"
+            )
+        self._consistently(lambda: self._add(prepared.content))
 
     @abstractmethod
-    def _begin(self, new: NewRequest) -> Prepare:
-        """See :meth:`begin_request`: give it its place, and return what prepares it.
+    def _prepare(self, new: NewRequest) -> Any:
+        """See :meth:`prepare`; returns what :meth:`_add` takes."""
 
-        What that returns puts it into the queue; it may be interrupted anywhere.
-        """
+    @abstractmethod
+    def _add(self, content: Any) -> None:
+        """See :meth:`add`; may be interrupted anywhere."""
 
     @abstractmethod
     def _is_live(self, request_id: str) -> bool:

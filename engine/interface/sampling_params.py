@@ -40,19 +40,30 @@ class RequestSeeds:
     """One after another, in the order in which requests come: the same wherever a stage runs.
 
     Args:
-        seed: an engine's own.
+        seed: an engine's own; None draws other ones every time.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | None) -> None:
         import torch  # not where parameters are only checked
 
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
 
     def draw(self) -> int:
-        """The next one, below 2 ** 62."""
+        """Draw the next one, below 2 ** 62."""
         import torch
 
         return int(torch.randint(2**62, (), generator=self._generator))
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """Give parameters without a seed the next one. Greedy ones use it up and do not need it."""
+        if params.seed is not None:
+            return params
+        seed = self.draw()
+        return params if params.is_greedy else params.model_copy(update={"seed": seed})
 
 
 _LARGEST = 100

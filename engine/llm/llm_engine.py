@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.execution.model_runner import SwapError
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
-from engine.interface.engine import Admit, Engine, NewRequest, Prepare
+from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
 from engine.interface.outputs import RequestOutput
 from engine.interface.placed_error import described
@@ -22,7 +22,7 @@ from engine.interface.stats import EngineStats
 from engine.llm.engine_builder import build_engine_parts
 from engine.llm.output_processor import OutputProcessor
 from engine.llm.run_prompts import run_prompts, stream_prompt
-from engine.requests.request import Request, RequestStatus
+from engine.requests.request import RequestStatus
 from engine.requests.request_group import RequestGroup
 from engine.scheduling.scheduler_output import SchedulerOutput
 from prefix_cache import check_integrity, check_pool_integrity
@@ -75,32 +75,25 @@ class LLMEngine(Engine[RequestOutput]):
         for line in self.memory_plan.lines():
             logger.info("%s: %s", config.model, line)
 
-    def _begin(self, new: NewRequest) -> Prepare:
-        """Begin to take text, chat messages, token ids, embeddings, or what a model speaks.
+    def _prepare(self, new: NewRequest) -> RequestGroup:
+        """Prepare text, chat messages, token ids, embeddings, or what a model speaks.
 
         Of the last, all or the first chunk.
         """
         if "\x00" in new.request_id:
             raise ValueError("a request_id must not contain a NUL character")
-        arrival = self._inputs.arrive(new.sampling or SamplingParams())
-
-        def prepare() -> Admit:
-            requests = self._inputs.process(new, arrival)
-            group = RequestGroup.of(new.request_id, requests)
-            return lambda: self._enter(group, requests)
-
-        return prepare
+        return RequestGroup.of(new.request_id, self._inputs.process(new))
 
     def _is_live(self, request_id: str) -> bool:
         return request_id in self._groups
 
-    def _enter(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+    def _add(self, content: RequestGroup) -> None:
         try:
-            self._output_processor.add(group)
-            for request in requests:
-                self._scheduler.add(request)
+            self._output_processor.add(content)
+            for completion in content.completions:
+                self._scheduler.add(completion.request)
         except BaseException:
-            self._groups.pop(group.request_id, None)
+            self._groups.pop(content.request_id, None)
             raise
 
     def _step(self) -> list[RequestOutput]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import secrets
 import time
 from array import array
 from collections import OrderedDict
@@ -161,19 +160,12 @@ class SeededRuns:
         params = enter.sampling or (facts.sampling if facts is not None else None)
         if params is None or params.seed is not None:
             return enter
-        seed = self._draw(None if facts is None else facts.seed)
-        if params.is_greedy:  # its engine would have drawn one for it, too
-            return enter
-        return replace(enter, sampling=params.model_copy(update={"seed": seed}))
-
-    def _draw(self, seed: int | None) -> int:
-        if seed is None:
-            return secrets.randbits(62)
         if self._seeds is None:
             from engine.interface.sampling_params import RequestSeeds  # only who draws needs torch
 
-            self._seeds = RequestSeeds(seed)
-        return self._seeds.draw()
+            self._seeds = RequestSeeds(None if facts is None else facts.seed)
+        seeded = self._seeds.seeded(params)
+        return enter if seeded is params else replace(enter, sampling=seeded)
 
 
 class ContradictionError(Exception):

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Self, TypeVar
 
-from engine.interface.engine import Admit, Prepare
 from engine.interface.log_fields import log_fields, package_logger
 from engine.interface.ownership import renew_in_forks
-from stages.stage import Stage, StageOutput
+from stages.stage import Prepared, Stage, StageOutput
 from stages.stage_config import StageConfig
 from stages.worker.stay import Stay
 
@@ -247,36 +246,29 @@ class GuardedStage:
         """See :meth:`~stages.worker.guarded_stage.StepThreads.own_thread`."""
         self._threads.own_thread()
 
-    def begin(self, stay: Stay) -> Prepare:
-        """Begin to hand the stage a request, whose prompt is made.
+    def prepare(self, stay: Stay) -> Prepared:
+        """Have the stage prepare a request whose prompt is made; in any thread.
 
-        Returns:
-            What prepares it, in any thread, and gives what lets it in, in this one. All three
-            raise ``ValueError`` if the stage refuses it, or can be used no more.
+        Raises:
+            ValueError: the stage refuses it.
         """
-        self._check_usable()
         assert stay.request is not None, "its prompt has been made"
         with self.blamed(stay.request_id):
-            prepare = self.stage.begin_request(stay.request)
+            return self.stage.prepare(stay.request)
 
-        def prepared() -> Admit:
-            with self.blamed(stay.request_id):
-                admit = prepare()
-            return lambda: self._admit(stay, admit)
+    def add(self, stay: Stay, prepared: Prepared) -> None:
+        """Hand the stage a request that it has prepared.
 
-        return prepared
-
-    def _check_usable(self) -> None:
+        Raises:
+            ValueError: the stage refuses it, or cannot be used any more.
+        """
         if self._broken.is_broken and (failure := self._rebuild()) is not None:
             raise ValueError(f"stage {self.stage.name!r}: {failure}")
-
-    def _admit(self, stay: Stay, admit: Admit) -> None:
-        self._check_usable()
         stay.is_inside = True
         self.inside[stay.request_id] = stay
         with self.blamed(stay.request_id):
             try:
-                admit()
+                self.stage.add(prepared)
             except Exception as error:  # the stage's own, that it is broken included
                 if not self.stage.is_broken:
                     raise

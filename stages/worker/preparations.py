@@ -1,58 +1,43 @@
-"""Makes requests ready for a stage in threads beside the one that steps."""
+"""Prepares requests for a stage in threads beside the one that steps."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from engine import CodecPrompt, EmbedsPrompt, SpeechPrompt, TextPrompt, TokensPrompt
-from engine.interface.placed_error import described
 
-__all__ = ["Preparation", "Preparations", "is_light"]
+__all__ = ["Preparations", "is_light"]
 
 # Of either lane. What holds Python's lock gains nothing from more.
 _NUM_THREADS = 2
 _LIGHT_CHARS = 2**15
 _LIGHT_BYTES = 2**22
 
+OwnerT = TypeVar("OwnerT")
 T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class Preparation(Generic[T]):
-    """Something that is made ready.
+class _Work(Generic[OwnerT, T]):
+    """Work of an owner.
 
     Attributes:
         owner: whose it is.
-        work: makes it, in another thread.
         group: what it begins together with; None for nothing.
         number: its place in the order in which all were handed in.
-        is_done: whether it was made, or failed.
-        made: what the work gave.
-        error: what it raised.
+        future: its result, or what it raised.
     """
 
-    owner: T
-    work: Callable[[], Any]
-    group: object | None = None
-    number: int = 0
-    is_done: bool = False
-    made: Any = None
-    error: Exception | None = None
-
-    def run(self) -> None:
-        """Do the work."""
-        try:
-            self.made = self.work()
-        except Exception as error:  # told to whom it belongs
-            self.error = error
-        except BaseException as error:  # not to end this thread, lest its owner waits for ever
-            self.error = ValueError(f"its preparation was ended by {described(error)}")
+    owner: OwnerT
+    group: object | None
+    number: int
+    future: Future[T]
 
 
 @dataclass(slots=True)
@@ -68,8 +53,8 @@ class _Group:
     num_left: int = 0
 
 
-class Preparations(Generic[T]):
-    """Work on its way, in the order in which it was handed in. ::
+class Preparations(Generic[OwnerT, T]):
+    """Work in progress, one piece for each owner, in the order in which it was handed in. ::
 
         submit ──► light lane ──┐
                └─► heavy lane ──┴─► done ──► (its group) ──► take
@@ -90,55 +75,55 @@ class Preparations(Generic[T]):
     ) -> None:
         self._on_done = on_done
         self._patience_s = patience_s
-        self._waiting: dict[T, list[Preparation[T]]] = {}
-        # Of these, what is done; a step looks at no more, however many are on their way.
-        self._done: list[Preparation[T]] = []
+        self._waiting: dict[OwnerT, _Work[OwnerT, T]] = {}
+        # Of these, what is done; a step looks at no more, however many are in progress.
+        self._done: list[_Work[OwnerT, T]] = []
         self._numbers = count()
         self._groups: dict[object, _Group] = {}
         self._lanes: dict[bool, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._here = threading.local()
 
-    def __bool__(self) -> bool:
-        """Whether anything is on its way or ready."""
-        return bool(self._waiting)
-
-    def submit(self, preparation: Preparation[T], *, light: bool) -> None:
+    def submit(
+        self, owner: OwnerT, work: Callable[[], T], *, group: object | None = None, light: bool
+    ) -> None:
         """Hand in work.
 
         Args:
-            preparation: what is to be made.
+            owner: whose it is.
+            work: done in another thread.
+            group: what it begins together with; None for nothing.
             light: whether it is known to take no time worth speaking of.
         """
-        with self._changed:
-            preparation.number = next(self._numbers)
-            self._waiting.setdefault(preparation.owner, []).append(preparation)
-            if preparation.group is not None:
-                group = self._groups.setdefault(preparation.group, _Group(0.0))
-                group.deadline = time.monotonic() + self._patience_s
-                group.num_left += 1
-        self._lane(light).submit(self._run, preparation)
+        piece = _Work(owner, group, next(self._numbers), Future[T]())
+        with self._lock:
+            self._waiting[owner] = piece
+            if group is not None:
+                mates = self._groups.setdefault(group, _Group(0.0))
+                mates.deadline = time.monotonic() + self._patience_s
+                mates.num_left += 1
+        self._lane(light).submit(self._run, piece, work)
 
-    def drop(self, owner: T) -> None:
-        """Forget what belongs to an owner; what is being made is not waited for."""
-        with self._changed:
-            for preparation in self._waiting.pop(owner, ()):
-                if preparation.is_done:
-                    self._done.remove(preparation)
-                else:
-                    self._leave_group(preparation)
+    def drop(self, owner: OwnerT) -> None:
+        """Forget what belongs to an owner; what is in progress is not waited for."""
+        with self._lock:
+            piece = self._waiting.pop(owner, None)
+            if piece in self._done:
+                self._done.remove(piece)
+            elif piece is not None:
+                self._leave_group(piece)
 
     @property
     def has_ready(self) -> bool:
         """Whether :meth:`take` would give anything now."""
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             return any(self._is_ready(each, now) for each in self._done)
 
     @property
     def time_to_ready(self) -> float | None:
         """Seconds after which something that is done is ready; None if that is not known."""
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             left = [
                 max(0.0, self._groups[each.group].deadline - now)
@@ -147,36 +132,29 @@ class Preparations(Generic[T]):
             ]
             return min(left, default=None)
 
-    def take(self) -> list[Preparation[T]]:
-        """Those that are ready, in the order in which they were handed in."""
-        with self._changed:
+    def take(self) -> list[tuple[OwnerT, Future[T]]]:
+        """Take those that are ready, in the order in which they were handed in."""
+        with self._lock:
             now = time.monotonic()
             ready = [each for each in self._done if self._is_ready(each, now)]
             if ready:
                 self._done = [each for each in self._done if not self._is_ready(each, now)]
             for each in ready:
-                self._waiting[each.owner].remove(each)
-                if not self._waiting[each.owner]:
-                    del self._waiting[each.owner]
-        return sorted(ready, key=lambda each: each.number)
-
-    def wait(self) -> None:
-        """Wait until something is ready; at once if nothing is on its way."""
-        with self._changed:
-            while self._waiting and not self.has_ready:
-                self._changed.wait(self.time_to_ready)
+                del self._waiting[each.owner]
+        ready.sort(key=lambda each: each.number)
+        return [(each.owner, each.future) for each in ready]
 
     def clear(self) -> None:
-        """Forget all; what is being made is not waited for."""
-        with self._changed:
+        """Forget all; what is in progress is not waited for."""
+        with self._lock:
             self._waiting.clear()
             self._done.clear()
             self._groups.clear()
 
     def close(self) -> None:
-        """Forget all, and wait for what is being made. May be called again, from any thread."""
+        """Forget all, and wait for what is in progress. May be called again, from any thread."""
         self.clear()
-        with self._changed:
+        with self._lock:
             lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
             # The garbage collector may have brought one of its threads here.
@@ -193,28 +171,29 @@ class Preparations(Generic[T]):
     def _note_lane(self) -> None:
         self._here.is_lane = True
 
-    def _run(self, preparation: Preparation[T]) -> None:
-        if preparation not in self._waiting.get(preparation.owner, ()):
+    def _run(self, piece: _Work[OwnerT, T], work: Callable[[], T]) -> None:
+        if self._waiting.get(piece.owner) is not piece:
             return
-        preparation.run()
-        with self._changed:
-            preparation.is_done = True
-            if preparation in self._waiting.get(preparation.owner, ()):
-                self._done.append(preparation)
-                self._leave_group(preparation)
-            self._changed.notify_all()
+        try:
+            piece.future.set_result(work())
+        except BaseException as error:  # what ends a thread as well, lest its owner waits for ever
+            piece.future.set_exception(error)
+        with self._lock:
+            if self._waiting.get(piece.owner) is piece:
+                self._done.append(piece)
+                self._leave_group(piece)
         if self._on_done is not None:
             self._on_done()
 
-    def _leave_group(self, preparation: Preparation[T]) -> None:
-        group = self._groups.get(preparation.group)
+    def _leave_group(self, piece: _Work[OwnerT, T]) -> None:
+        group = self._groups.get(piece.group)
         if group is not None:
             group.num_left -= 1
             if group.num_left == 0:
-                del self._groups[preparation.group]
+                del self._groups[piece.group]
 
-    def _is_ready(self, preparation: Preparation[T], now: float) -> bool:
-        group = self._groups.get(preparation.group)
+    def _is_ready(self, piece: _Work[OwnerT, T], now: float) -> bool:
+        group = self._groups.get(piece.group)
         return group is None or now >= group.deadline
 
 

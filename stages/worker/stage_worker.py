@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
-from engine import CodecPrompt, Prompt, SpeechPrompt
+from engine import CodecPrompt, Prompt, SamplingParams, SpeechPrompt
 from engine.interface.deferred import with_fields
-from engine.interface.engine import Admit, Prepare
-from stages.stage import Stage, StageOutput, StageRequest, Transform, TransformContext
+from engine.interface.placed_error import described
+from engine.interface.sampling_params import RequestSeeds
+from stages.stage import Prepared, Stage, StageOutput, StageRequest, Transform, TransformContext
 from stages.worker.chunk_cutter import ChunkCutter
 from stages.worker.guarded_stage import GuardedStage
 from stages.worker.messages import (
@@ -26,7 +29,7 @@ from stages.worker.messages import (
     StreamPlace,
     Took,
 )
-from stages.worker.preparations import Preparation, Preparations, is_light
+from stages.worker.preparations import Preparations, is_light
 from stages.worker.stage_link import StageLink
 from stages.worker.stay import Stay
 
@@ -67,9 +70,13 @@ class StageWorker(StageLink):
         self._transform = transform
         self._edges = tuple(edges)
         self._guarded = GuardedStage(stage)
+        # However long requests are prepared, they run in the order in which they came, with the
+        # same seeds in every run.
+        self._orders = count()
+        self._seeds: RequestSeeds | None = None
         self._stays: dict[str, Stay] = {}
         self._news: list[Event] = []
-        self._preparations: Preparations[Stay] | None = None
+        self._preparations: Preparations[Stay, Prepared] | None = None
         self._on_news: Callable[[], object] | None = None
         self._has_moved = False
         # Counted by the stage when it was last asked whether it is idle.
@@ -190,38 +197,40 @@ class StageWorker(StageLink):
             stay.request = StageRequest(
                 request_id=enter.request_id,
                 prompt=prompt,
-                sampling=enter.sampling,
+                sampling=self._seeded(enter.sampling),
                 priority=enter.priority,
                 cache_salt=enter.cache_salt,
+                order=next(self._orders),
             )
             if is_streamed:
                 self._news.append(Took(enter.ticket))
-            self._let_in(stay, self._guarded.begin(stay), is_light(prompt))
+            # Behind other stages, what takes no time worth speaking of enters at once.
+            light, group = is_light(prompt), enter.group
+            if self._preparations is None or (group is None and light):
+                self._guarded.add(stay, self._guarded.prepare(stay))
+            else:
+                prepare = partial(self._guarded.prepare, stay)
+                self._preparations.submit(stay, prepare, group=group, light=light)
         except ValueError as error:
             self._refuse(stay, error)
 
-    def _let_in(self, stay: Stay, prepare: Prepare, light: bool) -> None:
-        """Let a request in, now or when it is ready.
-
-        Raises:
-            ValueError: the stage refuses it.
-        """
-        group = stay.enter.group
-        # Behind other stages, what takes no time worth speaking of enters at once.
-        if self._preparations is None or (group is None and light):
-            admit = prepare()
-            admit()
-        else:
-            self._preparations.submit(Preparation(stay, prepare, group), light=light)
+    def _seeded(self, params: SamplingParams | None) -> SamplingParams | None:
+        """A request's parameters, or the stage's own, with a seed if tokens are drawn for it."""
+        given = params or self.stage.sampling
+        if given is None or given.seed is not None:
+            return params
+        if self._seeds is None:
+            self._seeds = RequestSeeds(self.stage.seed)
+        seeded = self._seeds.seeded(given)
+        return params if seeded is given else seeded
 
     def _admit_prepared(self) -> None:
-        for done in [] if self._preparations is None else self._preparations.take():
-            stay = done.owner
+        for stay, done in [] if self._preparations is None else self._preparations.take():
             try:
-                if done.error is not None:
-                    raise done.error
-                admit: Admit = done.made
-                admit()
+                error = done.exception()
+                if error is not None and not isinstance(error, ValueError):
+                    raise ValueError(f"its preparation was ended by {described(error)}") from error
+                self._guarded.add(stay, done.result())
                 self._deliver(stay)
             except ValueError as error:
                 self._refuse(stay, error)

@@ -60,10 +60,10 @@ def test_what_was_prepared_for_an_engine_that_is_gone_enters_the_one_that_is_the
     seeded: Callable[[str], str],
 ) -> None:
     stage = writer(seeded, AutoregressiveStage)
-    prepared = stage.begin_request(StageRequest("a", "Hello"))()
+    prepared = stage.prepare(StageRequest("a", "Hello"))
     old = stage.engine
     stage.rebuild()
-    prepared()
+    stage.add(prepared)
     assert not old.live_request_ids and stage.engine.live_request_ids == ("a",)
     assert finished(stage) == ["a"]
     stage.close()
@@ -77,7 +77,7 @@ def test_a_stage_that_takes_requests_in_its_own_way_is_asked_to(
             super().add_request(replace(request, prompt=f"Please: {request.prompt}"))
 
     stage = writer(seeded, Polite)
-    stage.begin_request(StageRequest("a", "Hello"))()()
+    stage.add(stage.prepare(StageRequest("a", "Hello")))
     assert stage.engine.tokenizer is not None
     plain = len(stage.engine.tokenizer("Hello")["input_ids"])
     outputs = [output for _ in range(2) for output in stage.step()]

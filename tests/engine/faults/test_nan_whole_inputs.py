@@ -152,7 +152,7 @@ def test_an_image_whose_rows_are_nan_is_not_cached_and_fails_nobody_else(
     model: Any = engine._runner._model
     encode = model.encode_multimodal
     new = NewRequest("probe", prompts["ill"])
-    (request,) = engine._inputs.process(new, engine._inputs.arrive(SamplingParams()))
+    (request,) = engine._inputs.process(new)
     mark = request.multimodal_inputs[0].content_hash
     spoilings: list[bytes] = []
 

@@ -251,5 +251,5 @@ def test_isolated_requests_take_turns_with_the_others(qwen2_checkpoint: str) -> 
 
 def _pixels(engine: LLMEngine, prompt: TokensPrompt) -> list[Tensor]:
     inputs = engine._inputs
-    (request,) = inputs.process(NewRequest("probe", prompt), inputs.arrive(SamplingParams()))
+    (request,) = inputs.process(NewRequest("probe", prompt))
     return [torch.as_tensor(item.features["pixel_values"]) for item in request.multimodal_inputs]

@@ -65,7 +65,7 @@ class Family:
 
     def completions(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
         new = NewRequest("r", prompt, params, **options)
-        return self.requests.process(new, self.requests.arrive(params))
+        return self.requests.process(new)
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any):
         return self.completions(prompt, params or SamplingParams(), **options)[0]
@@ -324,7 +324,7 @@ def test_a_decoder_only_model_takes_no_encoder_prompt(
         generation={},
     )
     with pytest.raises(ValueError, match=expected):
-        decoder_only.process(NewRequest("r", prompt), decoder_only.arrive(SamplingParams()))
+        decoder_only.process(NewRequest("r", prompt))
 
 
 def test_a_checkpoint_without_generation_config_gets_that_of_its_config(tmp_path: Path) -> None:

@@ -87,13 +87,12 @@ def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(
 ) -> None:
     engine, prompt = case
     engine.reset_prefix_cache()
-    prepare = engine.begin_request("a", prompt)
     engine.add_request("b", prompt)
     with ThreadPoolExecutor(1) as other:
-        admit = other.submit(prepare)
+        prepared = other.submit(engine.prepare, "a", prompt)
         outputs = [*engine.step()]
         assert "a" not in engine.live_request_ids
-        admit.result()()
+        engine.add(prepared.result())
     assert "a" in engine.live_request_ids
     while engine.has_unfinished_requests:
         outputs += engine.step()
@@ -101,17 +100,16 @@ def test_a_request_is_prepared_in_another_thread_while_the_engine_steps(
     engine.check_integrity()
 
 
-def test_one_that_is_never_admitted_leaves_nothing_and_an_id_is_taken_once(
+def test_one_that_is_never_added_leaves_nothing_and_an_id_is_taken_once(
     case: tuple[Engine[Any], Prompt],
 ) -> None:
     engine, prompt = case
-    engine.begin_request("a", prompt)
-    engine.begin_request("a", prompt)()
+    engine.prepare("a", prompt)
     assert not engine.live_request_ids and not engine.step()
-    admit = engine.begin_request("a", prompt)()
+    prepared = engine.prepare("a", prompt)
     engine.add_request("a", prompt)
     with pytest.raises(ValueError, match="'a' is already in use by a live request"):
-        admit()
+        engine.add(prepared)
     assert engine.live_request_ids == ("a",)
     engine.abort("a")
     engine.check_integrity()

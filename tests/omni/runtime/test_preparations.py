@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Queue
 from typing import Any
@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from engine import ChatPrompt, EmbedsPrompt, EngineConfig, SamplingParams, TextPrompt, TokensPrompt
-from engine.interface.engine import Prepare
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime import orchestrator
 from omni.runtime.omni import Omni
 from stages import AutoregressiveStage, StageRequest
-from stages.worker.preparations import Preparation, Preparations, is_light
+from stages.stage import Prepared
+from stages.worker import preparations as preparing
+from stages.worker.preparations import Preparations, is_light
 from tests.support.fake_stage import FakeStage
+from tests.support.patience import wait_for
 
 PATIENCE_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -188,25 +190,32 @@ def test_nobody_is_paused_for_while_a_request_is_prepared(omni: Omni, gate: Gate
         pass
 
 
+class InTurn(AutoregressiveStage):
+    """Prepares requests one after another, in an order of its own."""
+
+    turns: Sequence[str]
+
+    def prepare(self, request: StageRequest) -> Prepared:
+        wait_for(lambda: self.turns[:1] == request.request_id)
+        prepared = super().prepare(request)
+        self.turns = self.turns[1:]
+        return prepared
+
+
 def test_seeds_follow_the_order_of_requests_and_not_of_their_preparation(
-    seeded: Callable[[str], str],
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preparing, "_NUM_THREADS", 3)  # all are prepared at once
     config = EngineConfig(model=seeded("qwen2"), block_size=4, num_blocks=64, max_model_len=64)
     drawn = SamplingParams(temperature=1.0, max_tokens=12, n=2)
     results = []
-    for reverse in (False, True):
-        stage = AutoregressiveStage("writer", config)
-        engine = stage.engine
-        prepares = [engine.begin_request(name, "Hello", drawn) for name in ("a", "b", "c")]
-        for prepare in reversed(prepares) if reverse else prepares:
-            prepare()()
-        assert engine.live_request_ids == (("c", "b", "a") if reverse else ("a", "b", "c"))
-        done: dict[str, Any] = {}
-        while engine.has_unfinished_requests:
-            for output in engine.step():
-                done[output.request_id] = [each.token_ids for each in output.outputs]
-        results.append([done[name] for name in ("a", "b", "c")])
-        engine.close()
+    for turns in ("abc", "cba"):
+        stage = InTurn("writer", config, sampling=drawn)
+        stage.turns = turns
+        with Omni(Pipeline([stage])) as omni:
+            outputs = omni.generate([OmniRequest("Hello", name) for name in "abc"])
+        stages = [each.stages["writer"] for each in outputs]
+        results.append([[each.token_ids for each in stage.completions] for stage in stages])
     assert results[0] == results[1]
     assert len({str(each) for each in results[0]}) == 3, "three different draws"
 
@@ -216,9 +225,8 @@ def test_the_queue_goes_by_the_order_of_requests(seeded: Callable[[str], str]) -
         model=seeded("qwen2"), block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=1
     )
     engine = AutoregressiveStage("writer", config).engine
-    prepares = [engine.begin_request(name, "Hello", GREEDY) for name in ("a", "b")]
-    for prepare in reversed(prepares):
-        prepare()()
+    for order, name in reversed(list(enumerate("ab"))):
+        engine.add(engine.prepare(name, "Hello", GREEDY, order=order))
     ends = []
     while engine.has_unfinished_requests:
         ends += [output.request_id for output in engine.step() if output.finished]
@@ -231,12 +239,9 @@ class SlowStage(FakeStage):
 
     gate: Gate
 
-    def begin_request(self, request: StageRequest) -> Prepare:
-        def prepare() -> Callable[[], None]:
-            self.gate.pass_through(request.request_id)
-            return lambda: self.add_request(request)
-
-        return prepare
+    def prepare(self, request: StageRequest) -> Prepared:
+        self.gate.pass_through(request.request_id)
+        return super().prepare(request)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -272,57 +277,68 @@ def test_a_request_refused_behind_another_stage_tells_what_there_was(gate: Gate)
     assert bad.stages["writer"].text == f"writer({text})"
 
 
+def test_a_preparation_that_ends_its_thread_ends_its_request_alone() -> None:
+    class Leaving(FakeStage):
+        def prepare(self, request: StageRequest) -> Prepared:
+            if request.request_id == "bad":
+                raise SystemExit("enough")
+            return super().prepare(request)
+
+    with Omni(Pipeline([Leaving("s")])) as omni:
+        bad, good = omni.generate([OmniRequest("x", "bad"), OmniRequest("x", "good")])
+    assert good.error is None
+    assert "its preparation was ended by SystemExit: enough" in str(bad.error)
+
+
 def submit(
-    preparations: Preparations[str],
+    preparations: Preparations[str, Any],
     owner: str,
     work: Callable[[], Any] = lambda: None,
     group: object | None = None,
     light: bool = True,
-) -> Preparation[str]:
-    preparation = Preparation(owner, work, group)
-    preparations.submit(preparation, light=light)
-    return preparation
+) -> None:
+    preparations.submit(owner, work, group=group, light=light)
 
 
-def taken(preparations: Preparations[str]) -> list[str]:
-    preparations.wait()
-    return [each.owner for each in preparations.take()]
+def taken(preparations: Preparations[str, Any]) -> list[str]:
+    """The owners of the next that are ready."""
+    wait_for(lambda: preparations.has_ready)
+    return [owner for owner, _ in preparations.take()]
 
 
 def test_a_group_is_taken_together_and_in_its_order() -> None:
-    preparations: Preparations[str] = Preparations(patience_s=1e6)
+    preparations: Preparations[str, Any] = Preparations(patience_s=1e6)
     go: Future[None] = Future()
     submit(preparations, "a", go.result, group="g")
     submit(preparations, "b", group="g")
     submit(preparations, "c", group="other")
     assert taken(preparations) == ["c"], "b waits for a"
-    assert preparations and not preparations.has_ready
+    assert not preparations.has_ready
     go.set_result(None)
     assert taken(preparations) == ["a", "b"]
-    assert not preparations and preparations.time_to_ready is None
+    assert preparations.time_to_ready is None
     preparations.close()
 
 
 def test_nobody_waits_for_a_mate_beyond_patience_nor_for_one_that_was_dropped() -> None:
     go: Future[None] = Future()
-    impatient: Preparations[str] = Preparations(patience_s=0.0)
-    patient: Preparations[str] = Preparations(patience_s=1e6)
+    impatient: Preparations[str, Any] = Preparations(patience_s=0.0)
+    patient: Preparations[str, Any] = Preparations(patience_s=1e6)
     for preparations in (impatient, patient):
         submit(preparations, "a", go.result, group="g")
         submit(preparations, "b", group="g")
     assert taken(impatient) == ["b"]
     patient.drop("a")
     assert taken(patient) == ["b"]
-    assert impatient and not patient
     go.set_result(None)
     assert taken(impatient) == ["a"]
-    assert taken(patient) == [], "what was dropped is not taken"
     impatient.close()
     patient.close()
+    assert patient.take() == [], "what was dropped is not taken"
 
 
 def test_what_is_light_overtakes_what_is_not() -> None:
-    preparations: Preparations[str] = Preparations()
+    preparations: Preparations[str, Any] = Preparations()
     go: Future[None] = Future()
     for number in range(20):
         submit(preparations, f"heavy {number}", go.result, light=False)
@@ -337,18 +353,18 @@ def test_what_is_light_overtakes_what_is_not() -> None:
 
 def test_what_the_work_raises_is_kept_and_done_is_told() -> None:
     told = threading.Event()
-    preparations: Preparations[str] = Preparations(told.set)
+    preparations: Preparations[str, Any] = Preparations(told.set)
     submit(preparations, "a", lambda: 1 // 0)
     assert told.wait(PATIENCE_S)
-    (done,) = preparations.take()
-    assert isinstance(done.error, ZeroDivisionError) and done.made is None
+    ((owner, done),) = preparations.take()
+    assert owner == "a" and isinstance(done.exception(), ZeroDivisionError)
     preparations.close()
     preparations.close()
 
 
-def test_work_that_ends_its_thread_ends_its_owners_request_alone() -> None:
+def test_work_that_ends_its_thread_is_kept_as_its_result() -> None:
     told: Queue[None] = Queue()
-    preparations: Preparations[str] = Preparations(lambda: told.put(None))
+    preparations: Preparations[str, Any] = Preparations(lambda: told.put(None))
 
     def leave() -> None:
         raise SystemExit("enough")
@@ -358,11 +374,11 @@ def test_work_that_ends_its_thread_ends_its_owners_request_alone() -> None:
     for _ in "abc":
         told.get(timeout=PATIENCE_S)
     done = preparations.take()
-    assert [each.owner for each in done] == ["a", "b", "c"]
-    assert {str(each.error) for each in done} == {"its preparation was ended by SystemExit: enough"}
+    assert [owner for owner, _ in done] == ["a", "b", "c"]
+    assert {str(each.exception()) for _, each in done} == {"enough"}
     submit(preparations, "d", lambda: 4)
     told.get(timeout=PATIENCE_S)
-    assert [each.made for each in preparations.take()] == [4]
+    assert [each.result() for _, each in preparations.take()] == [4]
     preparations.close()
 
 

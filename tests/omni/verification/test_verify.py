@@ -246,14 +246,14 @@ def test_requests_that_fail_are_told_and_the_others_compared(omni: Omni) -> None
 def test_an_error_that_only_caching_brings_is_a_difference(
     omni: Omni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = LLMEngine.begin_request
+    real = LLMEngine.prepare
 
     def refuse_when_caching(self: LLMEngine, request_id: str, *args: Any, **kwargs: Any) -> Any:
         if self.enable_prefix_caching and request_id == "r1":
             raise ValueError("cache trouble")
         return real(self, request_id, *args, **kwargs)
 
-    monkeypatch.setattr(LLMEngine, "begin_request", refuse_when_caching)
+    monkeypatch.setattr(LLMEngine, "prepare", refuse_when_caching)
     report = verify(omni, REQUESTS)
     assert {(each.request_id, each.kind, each.stage) for each in report.differences} == {
         ("r1", "error", None)
