@@ -27,7 +27,6 @@ OF_OTHER_WORK = (
     "av",
 )
 OF_THE_SERVER = (
-    "fastapi",
     "starlette",
     "uvicorn",
     "websockets",

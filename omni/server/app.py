@@ -1,27 +1,27 @@
-"""The application: every address of the server, and what it answers when something is wrong."""
+"""The application: every address of the server, those that describe the server itself included."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import cache
 from http import HTTPStatus
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
-from engine.interface.log_fields import package_logger
-from omni.server.live_page import ROUTES as PAGE_ROUTES
 from omni.server.openai.routes import ROUTES as OPENAI_ROUTES
 from omni.server.pipeline_route import ROUTES as PIPELINE_ROUTES
-from omni.server.serving.api_error import ApiError
-from omni.server.serving.guard import REFUSAL, Guard
+from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_logger = package_logger(__name__)
 
-
-def create_app(server: PipelineServer) -> FastAPI:
+def create_app(server: PipelineServer) -> Guard:
     """Make the ASGI application of a server.
 
     Args:
@@ -40,43 +38,45 @@ def create_app(server: PipelineServer) -> FastAPI:
     """
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
         await server.close()
 
-    app = FastAPI(
-        title="omni",
-        lifespan=lifespan,
-        # Plain ones: what FastAPI's would find out of a request, its body's model above all, is
-        # read here by other rules, and looking takes a fifth of all that a request takes.
-        routes=[
-            *OPENAI_ROUTES,
-            *PIPELINE_ROUTES,
-            *PAGE_ROUTES,
-            Route("/health", _health),
-            Route("/metrics", _metrics),
-        ],
-        # Its pages of documentation would fetch scripts from elsewhere.
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
+    own_routes = (
+        Route("/", _page),
+        Route("/health", _health),
+        Route("/metrics", _metrics),
+        Route("/v1/pipelines", _figures),
     )
-    app.state.server = server
-    app.add_middleware(
-        Guard,
-        settings=server.settings,
-        check_room=server.check_room,
-        spans=lambda: server.meters.spans,
+    routes = (*OPENAI_ROUTES, *PIPELINE_ROUTES, *own_routes)
+    return Guard(Router(routes, lifespan=lifespan), server)
+
+
+async def _page(_: Request) -> Response:
+    """The page: one file that fetches nothing from elsewhere."""
+    content, policy = _page_file()
+    headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@cache
+def _page_file() -> tuple[bytes, str]:
+    """Read the page, and write the policy by which browsers run only what stands in it."""
+    text = (resources.files("omni.server") / "page.html").read_text("utf-8")
+    allowed = {
+        tag: b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        for tag, inner in re.findall(r"<(style|script)>(.*?)</\1>", text, re.S)
+    }
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; "
+        f"style-src 'sha256-{allowed['style']}'; connect-src 'self'; img-src blob: data:; "
+        "media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    app.add_exception_handler(ApiError, _tell_api_error)
-    app.add_exception_handler(HTTPException, _tell_http_error)
-    app.add_exception_handler(ClientDisconnect, _tell_client_left)
-    app.add_exception_handler(Exception, _tell_mistake)
-    return app
+    return text.encode(), policy
 
 
 async def _health(request: Request) -> Response:
-    server: PipelineServer = request.app.state.server
+    server: PipelineServer = request.state.server
     pipelines = {name: _condition(pipeline) for name, pipeline in server.pipelines.items()}
     return JSONResponse(
         {"status": server.status, "pipelines": pipelines},
@@ -85,7 +85,7 @@ async def _health(request: Request) -> Response:
 
 
 def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
-    """How a pipeline is doing, and the workers of its stages, where these run elsewhere."""
+    """Describe the state of a pipeline, and of its stages' workers, where these run elsewhere."""
     status, error = pipeline.state.value, pipeline.error
     if pipeline.lost_stages:
         status = PipelineState.FAILED.value
@@ -97,14 +97,14 @@ def _condition(pipeline: ServedPipeline) -> dict[str, Any]:
     elif starting and error is None:
         # It is ready all the same: requests are taken, and wait for it.
         error = f"being started again: {'; '.join(starting)}"
-    told: dict[str, Any] = {"status": status, "error": error}
+    condition: dict[str, Any] = {"status": status, "error": error}
     if workers:
-        told["workers"] = {name: [asdict(each) for each in of] for name, of in workers.items()}
-    return told
+        condition["workers"] = {name: [asdict(each) for each in of] for name, of in workers.items()}
+    return condition
 
 
 def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[str]:
-    """Of the workers in a state, those that had ended before: of which stage, and what of."""
+    """List the workers in a state that had ended before: of which stage, and what of."""
     return [
         f"{name}: {worker.last_end}"
         for name, of in workers.items()
@@ -114,34 +114,34 @@ def _ended_in(workers: Mapping[str, Sequence[WorkerState]], state: str) -> list[
 
 
 async def _metrics(request: Request) -> Response:
-    server: PipelineServer = request.app.state.server
+    server: PipelineServer = request.state.server
     return Response(await asyncio.to_thread(server.meters.text), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _tell_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request.scope["state"][REFUSAL] = error
-    return Response(
-        error.to_json(), error.status, headers=error.headers, media_type="application/json"
+async def _figures(request: Request) -> Response:
+    """Every pipeline with its stages, and what they have done so far, for the page."""
+    server: PipelineServer = request.state.server
+    data = await asyncio.to_thread(
+        lambda: [_figures_of(pipeline) for pipeline in server.pipelines.values()]
     )
+    return JSONResponse({"object": "list", "status": server.status, "data": data})
 
 
-async def _tell_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    told = ApiError(
-        HTTPStatus(error.status_code),
-        f"{request.method} {request.url.path!r:.80}: {error.detail}",
-        headers=error.headers,
-    )
-    return await _tell_api_error(request, told)
-
-
-async def _tell_client_left(request: Request, _: Exception) -> Response:
-    error = ApiError.bad_request("the client left before all of its request had come")
-    return await _tell_api_error(request, error)
-
-
-async def _tell_mistake(request: Request, _: Exception) -> Response:
-    """The exception itself goes to the log: it may name what is nobody else's business."""
-    told = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
-    return await _tell_api_error(request, told)
+def _figures_of(pipeline: ServedPipeline) -> dict[str, Any]:
+    stats = pipeline.stats()
+    return {
+        "name": pipeline.name,
+        "status": pipeline.state.value,
+        "running": pipeline.queue.num_running,
+        "waiting": pipeline.queue.num_waiting,
+        "stages": [
+            {
+                "name": name,
+                "kind": stage.kind,
+                "inputs": list(stage.inputs.sources) if stage.inputs is not None else [],
+                "final_output": list(stage.final_output),
+                "stats": asdict(stats[name]) if name in stats else None,
+            }
+            for name, stage in pipeline.config.stages.items()
+        ],
+    }

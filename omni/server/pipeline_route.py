@@ -16,17 +16,17 @@ from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.schema_error import dotted
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import AskedRequest, Terms, asked
-from omni.server.serving.feeds import Feeds, Update
-from omni.server.serving.live_response import DONE, EventStream, LastPiece, LiveResponse
+from omni.server.serving.pipeline_response import DONE, PipelineResponse, event
 from omni.server.serving.request_body import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import Waveform
-    from omni.server.serving.guard import Client
+    from omni.requests.request import OmniOutput
+    from omni.server.serving.parsed_request import Client, ParsedRequest
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
+    from omni.server.serving.response_stream import Update
 
 __all__ = ["ROUTES", "PipelineRequest"]
 
@@ -41,46 +41,47 @@ class PipelineRequest(RequestLine):
     stream: bool = False
 
 
-async def _tell_recent(request: Request) -> Response:
-    """Tell where the last requests of a pipeline spent their time: those of the same API key."""
-    server: PipelineServer = request.app.state.server
+async def _recent(request: Request) -> Response:
+    """Report where the last requests of a pipeline spent their time: those of the same API key."""
+    server: PipelineServer = request.state.server
     client: Client = request.state.client
     records = server.meters.recent.of(server.find(request.path_params["name"]).name, client.tenant)
-    return JSONResponse({"object": "list", "data": [each.told() for each in records]})
+    return JSONResponse({"object": "list", "data": [each.to_object() for each in records]})
 
 
 async def _run(request: Request) -> Response:
     """Run a request of any kind on a pipeline."""
-    server: PipelineServer = request.app.state.server
+    server: PipelineServer = request.state.server
     pipeline = server.find(request.path_params["name"])
     line = await read_json(request, PipelineRequest)
     omni = pipeline.omni
     pipeline.check_room(request.state.client)
     try:
-        prepared = await asyncio.to_thread(_request, line, pipeline, request.state.client)
-        omni.pipeline.merge_sampling(prepared.sampling)
-        omni.pipeline.voices.find(prepared.speaker)
+        parsed = await asyncio.to_thread(_request, line, pipeline, request.state.client)
+        omni.pipeline.merge_sampling(parsed.sampling)
+        omni.pipeline.voices.find(parsed.speaker)
     except PlacedError as error:
         param = _sampling_param(line.sampling, error.place)
         raise ApiError.bad_request(str(error), param=param) from error
     except ValueError as error:
-        told = str(error)
-        raise ApiError.bad_request(told, param=_param(told)) from error
-    answer = _Answer(pipeline, prepared, line.request_id or prepared.request_id)
-    timeout_s = server.settings.limits.request_timeout_s
-    if line.stream:
-        return EventStream(answer.events(), timeout_s)
-    return LiveResponse(answer.whole(), timeout_s)
+        message = str(error)
+        raise ApiError.bad_request(message, param=_param(message)) from error
+    return _PipelineOutput(server, request.state.client, pipeline.name, line, parsed)
 
 
-def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> AskedRequest:
+def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> ParsedRequest:
     # Only here: a server answers before torch is imported.
     from omni.requests.request_line import prompt_of, sampling_of
     from omni.server.inline_files import InlineFiles
 
     own = {name: stage.own_sampling for name, stage in pipeline.config.stages.items()}
-    terms = Terms(line.priority, line.cache_salt, line.speaker)
-    return asked(client, prompt_of(line, InlineFiles()), sampling_of(line.sampling, own), terms)
+    return client.request(
+        prompt_of(line, InlineFiles()),
+        sampling_of(line.sampling, own),
+        priority=line.priority,
+        cache_salt=line.cache_salt,
+        speaker=line.speaker,
+    )
 
 
 def _param(message: str) -> str | None:
@@ -105,68 +106,70 @@ def _sampling_param(given: Mapping[str, Any], place: KeyPath) -> str | None:
     return dotted(("sampling", *field)) if field and field[0] in given else None
 
 
-class _Answer:
-    """What comes of one request, under the id that its client gave it."""
+class _PipelineOutput(PipelineResponse):
+    """All that comes of one request, under the id that its client gave it."""
 
     def __init__(
-        self, pipeline: ServedPipeline, request: AskedRequest, request_id: str | None
+        self,
+        server: PipelineServer,
+        client: Client,
+        name: str,
+        line: PipelineRequest,
+        request: ParsedRequest,
     ) -> None:
-        self._pipeline = pipeline
+        super().__init__(server, client, name, is_streamed=line.stream)
         self._request = request
-        self._request_id = request_id
+        self._request_id = line.request_id or request.request_id
 
     async def whole(self) -> Response:
         """A line of ``outputs.jsonl``, whose files stand in it themselves."""
-        last: Update | None = None
-        async with Feeds(self._pipeline, [self._request], "prompt") as feeds:
-            async for update in feeds.updates():
-                last = update
-        assert last is not None
+        async with self.stream([self._request]) as stream:
+            (last,) = await stream.last_outputs()
         content = json.dumps(await asyncio.to_thread(self._line, last), allow_nan=False)
         return Response(content, media_type="application/json")
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncIterator[bytes]:
         """What is new of each stage as it comes, then the whole line."""
         num_chars: dict[str, int] = {}
-        last: Update | None = None
-        async with Feeds(self._pipeline, [self._request], "prompt") as feeds:
-            async for update in feeds.updates():
-                last = update
-                news = self._news(update, num_chars)
-                if news:
-                    yield _event({"request_id": self._request_id, "stages": news})
+        last: OmniOutput | None = None
+        async with self.stream([self._request]) as stream:
+            async for update in stream.updates():
+                last = update.output
+                new = self._new(update, num_chars)
+                if new:
+                    yield _event({"request_id": self._request_id, "stages": new})
         assert last is not None
-        yield LastPiece(_event(await asyncio.to_thread(self._line, last)) + DONE)
+        yield _event(await asyncio.to_thread(self._line, last)) + DONE
 
-    def _line(self, update: Update) -> dict[str, Any]:
+    def _line(self, last: OmniOutput) -> dict[str, Any]:
         from omni.requests.output_writer import describe_stage  # only here, as above
 
-        finals = self._pipeline.config.stages
+        finals = self.pipeline.config.stages
         return {
             "request_id": self._request_id,
             "error": None,
             "stages": {
                 name: describe_stage(output, finals[name].final_output, tensor=_file, sound=_wav)
-                for name, output in update.output.stages.items()
+                for name, output in last.stages.items()
             },
         }
 
-    def _news(self, update: Update, num_chars: dict[str, int]) -> Mapping[str, Any]:
-        news: dict[str, dict[str, Any]] = {}
+    def _new(self, update: Update, num_chars: dict[str, int]) -> Mapping[str, Any]:
+        new: dict[str, dict[str, Any]] = {}
         for name, output in update.output.stages.items():
-            text, told = output.text or "", num_chars.get(name, 0)
-            if len(text) > told:
+            text, sent = output.text or "", num_chars.get(name, 0)
+            if len(text) > sent:
                 num_chars[name] = len(text)
-                news.setdefault(name, {})["delta"] = text[told:]
+                new.setdefault(name, {})["delta"] = text[sent:]
         for name, sounds in update.sounds.items():
             samples = b"".join(sound.encoded("pcm16") for sound in sounds)
-            news.setdefault(name, {})["audio_delta"] = b64encode(samples).decode()
-            news[name]["sampling_rate"] = sounds[0].sampling_rate
-        return news
+            new.setdefault(name, {})["audio_delta"] = b64encode(samples).decode()
+            new[name]["sampling_rate"] = sounds[0].sampling_rate
+        return new
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
+    return event(json.dumps(content, allow_nan=False).encode())
 
 
 def _file(name: str, rows: Tensor) -> str:
@@ -180,7 +183,7 @@ def _wav(sound: Waveform) -> str:
 
 
 ROUTES: Sequence[BaseRoute] = (
-    Route("/v1/pipelines/{name}/requests", _tell_recent),
+    Route("/v1/pipelines/{name}/requests", _recent),
     Route("/v1/pipelines/{name}", _run, methods=["POST"]),
 )
 """Where it is."""

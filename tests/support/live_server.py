@@ -109,8 +109,8 @@ class LiveServer:
     def check_nothing_is_left(self) -> None:
         """Every request has left every stage soon, and every block is accounted for."""
         for pipeline in self.pipelines.pipelines.values():
-            wait_until(lambda each=pipeline: not each.turn_queue.num_running)  # type: ignore[misc]
-            assert not pipeline.turn_queue.num_waiting
+            wait_until(lambda each=pipeline: not each.queue.num_running)  # type: ignore[misc]
+            assert not pipeline.queue.num_waiting
             wait_until(lambda each=pipeline.omni: _is_idle(each))  # type: ignore[misc]
 
     def _run(self) -> None:

@@ -1,9 +1,9 @@
-"""Answers a chat, in one piece or by events."""
+"""Responses to chats, in one piece or by events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from omni.server.openai.answers import (
     usage_of,
     usage_so_far,
 )
-from omni.server.openai.chat_request import StreamOptions, merge_sampling
+from omni.server.openai.chat_request import StreamOptions, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
     check_voice,
     encoded,
@@ -38,23 +38,22 @@ from omni.server.openai.speech import (
     sound_of,
     speaking_stage,
 )
-from omni.server.serving.asked import asked
-from omni.server.serving.feeds import Feeds, Update
-from omni.server.serving.live_response import DONE, LastPiece
+from omni.server.serving.pipeline_response import DONE, PipelineResponse
 
 if TYPE_CHECKING:
-    from engine import ChatPrompt, Waveform
+    from engine import Waveform
     from omni.server.openai.chat_request import ChatRequest
-    from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
+    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.pipeline_server import PipelineServer
+    from omni.server.serving.response_stream import ResponseStream
     from stages import StageOutput
 
 __all__ = ["Chat"]
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a stream has told of one completion."""
+class _Sent:
+    """How much of one completion a stream has sent."""
 
     has_begun: bool = False
     num_chars: int = 0
@@ -62,31 +61,25 @@ class _Told:
     is_over: bool = False
 
 
-class Chat:
-    """One chat request to one pipeline.
+class Chat(PipelineResponse):
+    """The response to a chat request.
 
     Args:
-        pipeline: which.
-        client: who asks.
-        body: what.
-        make_prompt: of the messages, whose files may have to be fetched.
+        server: has the model.
+        client: sent the request.
+        body: of the request.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
-    def __init__(
-        self,
-        pipeline: ServedPipeline,
-        client: Client,
-        body: ChatRequest,
-        make_prompt: Callable[[], Awaitable[ChatPrompt]],
-    ) -> None:
-        stages = pipeline.omni.pipeline
-        self._pipeline = pipeline
-        self._client = client
+    prompt_param = "messages"
+
+    def __init__(self, server: PipelineServer, client: Client, body: ChatRequest) -> None:
+        super().__init__(server, client, body.model, is_streamed=body.stream)
+        self.pipeline.check_room(client)  # before files are decoded and fetched
         self._body = body
-        self._make_prompt = make_prompt
+        stages = self.stages
         self._stage = text_stage(stages)
         self._voice: str | None = None
         if body.audio is not None:
@@ -96,7 +89,7 @@ class Chat:
             stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
         )
         self._n = num_completions(stages, self._stage, self._sampling)
-        self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs else None
+        self._logprobs = LogprobWriter(self.pipeline, self._stage) if body.logprobs else None
         self._options = body.stream_options or StreamOptions()
         self._id = f"chatcmpl-{client.request_id}"
         self._audio_id = f"audio-{client.request_id}"
@@ -105,14 +98,9 @@ class Chat:
 
     async def whole(self) -> Response:
         """The answer in one piece."""
-        last: Update | None = None
-        async with await self._feeds() as feeds:
-            async for update in feeds.updates():
-                last = update
-                if update.has_finished(self._stage, self._voice):
-                    break  # nothing later is waited for
-        assert last is not None
-        output = last.output.stages[self._stage]
+        async with await self._stream() as stream:
+            (last,) = await stream.last_outputs()
+        output = last.stages[self._stage]
         choices = [
             ChatChoice(
                 index=index,
@@ -123,53 +111,56 @@ class Chat:
             for index, each in enumerate(completions_of(output, self._n))
         ]
         if self._voice is not None:
-            sound = sound_of(last.output, self._voice)
+            sound = sound_of(last, self._voice)
             if sound is not None:  # else the text is the answer, as in a stream
                 choices[0].message.audio = await self._file(sound, output.text or "")
         answer = ChatAnswer(
             id=self._id,
             object="chat.completion",
             created=self._created,
-            model=self._pipeline.name,
+            model=self.pipeline.name,
             choices=choices,
             usage=usage_of([output]),
         )
         return Response(as_json(answer), media_type="application/json")
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer piece by piece: text and sound as they come."""
-        told = [_Told() for _ in range(self._n)]
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The answer by events: text and sound as they come."""
+        sent = [_Sent() for _ in range(self._n)]
         output: StageOutput | None = None
         piece, goes_on = b"", False
-        async with await self._feeds() as feeds:
-            async for update in feeds.updates():
+        async with await self._stream() as stream:
+            async for update in stream.updates():
                 output = update.output.stages.get(self._stage, output)
                 sounds = update.sounds.get(self._voice) if self._voice is not None else None
-                is_over = update.has_finished(self._stage, self._voice)
-                if goes_on and output is not None and not (sounds or is_over):
-                    piece = self._text_of(output, told[0])
+                if goes_on and output is not None and not (sounds or update.is_last):
+                    piece = self._text_of(output, sent[0])
                 else:
                     is_plain = not (self._logprobs or self._options.counts_each_chunk)
                     goes_on = output is not None and self._n == 1 and is_plain
-                    news = self._new(output, sounds, told, is_over=is_over)
+                    new = self._new(output, sounds, sent, is_over=update.is_last)
                     # Together, and the last ones with the end: each piece is a call of the system,
                     # and wakes the client.
-                    piece = b"".join([self._event_of(choice, output) for choice in news])
-                if is_over:  # nothing later is waited for
-                    break
-                if piece:
+                    piece = b"".join([self._event_of(choice, output) for choice in new])
+                if piece and not update.is_last:
                     yield piece
-                    piece = b""
         assert output is not None
         if self._options.include_usage:
             piece += as_event(self._chunk([], usage_of([output])))
-        yield LastPiece(piece + DONE)
+        yield piece + DONE
 
-    async def _feeds(self) -> Feeds:
-        speaker = self._body.audio.voice if self._body.audio is not None else None
-        terms = self._body.terms(speaker)
-        request = asked(self._client, await self._make_prompt(), self._sampling, terms)
-        return Feeds(self._pipeline, [request], "messages")
+    async def _stream(self) -> ResponseStream:
+        body, limits = self._body, self.server.settings.limits
+        prompt = await chat_prompt(body.messages, self.server.fetcher, limits.max_body_bytes)
+        request = self.client.request(
+            prompt,
+            self._sampling,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            speaker=body.audio.voice if body.audio is not None else None,
+        )
+        stages = [self._stage] if self._voice is None else [self._stage, self._voice]
+        return self.stream([request], stages)
 
     def _event_of(self, choice: ChatChunkChoice, output: StageOutput | None) -> bytes:
         """The event of what is new of one completion."""
@@ -180,17 +171,17 @@ class Chat:
             usage = usage_so_far(output, 0 if is_first else written.num_tokens)
         return as_event(self._chunk([choice], usage))
 
-    def _text_of(self, output: StageOutput, told: _Told) -> bytes:
+    def _text_of(self, output: StageOutput, sent: _Sent) -> bytes:
         """The event of text that goes on, if there is any."""
-        text, num_chars = output.text or "", told.num_chars
-        told.num_chars = len(text)
+        text, num_chars = output.text or "", sent.num_chars
+        sent.num_chars = len(text)
         return self._text_event.of(text[num_chars:]) if len(text) > num_chars else b""
 
     def _new(
         self,
         output: StageOutput | None,
         sounds: Sequence[Waveform] | None,
-        told: Sequence[_Told],
+        sent: Sequence[_Sent],
         *,
         is_over: bool,
     ) -> list[ChatChunkChoice]:
@@ -198,29 +189,29 @@ class Chat:
         completions = completions_of(output, self._n) if output is not None else []
         new: list[ChatChunkChoice] = []
         for index, written in enumerate(completions):
-            self._add_text(new, index, written, told[index])
+            self._add_text(new, index, written, sent[index])
         if sounds:
             new.append(_choice(0, ChatDelta(audio=self._piece(sounds))))
         if self._voice is None or is_over:
             for index, written in enumerate(completions):
-                if written.finish_reason is not None and not told[index].is_over:
-                    told[index].is_over = True
+                if written.finish_reason is not None and not sent[index].is_over:
+                    sent[index].is_over = True
                     new.append(_choice(index, ChatDelta(), written.finish_reason))
         return new
 
     def _add_text(
-        self, new: list[ChatChunkChoice], index: int, written: Written, told: _Told
+        self, new: list[ChatChunkChoice], index: int, written: Written, sent: _Sent
     ) -> None:
-        if not told.has_begun:
-            told.has_begun = True
+        if not sent.has_begun:
+            sent.has_begun = True
             new.append(_choice(index, ChatDelta(role="assistant", content="")))
-        text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
+        text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
         if text or (logprobs and self._logprobs):
             choice = self._text_choice(index, text)
             if self._logprobs is not None:
                 choice.logprobs = self._logprobs.chat(logprobs)
             new.append(choice)
-        told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
+        sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
 
     def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
         choice = _choice(index, ChatDelta(content=text))
@@ -251,7 +242,7 @@ class Chat:
             id=self._id,
             object="chat.completion.chunk",
             created=self._created,
-            model=self._pipeline.name,
+            model=self.pipeline.name,
             choices=choices,
         )
         if self._options.include_usage:

@@ -13,7 +13,6 @@ from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.schema_error import explain_validation_error
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms
 from omni.server.serving.request_body import ApiModel, decoded, fetched
 from omni.server.serving.url_fetcher import UrlFetcher
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
 
 __all__ = [
-    "AudioWish",
+    "AudioOptions",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -30,10 +29,10 @@ __all__ = [
     "ImageUrl",
     "InputAudio",
     "PromptList",
+    "RequestFields",
     "SamplingFields",
     "StageFields",
     "StreamOptions",
-    "TermFields",
     "chat_prompt",
     "merge_sampling",
     "prompts_of",
@@ -88,7 +87,7 @@ def prompts_of(given: str | list[Any], limit: int, param: str) -> list[Prompt]:
     ]
 
 
-class TermFields(ApiModel):
+class RequestFields(ApiModel):
     """Fields of all requests.
 
     Attributes:
@@ -99,12 +98,8 @@ class TermFields(ApiModel):
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
-    def terms(self, speaker: str | None = None) -> Terms:
-        """On which terms the request runs."""
-        return Terms(self.priority, self.cache_salt, speaker)
 
-
-class StageFields(TermFields):
+class StageFields(RequestFields):
     """Fields of all requests to pipelines with stages that sample.
 
     Attributes:
@@ -327,7 +322,7 @@ class StreamOptions(ApiModel):
         return self.include_usage and self.continuous_usage_stats
 
 
-class AudioWish(ApiModel):
+class AudioOptions(ApiModel):
     """How an answer is to sound.
 
     Attributes:
@@ -380,7 +375,7 @@ class ChatRequest(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     modalities: list[Literal["text", "audio"]] = Field(default=["text"], min_length=1)
-    audio: AudioWish | None = None
+    audio: AudioOptions | None = None
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> ChatRequest:

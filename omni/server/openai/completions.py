@@ -1,4 +1,4 @@
-"""Answers requests for completions, in one piece or by events."""
+"""Responses to requests for completions, in one piece or by events."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from omni.server.openai.answers import (
     usage_so_far,
 )
 from omni.server.openai.chat_request import StreamOptions, merge_sampling, prompts_of
-from omni.server.serving.asked import asked
-from omni.server.serving.feeds import outputs_of_stage
-from omni.server.serving.live_response import DONE, LastPiece
+from omni.server.serving.pipeline_response import DONE, PipelineResponse
 
 if TYPE_CHECKING:
     from omni.server.openai.chat_request import CompletionRequest
-    from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
+    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.pipeline_server import PipelineServer
     from stages import StageOutput
 
 __all__ = ["Completions"]
 
 
 @dataclass(slots=True)
-class _Told:
-    """What a stream has told of one completion; ``places`` is for log-probabilities."""
+class _Sent:
+    """How much of one completion a stream has sent; ``places`` is for log-probabilities."""
 
     places: TokenPlaces | None
     num_chars: int = 0
@@ -48,41 +46,46 @@ class _Told:
     is_over: bool = False
 
 
-class Completions:
-    """One request for completions of some prompts, each ``n`` times.
+class Completions(PipelineResponse):
+    """The response to a request for completions of some prompts, each ``n`` times.
 
     Args:
-        pipeline: which.
-        client: who asks.
-        body: what.
-        max_prompts: at most so many.
+        server: has the model.
+        client: sent the request.
+        body: of the request.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
-    def __init__(
-        self, pipeline: ServedPipeline, client: Client, body: CompletionRequest, max_prompts: int
-    ) -> None:
-        stages = pipeline.omni.pipeline
-        prompts = prompts_of(body.prompt, max_prompts, "prompt")
-        self._pipeline = pipeline
+    def __init__(self, server: PipelineServer, client: Client, body: CompletionRequest) -> None:
+        super().__init__(server, client, body.model, is_streamed=body.stream)
+        stages = self.stages
+        prompts = prompts_of(body.prompt, server.settings.limits.max_prompts, "prompt")
         self._stage = text_stage(stages)
         sampling = merge_sampling(stages, self._stage, body.sampling_fields(), body.stages, {})
         self._n = num_completions(stages, self._stage, sampling)
-        self._logprobs = LogprobWriter(pipeline, self._stage) if body.logprobs is not None else None
+        self._logprobs = (
+            LogprobWriter(self.pipeline, self._stage) if body.logprobs is not None else None
+        )
         self._options = body.stream_options or StreamOptions()
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [
-            asked(client, prompt, sampling, body.terms(), index=index)
+            client.request(
+                prompt,
+                sampling,
+                index=index,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
             for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:
         """All completions in one piece."""
-        last = {index: output async for index, output in self._outputs()}
-        outputs = [last[index] for index in range(len(self._requests))]
+        async with self.stream(self._requests, [self._stage]) as stream:
+            outputs = [last.stages[self._stage] for last in await stream.last_outputs()]
         choices = [
             choice
             for index, output in enumerate(outputs)
@@ -93,45 +96,46 @@ class Completions:
         answer.usage = usage_of(outputs)
         return Response(as_json(answer), media_type="application/json")
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """All completions piece by piece, as they come."""
-        told = [self._nothing() for _ in range(self._n * len(self._requests))]
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """All completions by events, as they come."""
+        sent = [self._nothing() for _ in range(self._n * len(self._requests))]
         last: dict[int, StageOutput] = {}
-        async for index, output in self._outputs():
-            last[index] = output
-            for number, written in enumerate(completions_of(output, self._n)):
-                at = index * self._n + number
-                choice = self._new(at, written, told[at])
-                if choice is not None:
-                    usage = None
-                    if self._options.counts_each_chunk:
-                        usage = usage_so_far(output, written.num_tokens)
-                    yield self._event_of([choice], usage)
+        async with self.stream(self._requests, [self._stage]) as stream:
+            async for update in stream.updates():
+                output = update.output.stages.get(self._stage)
+                if output is None:
+                    continue
+                last[update.index] = output
+                for number, written in enumerate(completions_of(output, self._n)):
+                    at = update.index * self._n + number
+                    choice = self._new(at, written, sent[at])
+                    if choice is not None:
+                        usage = None
+                        if self._options.counts_each_chunk:
+                            usage = usage_so_far(output, written.num_tokens)
+                        yield self._event_of([choice], usage)
         end = DONE
         if self._options.include_usage:
             end = self._event_of([], usage_of(list(last.values()))) + DONE
-        yield LastPiece(end)
+        yield end
 
-    def _outputs(self) -> AsyncIterator[tuple[int, StageOutput]]:
-        return outputs_of_stage(self._pipeline, self._requests, "prompt", self._stage)
-
-    def _nothing(self) -> _Told:
+    def _nothing(self) -> _Sent:
         """Of a completion that begins."""
-        return _Told(None if self._logprobs is None else self._logprobs.places())
+        return _Sent(None if self._logprobs is None else self._logprobs.places())
 
-    def _new(self, index: int, written: Written, told: _Told) -> CompletionChoice | None:
+    def _new(self, index: int, written: Written, sent: _Sent) -> CompletionChoice | None:
         """What is new of one completion, if anything."""
-        text, logprobs = written.text[told.num_chars :], written.logprobs[told.num_logprobs :]
-        ends = written.finish_reason is not None and not told.is_over
+        text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
+        ends = written.finish_reason is not None and not sent.is_over
         if not (text or ends or (logprobs and self._logprobs)):
             return None
         choice = CompletionChoice(
             index=index, text=text, logprobs=None, finish_reason=written.finish_reason
         )
-        if self._logprobs is not None and told.places is not None:
-            choice.logprobs = self._logprobs.completion(logprobs, told.places)
-        told.num_chars, told.num_logprobs = len(written.text), len(written.logprobs)
-        told.is_over = ends or told.is_over
+        if self._logprobs is not None and sent.places is not None:
+            choice.logprobs = self._logprobs.completion(logprobs, sent.places)
+        sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
+        sent.is_over = ends or sent.is_over
         return choice
 
     def _event_of(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
@@ -145,6 +149,6 @@ class Completions:
             id=self._id,
             object="text_completion",
             created=self._created,
-            model=self._pipeline.name,
+            model=self.pipeline.name,
             choices=choices,
         )

@@ -10,15 +10,14 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from omni.server.openai.answers import as_json
-from omni.server.openai.chat_request import PromptList, TermFields, merge_sampling, prompts_of
+from omni.server.openai.chat_request import PromptList, RequestFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import asked
-from omni.server.serving.feeds import outputs_of_stage
+from omni.server.serving.pipeline_response import PipelineResponse
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
+    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.pipeline_server import PipelineServer
     from stages import StageOutput
 
 __all__ = ["Embeddings", "EmbeddingsRequest"]
@@ -26,7 +25,7 @@ __all__ = ["Embeddings", "EmbeddingsRequest"]
 _POOLED = "pooled"
 
 
-class EmbeddingsRequest(TermFields):
+class EmbeddingsRequest(RequestFields):
     """A request for embeddings.
 
     Attributes:
@@ -64,42 +63,47 @@ class _Answer(Struct, kw_only=True):
     usage: _Usage
 
 
-class Embeddings:
-    """One request for embeddings.
+class Embeddings(PipelineResponse):
+    """The response to a request for embeddings.
 
     Args:
-        pipeline: which.
-        client: who asks.
-        body: what.
-        max_prompts: at most so many.
+        server: has the model.
+        client: sent the request.
+        body: of the request.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
-    def __init__(
-        self, pipeline: ServedPipeline, client: Client, body: EmbeddingsRequest, max_prompts: int
-    ) -> None:
-        self._pipeline = pipeline
-        self._stage = _encoding_stage(pipeline.omni.pipeline)
+    prompt_param = "input"
+
+    def __init__(self, server: PipelineServer, client: Client, body: EmbeddingsRequest) -> None:
+        super().__init__(server, client, body.model)
+        self._stage = _encoding_stage(self.stages)
         self._is_base64 = body.encoding_format == "base64"
         fields = {"truncate_prompt_tokens": body.truncate_prompt_tokens}
         given = {} if body.truncate_prompt_tokens is None else fields
-        sampling = merge_sampling(pipeline.omni.pipeline, self._stage, given, {}, {})
+        sampling = merge_sampling(self.stages, self._stage, given, {}, {})
+        prompts = prompts_of(body.input, server.settings.limits.max_prompts, "input")
         self._requests = [
-            asked(client, prompt, sampling, body.terms(), index=index)
-            for index, prompt in enumerate(prompts_of(body.input, max_prompts, "input"))
+            client.request(
+                prompt,
+                sampling,
+                index=index,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:
         """All embeddings; what the pipeline would do after them is not waited for."""
-        runs = outputs_of_stage(self._pipeline, self._requests, "input", self._stage)
-        done = {index: output async for index, output in runs}
-        outputs = [done[index] for index in range(len(self._requests))]
+        async with self.stream(self._requests, [self._stage]) as stream:
+            outputs = [last.stages[self._stage] for last in await stream.last_outputs()]
         num_tokens = sum(output.num_prompt_tokens for output in outputs)
         answer = _Answer(
             object="list",
-            model=self._pipeline.name,
+            model=self.pipeline.name,
             data=[
                 _Embedding(object="embedding", index=index, embedding=self._row(output))
                 for index, output in enumerate(outputs)

@@ -31,24 +31,21 @@ from omni.server.openai.realtime_events import (
     CreateItem,
     CreateResponse,
     Item,
-    ResponseWish,
-    SessionWish,
+    ResponseOptions,
+    SessionUpdate,
     UpdateSession,
     event_id_of,
     parse_event,
 )
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms, asked
-from omni.server.serving.feeds import Feeds, Update
 from omni.server.serving.request_body import decoded
+from omni.server.serving.response_stream import ResponseStream, Update
 
 if TYPE_CHECKING:
     from engine import SamplingParams
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.openai.realtime_events import ResponseWish
-    from omni.server.serving.api_error import ApiError
-    from omni.server.serving.guard import Client
+    from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from stages import StageOutput
 
@@ -57,35 +54,19 @@ __all__ = [
     "RealtimeResponse",
     "RealtimeSession",
     "ResponsePlan",
-    "Said",
-    "merged_wishes",
+    "merged_options",
     "planned",
-    "refuse_session",
+    "talk",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What was said until an answer began.
-
-    Attributes:
-        messages: oldest first.
-        sounds: of the messages' parts, in order: samples of 16 bits, and how many a second.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    sounds: tuple[tuple[bytes, int], ...]
-
-    async def prompt(self) -> ChatPrompt:
-        """Make the prompt. Its sounds are twice as large as they came, and made in a thread."""
-        if not self.sounds:
-            return ChatPrompt(self.messages)
-        sounds = await asyncio.to_thread(lambda: tuple(_sound(*each) for each in self.sounds))
-        return ChatPrompt(self.messages, multi_modal_data={"audio": sounds})
+_Messages = tuple[Mapping[str, Any], ...]
+_Sounds = tuple[tuple[bytes, int], ...]
+"""Samples of 16 bits, and how many a second."""
 
 
 class Conversation:
-    """The items of a session, and what is being said.
+    """The items of a session, and the buffer of sound that comes in.
 
     Args:
         max_bytes: of all text and sound together.
@@ -163,16 +144,16 @@ class Conversation:
         self._num_bytes += len(text)
         self._messages.append({"role": "assistant", "content": text})
 
-    def said(self, instructions: str | None) -> Said:
-        """All of it, for the next answer.
+    def history(self, instructions: str | None) -> tuple[_Messages, _Sounds]:
+        """Return all of it, for the next answer: messages, and the sounds in them in their order.
 
         Raises:
-            ApiError: nothing was said.
+            ApiError: there is nothing to answer.
         """
         if not self._messages:
             raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
         first = [{"role": "system", "content": instructions}] if instructions else []
-        return Said((*first, *self._messages), tuple(self._sounds))
+        return (*first, *self._messages), tuple(self._sounds)
 
     def _take(self, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > self._max_bytes:
@@ -192,8 +173,12 @@ def _check_whole(samples: bytes | bytearray) -> None:
         )
 
 
-def _sound(samples: bytes, rate: int) -> AudioPrompt:
-    return AudioPrompt(np.frombuffer(samples, "<i2").astype(np.float32) / 2**15, rate)
+def _prompt(messages: _Messages, sounds: _Sounds) -> ChatPrompt:
+    audio = [
+        AudioPrompt(np.frombuffer(samples, "<i2").astype(np.float32) / 2**15, rate)
+        for samples, rate in sounds
+    ]
+    return ChatPrompt(messages, multi_modal_data={"audio": tuple(audio)} if audio else {})
 
 
 def _described(item_id: str | None, role: str, content: list[dict[str, Any]]) -> Mapping[str, Any]:
@@ -218,7 +203,7 @@ class RealtimeResponse:
         pipeline: that answers.
         client: who asks.
         conversation: so far; a whole answer is added to it.
-        wish: how it is to be.
+        options: how it is to be.
         number: of the response in its session.
 
     Attributes:
@@ -235,15 +220,15 @@ class RealtimeResponse:
         pipeline: ServedPipeline,
         client: Client,
         conversation: Conversation,
-        wish: ResponseWish,
+        options: ResponseOptions,
         number: int,
     ) -> None:
         self._pipeline = pipeline
         self._client = client
         self._conversation = conversation
         self._number = number
-        self._plan = planned(pipeline.omni.pipeline, wish, "response")
-        self._said = conversation.said(wish.instructions)
+        self._plan = planned(pipeline.omni.pipeline, options, "response")
+        self._history = conversation.history(options.instructions)
         self._stage, self._voice = self._plan.writer, self._plan.voice
         self._pieces = SpokenPieces(self._plan.output_rate)
         self.id = f"resp_{client.request_id}_{number}"
@@ -253,27 +238,25 @@ class RealtimeResponse:
         self._output: StageOutput | None = None
 
     async def run(self, send: _Send) -> None:
-        """Answer, and tell of it as it comes.
+        """Answer, and send it as it comes.
 
         Raises:
             ApiError: the request was refused, or failed.
         """
         await send("response.created", response=self.described("in_progress"))
         await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
+        messages, sounds = self._history
+        # Sounds are twice as large in a prompt, and made in a thread.
+        prompt = await asyncio.to_thread(_prompt, messages, sounds)
         plan = self._plan
-        request = asked(
-            self._client,
-            await self._said.prompt(),
-            plan.sampling,
-            Terms(speaker=plan.speaker),
-            index=self._number,
+        request = self._client.request(
+            prompt, plan.sampling, index=self._number, speaker=plan.speaker
         )
-        async with Feeds(self._pipeline, [request], "conversation") as feeds:
-            async for update in feeds.updates():
-                await self._tell(update, send)
-                if update.has_finished(self._stage, self._voice):
-                    break
-        await self._tell_sound(self._pieces.rest(), send)
+        stages = [self._stage] if self._voice is None else [self._stage, self._voice]
+        async with ResponseStream(self._pipeline, [request], "conversation", stages) as stream:
+            async for update in stream.updates():
+                await self._send_new(update, send)
+        await self._send_sound(self._pieces.rest(), send)
         self.is_over = True
         self._conversation.answered(self._text)
         kind = "output_text" if self._voice is None else "output_audio_transcript"
@@ -313,7 +296,7 @@ class RealtimeResponse:
             "usage": self._usage(),
         }
 
-    async def _tell(self, update: Update, send: _Send) -> None:
+    async def _send_new(self, update: Update, send: _Send) -> None:
         output = update.output.stages.get(self._stage)
         if output is not None:
             self._output = output
@@ -323,9 +306,9 @@ class RealtimeResponse:
                 await send(f"response.{kind}.delta", **self._place(), delta=new)
         sounds = update.sounds.get(self._voice or "")
         if sounds:
-            await self._tell_sound(self._pieces.of(sounds), send)
+            await self._send_sound(self._pieces.of(sounds), send)
 
-    async def _tell_sound(self, samples: bytes, send: _Send) -> None:
+    async def _send_sound(self, samples: bytes, send: _Send) -> None:
         if samples:
             delta = b64encode(samples).decode()
             rate = self._pieces.rate
@@ -383,21 +366,21 @@ class ResponsePlan:
     sampling: Mapping[str, SamplingParams]
 
 
-def planned(pipeline: Pipeline, wish: ResponseWish, place: str) -> ResponsePlan:
+def planned(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
     """Find out how to answer, before anything was said.
 
     Args:
         pipeline: that answers.
-        wish: of the client.
+        options: of the client.
         place: where it stands in an event: ``session`` or ``response``.
 
     Raises:
         ApiError: with status 400: the pipeline cannot answer like that.
     """
     writer = text_stage(pipeline)
-    output = wish.audio.output if wish.audio is not None else None
+    output = options.audio.output if options.audio is not None else None
     speaker = output.voice if output is not None else None
-    is_spoken = wish.output_modalities == ["audio"]
+    is_spoken = options.output_modalities == ["audio"]
     # Of a pipeline that speaks, before it is asked to; to others clients may name any.
     if is_spoken or pipeline.voices.speaks:
         check_voice(pipeline, speaker, f"{place}.audio.output.voice")
@@ -407,10 +390,10 @@ def planned(pipeline: Pipeline, wish: ResponseWish, place: str) -> ResponsePlan:
     fields: dict[str, int] = {}
     if pipeline.stages[writer].sampling is not None:
         fields["n"] = 1  # whatever the stage's own is
-    if isinstance(wish.max_output_tokens, int):
-        fields["max_tokens"] = wish.max_output_tokens
+    if isinstance(options.max_output_tokens, int):
+        fields["max_tokens"] = options.max_output_tokens
     names = {"max_tokens": f"{place}.max_output_tokens"}
-    others = wish.stages or {}
+    others = options.stages or {}
     sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
@@ -429,18 +412,23 @@ _SMALL = 1 << 16
 """Characters that are parsed at once; more go to another thread."""
 
 
-async def refuse_session(websocket: WebSocket, error: ApiError) -> None:
-    """Tell why there is no session, and close the connection.
-
-    Args:
-        websocket: accepted.
-        error: that is why.
-    """
-    is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
-    with _suppress_gone():
-        await websocket.send_json({"type": "error", **error.to_object()})
-        code = _TRY_AGAIN_LATER if is_full else _POLICY_VIOLATION
-        await websocket.close(code, error.message[:100])
+async def talk(websocket: WebSocket) -> None:
+    """Handle a connection: one session, or an error event that says why there is none."""
+    offered = websocket.scope.get("subprotocols", ())
+    await websocket.accept(subprotocol="realtime" if "realtime" in offered else None)
+    server: PipelineServer = websocket.state.server
+    model = websocket.query_params.get("model", "")
+    try:
+        with server.session():
+            client: Client = websocket.state.client
+            await RealtimeSession(websocket, server, server.find(model), client).run()
+    except ApiError as error:
+        websocket.state.refusal = error
+        is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+        with _suppress_gone():
+            await websocket.send_json({"type": "error", **error.to_object()})
+            code = _TRY_AGAIN_LATER if is_full else _POLICY_VIOLATION
+            await websocket.close(code, error.message[:100])
 
 
 def _suppress_gone() -> AbstractContextManager[None]:
@@ -469,12 +457,12 @@ class RealtimeSession:
         client: Client,
     ) -> None:
         # Whoever wishes for nothing can be answered, or there is no session.
-        planned(pipeline.omni.pipeline, ResponseWish(), "session")
+        planned(pipeline.omni.pipeline, ResponseOptions(), "session")
         self._websocket = websocket
         self._limits = server.settings.limits
         self._pipeline = pipeline
         self._client = client
-        self._wish = ResponseWish()
+        self._options = ResponseOptions()
         self._conversation = Conversation(self._limits.max_body_bytes)
         self._answer: asyncio.Task[None] | None = None
         self._response: RealtimeResponse | None = None
@@ -525,19 +513,20 @@ class RealtimeSession:
                 case Cancel() as event:
                     await self._cancel(event.response_id)
         except ApiError as error:
-            await self._tell(error, event_id_of(text) if len(text) <= _SMALL else None)
+            event_id = event_id_of(text) if len(text) <= _SMALL else None
+            await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
 
-    def _update(self, session: SessionWish) -> None:
+    def _update(self, session: SessionUpdate) -> None:
         if session.model not in (None, self._pipeline.name):
             told = "session.model: the model of a session cannot be changed"
             raise ApiError.bad_request(told, param="session.model")
-        wish = merged_wishes(self._wish, session)
+        options = merged_options(self._options, session)
         if session.stages is not None:  # all of them, so that one can be taken back
-            wish = wish.model_copy(update={"stages": session.stages})
-        planned(self._pipeline.omni.pipeline, wish, "session")
-        self._wish = wish
+            options = options.model_copy(update={"stages": session.stages})
+        planned(self._pipeline.omni.pipeline, options, "session")
+        self._options = options
 
-    def _begin_answer(self, wish: ResponseWish) -> None:
+    def _begin_answer(self, options: ResponseOptions) -> None:
         if self._answer is not None and not self._answer.done():
             raise ApiError(
                 HTTPStatus.CONFLICT,
@@ -548,7 +537,7 @@ class RealtimeSession:
             self._pipeline,
             self._client,
             self._conversation,
-            merged_wishes(self._wish, wish),
+            merged_options(self._options, options),
             self._num_responses,
         )
         self._response = response
@@ -556,28 +545,26 @@ class RealtimeSession:
         self._answer = asyncio.create_task(self._run_answer(response))
 
     async def _run_answer(self, response: RealtimeResponse) -> None:
+        timeout_s = self._limits.request_timeout_s
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await response.run(self._send)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
         except TimeoutError:
-            seconds = self._limits.request_timeout_s
             late = ApiError(
                 HTTPStatus.GATEWAY_TIMEOUT,
-                f"the response was not done after {seconds:g} s, the server's limit, and was "
+                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
                 "aborted",
                 code="timeout",
             )
             await response.fail(late, self._send)
-        except ApiError as error:
+        except Exception as error:  # the session goes on
+            if not isinstance(error, ApiError):
+                _logger.exception("a response broke")
+                error = ApiError.internal()
             await response.fail(error, self._send)
-        except Exception:  # a mistake of this server: the session goes on
-            _logger.exception("a response broke")
-            told = "the server made a mistake; see its log"
-            mistake = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
-            await response.fail(mistake, self._send)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
 
     async def _cancel(self, response_id: str | None) -> None:
         if self._answer is None or self._response is None or self._response.is_over:
@@ -599,9 +586,6 @@ class RealtimeSession:
             self._answer.cancel()
             await asyncio.gather(self._answer, return_exceptions=True)
 
-    async def _tell(self, error: ApiError, event_id: str | None = None) -> None:
-        await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
-
     async def _send(self, kind: str, **content: Any) -> None:
         """Send an event; nothing where the client has gone, which the next message tells."""
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
@@ -610,7 +594,7 @@ class RealtimeSession:
 
     @property
     def _input_rate(self) -> int:
-        audio = self._wish.audio
+        audio = self._options.audio
         given = audio.input.format if audio is not None and audio.input is not None else None
         rate = given.rate if given is not None else None
         return _INPUT_RATE if rate is None else rate
@@ -622,18 +606,18 @@ class RealtimeSession:
             "id": f"sess_{self._client.request_id}",
             "model": self._pipeline.name,
             "output_modalities": ["text"],
-            **self._wish.model_dump(exclude_none=True),
+            **self._options.model_dump(exclude_none=True),
         }
 
 
-def merged_wishes(before: ResponseWish, change: ResponseWish) -> ResponseWish:
+def merged_options(before: ResponseOptions, change: ResponseOptions) -> ResponseOptions:
     """The wishes after a change; of ``audio``, too, what is not named stays."""
     merged = _laid_over(
         before.model_dump(exclude_none=True),
         change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),
         depth=2,  # down to the fields of a stage's sampling, and of one direction of sound
     )
-    return ResponseWish.model_validate(merged)
+    return ResponseOptions.model_validate(merged)
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any], depth: int) -> dict[str, Any]:

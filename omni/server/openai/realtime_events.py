@@ -20,8 +20,8 @@ __all__ = [
     "CreateResponse",
     "Item",
     "ItemPart",
-    "ResponseWish",
-    "SessionWish",
+    "ResponseOptions",
+    "SessionUpdate",
     "UpdateSession",
     "event_id_of",
     "parse_event",
@@ -53,7 +53,7 @@ class _Audio(ApiModel):
     output: _AudioOut | None = None
 
 
-class ResponseWish(ApiModel):
+class ResponseOptions(ApiModel):
     """How one response, or every response of a session, is to be; absent leaves it as it is.
 
     Attributes:
@@ -87,7 +87,7 @@ class ResponseWish(ApiModel):
     stages: dict[str, dict[str, Any]] | None = None
 
 
-class SessionWish(ResponseWish):
+class SessionUpdate(ResponseOptions):
     """How a session is to be.
 
     Attributes:
@@ -143,7 +143,7 @@ class UpdateSession(_Event):
     """Change the session from now on."""
 
     type: Literal["session.update"]
-    session: SessionWish
+    session: SessionUpdate
 
 
 class AppendAudio(_Event):
@@ -178,7 +178,7 @@ class CreateResponse(_Event):
     """Answer the conversation."""
 
     type: Literal["response.create"]
-    response: ResponseWish = ResponseWish()
+    response: ResponseOptions = ResponseOptions()
 
 
 class Cancel(_Event):

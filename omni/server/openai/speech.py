@@ -14,8 +14,7 @@ from engine import ChatPrompt, Waveform
 from engine.media.resampler import Resampler
 from omni.server.openai.chat_request import StageFields, merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import asked
-from omni.server.serving.feeds import Feeds, Update
+from omni.server.serving.pipeline_response import PipelineResponse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
     from omni.pipelines.pipeline import Pipeline
     from omni.requests.request import OmniOutput
-    from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
+    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.pipeline_server import PipelineServer
 
 __all__ = [
     "Speech",
@@ -156,51 +155,46 @@ class SpeechRequest(StageFields):
     instructions: str | None = None
 
 
-class Speech:
-    """One request for speech to one pipeline.
+class Speech(PipelineResponse):
+    """The response to a request for speech.
 
     The pipeline answers as in a chat: whether it reads the input aloud or replies to it, is the
     model's nature.
 
     Args:
-        pipeline: which.
-        client: who asks.
-        body: what.
+        server: has the model.
+        client: sent the request.
+        body: of the request.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
-    def __init__(self, pipeline: ServedPipeline, client: Client, body: SpeechRequest) -> None:
-        stages = pipeline.omni.pipeline
-        self._pipeline = pipeline
-        self._stage = speaking_stage(stages, "model")
-        check_voice(stages, body.voice, "voice")
+    prompt_param = "input"
+
+    def __init__(self, server: PipelineServer, client: Client, body: SpeechRequest) -> None:
         self._format = body.response_format
+        is_streamed = self._format in ("wav", "pcm")  # it can be played while it is made
+        media_type = _MEDIA_TYPES[self._format]
+        super().__init__(server, client, body.model, is_streamed=is_streamed, media_type=media_type)
+        self._stage = speaking_stage(self.stages, "model")
+        check_voice(self.stages, body.voice, "voice")
         messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        prompt = ChatPrompt(tuple(messages))
-        sampling = merge_sampling(stages, self._stage, {}, body.stages, {})
-        self._request = asked(client, prompt, sampling, body.terms(body.voice))
-
-    @property
-    def media_type(self) -> str:
-        """Of the answer."""
-        return _MEDIA_TYPES[self._format]
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer can be played while it is made."""
-        return self._format in ("wav", "pcm")
+        self._request = client.request(
+            ChatPrompt(tuple(messages)),
+            merge_sampling(self.stages, self._stage, {}, body.stages, {}),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            speaker=body.voice,
+        )
 
     async def whole(self) -> Response:
         """The answer as one file."""
-        last: Update | None = None
-        async for update in self._updates():
-            last = update
-        assert last is not None
-        sound = sound_of(last.output, self._stage)
+        async with self.stream([self._request], [self._stage]) as stream:
+            (last,) = await stream.last_outputs()
+        sound = sound_of(last, self._stage)
         if sound is None:
             raise _no_sound()
         return Response(await encoded(sound, self._format), media_type=self.media_type)
@@ -208,29 +202,22 @@ class Speech:
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it is made; a file of it does not know its length at the beginning."""
         has_begun = False
-        async for update in self._updates():
-            sounds = update.sounds.get(self._stage)
-            if not sounds:
-                continue
-            piece = pcm16(sounds)
-            if not has_begun and self._format == "wav":
-                piece = wav_stream_header(sounds[0].sampling_rate) + piece
-            has_begun = True
-            yield piece
+        async with self.stream([self._request], [self._stage]) as stream:
+            async for update in stream.updates():
+                sounds = update.sounds.get(self._stage)
+                if not sounds:
+                    continue
+                piece = pcm16(sounds)
+                if not has_begun and self._format == "wav":
+                    piece = wav_stream_header(sounds[0].sampling_rate) + piece
+                has_begun = True
+                yield piece
         if not has_begun:
             raise _no_sound()
 
-    async def _updates(self) -> AsyncIterator[Update]:
-        async with Feeds(self._pipeline, [self._request], "input") as feeds:
-            async for update in feeds.updates():
-                yield update
-                made = update.output.stages.get(self._stage)
-                if made is not None and made.finished:
-                    return
-
 
 def _no_sound() -> ApiError:
-    """What tells that the pipeline made none."""
+    """Make the error of a pipeline that made none."""
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "the model made no sound",

@@ -20,8 +20,7 @@ from engine.media.sound_file import stated_duration
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.asked import Terms, asked
-from omni.server.serving.feeds import outputs_of_stage
+from omni.server.serving.pipeline_response import PipelineResponse
 from omni.server.serving.request_body import ApiModel
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     from engine import WindowStart
     from omni.pipelines.pipeline import Pipeline
-    from omni.server.serving.guard import Client
-    from omni.server.serving.pipeline_server import ServedPipeline
+    from omni.server.serving.parsed_request import Client
+    from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from stages import StageOutput
 
 __all__ = [
@@ -190,35 +189,36 @@ def _one_of(key: str, values: Sequence[Any]) -> Any:
     return values[0]
 
 
-class Transcription:
-    """One request for a transcription, or for a translation into English.
+class Transcription(PipelineResponse):
+    """The response to a request for a transcription, or for a translation into English.
 
     Args:
-        pipeline: which.
-        client: who asks.
-        body: how.
+        server: has the model.
+        client: sent the request.
+        body: of the request.
         audio: a file of sound.
-        task: what the model is to do.
+        task: of the model.
 
     Raises:
         ApiError: it cannot run as asked.
     """
 
+    prompt_param = "file"
+
     def __init__(
         self,
-        pipeline: ServedPipeline,
+        server: PipelineServer,
         client: Client,
         body: TranscriptionRequest,
         audio: bytes,
         task: AudioTask,
     ) -> None:
-        stages = pipeline.omni.pipeline
-        self._pipeline = pipeline
+        super().__init__(server, client, body.model)
         self._body = body
         self._task = task
         self._audio = audio
-        self._stage = _hearing_stage(stages)
-        self._tokenizer: Any = _tokenizer(pipeline, self._stage)
+        self._stage = _hearing_stage(self.stages)
+        self._tokenizer: Any = _tokenizer(self.pipeline, self._stage)
         fields = {} if body.temperature is None else {"temperature": body.temperature}
         prompt = AudioPrompt(
             audio,
@@ -227,17 +227,16 @@ class Transcription:
             task=None if task == "transcribe" and body.language is None else task,
             timestamps=True if body.response_format == "verbose_json" else None,
         )
-        self._request = asked(
-            client,
+        self._request = client.request(
             ExplicitEncoderDecoderPrompt(prompt),
-            merge_sampling(stages, self._stage, fields, {}, {}),
-            Terms(),
+            merge_sampling(self.stages, self._stage, fields, {}, {}),
         )
 
     async def whole(self) -> Response:
         """The text; what the pipeline would do after it is not waited for."""
-        runs = outputs_of_stage(self._pipeline, [self._request], "file", self._stage)
-        output = {index: output async for index, output in runs}[0]
+        async with self.stream([self._request], [self._stage]) as stream:
+            (last,) = await stream.last_outputs()
+        output = last.stages[self._stage]
         text = TIMESTAMP.sub("", output.text or "")
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")

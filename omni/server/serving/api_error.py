@@ -20,7 +20,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request ends with an error that its client is told.
+    """An error that ends a request and is sent to its client.
 
     Args:
         status: of HTTP.
@@ -57,6 +57,11 @@ class ApiError(Exception):
     ) -> ApiError:
         """The request cannot be understood, or cannot run."""
         return cls(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+    @classmethod
+    def internal(cls) -> ApiError:
+        """The server is at fault. Why is in its log alone: it may be nobody else's business."""
+        return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
 
     @property
     def kind(self) -> str:

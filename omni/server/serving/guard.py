@@ -1,6 +1,7 @@
-"""Admits requests: checks keys, origins and sizes, gives ids, and bounds bodies as they arrive.
+"""Admits requests: checks keys, origins and sizes, gives ids, bounds bodies as they arrive.
 
-A body may still be arriving when a refusal is sent: its rest is read, so that the answer arrives.
+Errors of whatever is behind it become answers here, and every request a line of the log. A body may
+still be arriving when a refusal is sent: its rest is read, so that the answer arrives.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -20,20 +20,21 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from engine.interface.log_fields import package_logger
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.live_response import DIRECT_SEND
+from omni.server.serving.parsed_request import Client
 
 if TYPE_CHECKING:
-    from starlette.datastructures import Headers
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from omni.server.serving.request_spans import RequestSpans
-    from omni.server.serving.settings import ServerLimits, ServerSettings
+    from omni.server.serving.pipeline_server import PipelineServer
+    from omni.server.serving.settings import ServerLimits
 
-__all__ = ["REFUSAL", "ArrivingBodies", "ArrivingBody", "Client", "Guard"]
+__all__ = ["ArrivingBodies", "ArrivingBody", "Guard"]
 
 _REST_S = 5.0
 """Seconds for which the rest of a body may come after the answer; nginx waits as long for more."""
@@ -191,9 +192,6 @@ class ArrivingBody:
 
 _logger = package_logger(__name__)
 
-REFUSAL = "refusal"
-"""Key of a scope's state, under which what answers with an error leaves it for the log."""
-
 _OPEN_PATHS = frozenset({"/", "/health"})
 """For everybody: a page without anybody's data, and whether the server is well."""
 
@@ -203,43 +201,24 @@ _PROTOCOL_PREFIX = "openai-insecure-api-key."
 _POLICY_VIOLATION = 1008
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Who asks, as far as the server cares.
-
-    Attributes:
-        request_id: made here, unique; nothing that the client sent.
-        tenant: the same for all requests with one API key, and tells nothing of the key; None
-            where no key is needed.
-        traceparent: the header of that name, as it came: the trace that the request belongs to.
-    """
-
-    request_id: str
-    tenant: str | None
-    traceparent: str | None = None
-
-
 class Guard:
-    """Lets in what may come in, and answers the rest itself.
+    """The server's ASGI application: lets in what may come in, and answers errors.
+
+    What is behind it finds ``server`` and ``client`` in the state of its scope, and leaves there
+    under ``refusal`` an error that it has answered itself.
 
     Args:
-        app: behind the door. It finds a :class:`Client` in the state of its scope.
-        settings: of the server.
-        check_room: raises an error if a request would not be taken now, whatever it asks for.
-        spans: gives what makes spans of refused requests, if anything does.
+        app: routes; raises an :class:`ApiError` to refuse a request.
+        server: that they belong to.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        check_room: Callable[[Client], None],
-        spans: Callable[[], RequestSpans | None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, server: PipelineServer) -> None:
+        settings = server.settings
         self._app = app
-        self._check_room = check_room
-        self._spans = spans
-        self._keys = _Keys(key.get_secret_value() for key in settings.api_keys)
+        self._server = server
+        self._keys = [
+            hashlib.sha256(key.get_secret_value().encode()).digest() for key in settings.api_keys
+        ]
         self._bodies = ArrivingBodies(settings.limits)
         self._origins = frozenset(_origin(each) for each in settings.allow_origins)
         # Web pages can reach a server of this machine under a name that they let point to it.
@@ -247,78 +226,78 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
+        scope["app"] = self  # so that Starlette's router raises its errors, which are answered here
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = uuid.uuid4().hex
+        client = Client(uuid.uuid4().hex, None, headers.get("traceparent"))
         body = ArrivingBody(receive, headers, self._bodies)
-        answer = _Answer(send, body, request_id, self._allowed_origin(headers))
+        answer = _Answer(send, body, client.request_id, self._allowed_origin(headers))
+        state = scope.setdefault("state", {})
         try:
             self._check_origin(headers)
             if scope["type"] == "http" and _is_preflight(scope, headers):
-                await self._allow_preflight(scope, receive, answer.send)
+                await _PREFLIGHT(scope, receive, answer.send)
                 return
-            tenant = self._admit(scope["path"], headers)
+            client = replace(client, tenant=self._tenant(scope["path"], headers))
             body.check_length()
-            client = Client(request_id, tenant, headers.get("traceparent"))
-            # Whatever is posted is to be run. Under a load that is too much, what is refused must
-            # take nothing from what runs: its body is not even looked at.
+            # A POST is to be run. Under a load that is too much, what is refused must take nothing
+            # from what runs: its body is not even looked at.
             if scope["type"] == "http" and scope["method"] == "POST":
-                self._check_room(client)
-        except ApiError as error:
-            scope.setdefault("state", {})[REFUSAL] = error
-            await _refuse(error, scope, receive, answer.send)
-        else:
-            scope.setdefault("state", {})["client"] = client
-            scope[DIRECT_SEND] = send
+                self._server.check_room(client)
+            state["server"], state["client"] = self._server, client
             is_http = scope["type"] == "http"
             await self._app(scope, body.receive if is_http else receive, answer.send)
+        except Exception as error:  # sent to the client, or to the log
+            if answer.has_begun:  # too late for another one
+                raise
+            state["refusal"] = refusal = _as_api_error(error, scope)
+            await _refuse(refusal, scope, receive, answer.send)
         finally:
             body.let_go()
             answer.log(scope)
-            self._trace_refusal(scope, headers.get("traceparent"), request_id, answer.took_s)
+            self._trace_refusal(scope, client, answer.took_s)
 
-    def _trace_refusal(
-        self, scope: Scope, traceparent: str | None, request_id: str, took_s: float
-    ) -> None:
+    def _trace_refusal(self, scope: Scope, client: Client, took_s: float) -> None:
         """Make a span of what was refused before a pipeline's records began."""
-        spans, refusal = self._spans(), _refusal_of(scope)
+        spans, refusal = self._server.meters.spans, _refusal_of(scope)
         method = scope.get("method", "WebSocket")
         if spans is None or refusal is None or refusal.is_recorded:
             return
         if method not in ("POST", "WebSocket"):  # nothing was to be run
             return
         attributes: dict[str, str | int] = {
-            "omni.request_id": request_id,
+            "omni.request_id": client.request_id,
             "http.response.status_code": int(refusal.status),
             "url.path": scope["path"],
             "error.type": refusal.code or refusal.kind,
         }
         # A path that is none of the server's is no name: there are too many.
         name = f"{method} {scope['path']}" if "endpoint" in scope else method
-        spans.add_refused(name, traceparent, attributes, took_s)
+        spans.add_refused(name, client.traceparent, attributes, took_s)
 
-    def _admit(self, path: str, headers: Headers) -> str | None:
+    def _tenant(self, path: str, headers: Headers) -> str | None:
+        """Check the API key, where one is needed, and name its tenant.
+
+        Keys are compared in constant time: all of them, whichever is right.
+        """
         if not self._keys or path in _OPEN_PATHS:
             return None
         given = _given_key(headers)
-        if given is None:
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED,
-                "this server wants an API key: send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        tenant = self._keys.tenant(given)
-        if tenant is None:
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED,
-                "the API key is wrong",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return tenant
+        message = "this server wants an API key: send it as Authorization: Bearer KEY"
+        if given is not None:
+            digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+            if any([hmac.compare_digest(digest, known) for known in self._keys]):
+                # Hashed once more: the name of a tenant must not serve as a digest of the key.
+                return hashlib.sha256(b"tenant" + digest).hexdigest()[:32]
+            message = "the API key is wrong"
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            message,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _check_origin(self, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -341,35 +320,22 @@ class Guard:
         origin = headers.get("origin")
         return origin if origin is not None and _origin(origin) in self._origins else None
 
-    async def _allow_preflight(self, scope: Scope, receive: Receive, send: Send) -> None:
-        allowed = {
-            "access-control-allow-methods": "GET, POST",
-            "access-control-allow-headers": "authorization, content-type",
-            "access-control-max-age": "600",
-        }
-        await Response(status_code=HTTPStatus.NO_CONTENT, headers=allowed)(scope, receive, send)
 
-
-class _Keys:
-    """Keys that are compared in constant time: all of them, whichever is right."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def tenant(self, given: str) -> str | None:
-        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
-        equal = [hmac.compare_digest(digest, known) for known in self._digests]
-        # Hashed once more: what names a tenant is of no use as a digest of the key.
-        return hashlib.sha256(b"tenant" + digest).hexdigest()[:32] if any(equal) else None
+_PREFLIGHT = Response(
+    status_code=HTTPStatus.NO_CONTENT,
+    headers={
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": "authorization, content-type",
+        "access-control-max-age": "600",
+    },
+)
 
 
 class _Answer:
     """Puts the request's id into the answer, and notes what to log.
 
-    The answer ends when the whole request has come, or nothing more is waited for.
+    The answer ends when the whole request has come, or nothing more is waited for. ``has_begun``
+    says whether anything of it was sent.
     """
 
     def __init__(self, send: Send, body: ArrivingBody, request_id: str, origin: str | None) -> None:
@@ -378,10 +344,17 @@ class _Answer:
         self._request_id = request_id
         self._origin = origin
         self._status: int | None = None
-        self._began = time.monotonic()
-        self._ended: float | None = None
+        self._began_s = time.monotonic()
+        self._ended_s: float | None = None
+        self.has_begun = False
+
+    @property
+    def took_s(self) -> float:
+        """Seconds until the answer had ended, or until now."""
+        return (self._ended_s or time.monotonic()) - self._began_s
 
     async def send(self, message: Message) -> None:
+        self.has_begun = True
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -390,18 +363,13 @@ class _Answer:
             if self._origin is not None:
                 headers["access-control-allow-origin"] = self._origin
                 headers.add_vary_header("Origin")
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._ended = time.monotonic()
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._ended_s = time.monotonic()
             if self._body.is_coming:
                 await self._send({**message, "more_body": True})
                 await self._body.drop_rest()
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
-
-    @property
-    def took_s(self) -> float:
-        """Seconds until the answer had ended, or until now."""
-        return (self._ended or time.monotonic()) - self._began
 
     def log(self, scope: Scope) -> None:
         refusal = _refusal_of(scope)
@@ -420,8 +388,21 @@ class _Answer:
 
 
 def _refusal_of(scope: Scope) -> ApiError | None:
-    found: ApiError | None = scope.get("state", {}).get(REFUSAL)
+    found: ApiError | None = scope["state"].get("refusal")
     return found
+
+
+def _as_api_error(error: Exception, scope: Scope) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            message = f"{scope.get('method')} {scope['path']!r:.80}: {error.detail}"
+            return ApiError(HTTPStatus(error.status_code), message, headers=error.headers)
+        case ClientDisconnect():
+            return ApiError.bad_request("the client left before all of its request had come")
+    _logger.error("a request broke", exc_info=error)
+    return ApiError.internal()
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -457,7 +438,7 @@ def _origin(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _names_local(host: str) -> bool:
-    """Whether a header ``Host`` names this machine."""
+    """Tell if a header ``Host`` names this machine."""
     try:
         return _is_local(urlsplit(f"//{host}").hostname or "")
     except ValueError:  # it names nothing at all
@@ -465,7 +446,7 @@ def _names_local(host: str) -> bool:
 
 
 def _netloc(origin: str) -> str | None:
-    """The host and port of a header ``Origin``; None if it has none."""
+    """Find the host and port in a header ``Origin``; None if it has none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

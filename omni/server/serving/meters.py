@@ -24,10 +24,9 @@ from omni.server.serving.recent_requests import RecentRequests, RequestRecord
 
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
-    from omni.server.serving.asked import AskedRequest
-    from omni.server.serving.guard import Client
+    from omni.server.serving.admission_queue import AdmissionQueue
+    from omni.server.serving.parsed_request import Client, ParsedRequest
     from omni.server.serving.request_spans import RequestSpans
-    from omni.server.serving.turn_queue import TurnQueue
     from stages import StageOutput, StageStats
     from stages.worker.stage_link import WorkerState
 
@@ -62,8 +61,8 @@ class Metered(Protocol):
         """The model's."""
 
     @property
-    def turn_queue(self) -> TurnQueue:
-        """Whose turn it is."""
+    def queue(self) -> AdmissionQueue:
+        """Admits requests."""
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
         """Every stage's counters, by replica."""
@@ -97,7 +96,7 @@ class StageMeters(Collector):
                 f"omni_requests_{name}", f"Requests that {what}.", None, ["model"]
             )
             for pipeline in self._pipelines:
-                gauge.add_metric([pipeline.name], getattr(pipeline.turn_queue, f"num_{name}"))
+                gauge.add_metric([pipeline.name], getattr(pipeline.queue, f"num_{name}"))
             yield gauge
         readings = [
             _Reading((pipeline.name, stage, str(replica)), stats)
@@ -295,7 +294,7 @@ class RequestMeter:
         request: which; a client stands for a request of which nothing was read.
     """
 
-    def __init__(self, meters: Meters, model: str, request: AskedRequest | Client) -> None:
+    def __init__(self, meters: Meters, model: str, request: ParsedRequest | Client) -> None:
         self._meters = meters
         self._model = model
         self._record = RequestRecord(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import suggest
+from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import Meters, RequestMeter
 from omni.server.serving.request_spans import spans_by_environment
-from omni.server.serving.turn_queue import TurnQueue
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
-    from omni.server.serving.guard import Client
     from omni.server.serving.meters import Meters
+    from omni.server.serving.parsed_request import Client
     from omni.server.serving.settings import ServerLimits, ServerSettings
     from stages import Stage, StageStats
     from stages.worker.stage_link import WorkerState
@@ -60,7 +60,7 @@ class ServedPipeline:
         config: as given.
         name: the model's.
         created: when it was announced, in seconds since 1970.
-        turn_queue: whose turn it is.
+        queue: admits requests.
         state: may be read by any thread.
         error: why it failed.
         meters: of the server, which sets them.
@@ -74,7 +74,7 @@ class ServedPipeline:
         self.name: str = config.name
         self.created = int(time.time())
         running = limits.running_requests(config.stages.values())
-        self.turn_queue = TurnQueue(running, limits.max_waiting_requests)
+        self.queue = AdmissionQueue(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
         self.meters: Meters | None = None
@@ -194,7 +194,7 @@ class ServedPipeline:
         """
         try:
             self.check_stages()
-            self.turn_queue.check_room()
+            self.queue.check_room()
         except ApiError as error:
             if self.meters is not None:
                 is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS

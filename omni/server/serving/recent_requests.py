@@ -48,8 +48,8 @@ class RequestRecord:
     traceparent: str | None = None
     stages: dict[str, StageTime] = field(default_factory=dict)
 
-    def told(self) -> dict[str, Any]:
-        """The same in seconds since it arrived, for whoever asks."""
+    def to_object(self) -> dict[str, Any]:
+        """The same as JSON has it, in seconds since it arrived."""
         return {
             "request_id": self.request_id,
             "status": self.status,

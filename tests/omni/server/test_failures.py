@@ -282,7 +282,7 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
     client = gated.client()
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
-        queue = gated.pipelines.pipelines["gated"].turn_queue
+        queue = gated.pipelines.pipelines["gated"].queue
         wait_until(lambda: (queue.num_running, queue.num_waiting) == (2, 1))
         with pytest.raises(openai.RateLimitError, match="2 requests run and 1 wait") as error:
             ask(client, "d")
@@ -299,7 +299,7 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
 def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool):
     body = json.dumps({"model": "gated", "prompt": ["x", "y", "z"], "stream": stream}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-    queue = gated.pipelines.pipelines["gated"].turn_queue
+    queue = gated.pipelines.pipelines["gated"].queue
     with connection(gated) as client:
         client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: len(held_by(gated)) == 2 and queue.num_waiting == 1)
@@ -377,7 +377,7 @@ def test_what_runs_when_the_server_stops_is_finished(gated: LiveServer):
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, client, prompt) for prompt in ("a", "b", "c")]
         wait_until(lambda: len(held_by(gated)) == 2)
-        queue = gated.pipelines.pipelines["gated"].turn_queue
+        queue = gated.pipelines.pipelines["gated"].queue
         wait_until(lambda: queue.num_waiting == 1)
         gated.stop()
         GATES["gated"].open()

@@ -115,7 +115,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str):
 
 def test_as_many_requests_run_at_once_as_all_stages_together_can_run():
     config = PipelineConfig.load("two_step")
-    queue = ServedPipeline(config, ServerLimits()).turn_queue
+    queue = ServedPipeline(config, ServerLimits()).queue
     assert queue.max_running == 16 + 16
 
 

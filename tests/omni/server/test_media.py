@@ -6,9 +6,8 @@ import http.server
 import io
 import json
 import threading
-import urllib.request
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import soundfile
 from omni import AudioPrompt, ChatPrompt, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving import url_fetcher
-from omni.server.serving.live_response import DONE, LastPiece, LiveStream
 from omni.server.serving.url_fetcher import UrlFetcher
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.http_call import call
@@ -246,43 +244,6 @@ def test_a_streamed_answer_sounds_while_it_is_made(media: LiveServer, client: An
     assert text == transcript == expected["thinker"].text
     samples = np.frombuffer(expected["code2wav"].audio.encoded("pcm16"), "<i2").astype(int)
     assert np.abs(np.frombuffer(b"".join(pieces), "<i2") - samples).max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", MODEL | {"messages": [{"role": "user", "content": "What?"}]}),
-        ("/v1/completions", MODEL | {"prompt": "What?", "stream_options": {"include_usage": True}}),
-        ("/v1/pipelines/omni_speech", {"prompt": "What?"}),
-    ],
-)
-def test_the_last_event_is_sent_with_the_end(
-    media: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
-):
-    pieces: list[bytes] = []
-
-    async def noted(given: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        async for piece in given:
-            pieces.append(piece)
-            yield piece
-
-    begin = LiveStream.__init__
-
-    def init(stream: LiveStream, given: AsyncIterator[bytes], *rest: Any) -> None:
-        begin(stream, noted(given), *rest)
-
-    monkeypatch.setattr(LiveStream, "__init__", init)
-    request = urllib.request.Request(
-        media.url + path,
-        json.dumps({"stream": True, **body}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        assert answer.read() == b"".join(pieces)
-    assert [isinstance(piece, LastPiece) for piece in pieces] == [False] * (len(pieces) - 1) + [
-        True
-    ]
-    assert pieces[-1].endswith(DONE) and len(pieces) > 1
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3", "flac", "pcm"])

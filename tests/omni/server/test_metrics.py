@@ -126,7 +126,7 @@ def test_every_replica_is_told_by_itself(checkpoint_cache: object) -> None:
             self.replica_stats = omni.replica_stats
             self.worker_states = omni.worker_states
 
-        class turn_queue:
+        class queue:
             num_running = num_waiting = 0
 
     with Omni(config) as omni:

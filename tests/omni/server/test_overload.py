@@ -88,7 +88,7 @@ def test_who_comes_to_a_full_pipeline_is_told_so_before_any_work_is_done():
         wrong: Any = [{"role": "user", "content": [image]}]
         with pytest.raises(openai.BadRequestError, match="base64"):
             client.chat.completions.create(model="full", messages=wrong)
-        queue = server.pipelines.pipelines["full"].turn_queue
+        queue = server.pipelines.pipelines["full"].queue
         with ThreadPoolExecutor() as pool:
             running = pool.submit(client.completions.create, model="full", prompt="x")
             wait_until(lambda: queue.num_running == 1)
@@ -111,7 +111,7 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
         server
     ):
         client = server.client()
-        queue = server.pipelines.pipelines["full"].turn_queue
+        queue = server.pipelines.pipelines["full"].queue
         GATES["full"].open(2)
         assert client.completions.create(model="full", prompt="x").choices[0].text == "full(x)"
         with ThreadPoolExecutor() as pool:
@@ -175,7 +175,7 @@ def test_who_reads_nothing_holds_up_nobody_and_gets_all_of_it_later(small: LiveS
     whole = client.post("/completions", cast_to=dict[str, Any], body={"model": "chat", **many})
     expected = whole["choices"][0]["text"]
     tasks = small.num_tasks()
-    queue = small.pipelines.pipelines["chat"].turn_queue
+    queue = small.pipelines.pipelines["chat"].queue
     slow = [connected(small) for _ in range(2)]
     try:
         for each in slow:

@@ -12,7 +12,7 @@ from stages import StageOutput
 def test_a_record_of_a_request_says_why():
     record = RequestRecord("two_step", "r", None, arrived_s=1.0, began_s=2.0, ended_s=3.0)
     record.stages["writer"] = StageTime("writer", 2.0, 3.0, prefix_miss="evicted")
-    assert record.told()["stages"][0]["prefix_miss"] == "evicted"
+    assert record.to_object()["stages"][0]["prefix_miss"] == "evicted"
 
 
 def test_a_line_of_outputs_says_why():

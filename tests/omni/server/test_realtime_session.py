@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from starlette.websockets import WebSocketDisconnect
 
-from omni.server.openai.realtime import RealtimeSession, merged_wishes
-from omni.server.openai.realtime_events import ResponseWish
-from omni.server.serving.guard import Client
+from omni.server.openai.realtime import RealtimeSession, merged_options
+from omni.server.openai.realtime_events import ResponseOptions
+from omni.server.serving.parsed_request import Client
 from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 
 
 def test_what_is_said_of_a_response_lies_over_what_its_session_is_like():
-    wish = {"audio": {"output": {"voice": "Ethan"}}}
+    options = {"audio": {"output": {"voice": "Ethan"}}}
     bias = {"logit_bias": {"5": 1.0}}
-    before = ResponseWish.model_validate({**wish, "stages": {"thinker": bias, "talker": {}}})
+    before = ResponseOptions.model_validate({**options, "stages": {"thinker": bias, "talker": {}}})
     change: dict[str, Any] = {"audio": {"output": {"format": {"type": "audio/pcm", "rate": 8000}}}}
     change["stages"] = {"thinker": {"logit_bias": {"6": 1.0}, "seed": 1}}
-    merged = merged_wishes(before, ResponseWish.model_validate(change))
+    merged = merged_options(before, ResponseOptions.model_validate(change))
     assert merged.audio is not None and merged.audio.output is not None
     assert merged.audio.output.voice == "Ethan" and merged.audio.output.format is not None
     assert merged.stages == {
@@ -66,7 +66,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
     text = "hello " * 20_000 if slow == "error" else "hello"
     part = {"type": "input_text", "text": text}
     item = {"type": "message", "role": "user", "content": [part]}
-    wish = {"stages": {"writer": {"max_tokens": 3}}}
+    options = {"stages": {"writer": {"max_tokens": 3}}}
 
     async def talk() -> SlowSocket:
         slow_one: Any = SlowSocket(slow)
@@ -74,7 +74,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
         session = RealtimeSession(slow_one, server.pipelines, pipeline, Client("id", None))
         task = asyncio.create_task(session.run())
         slow_one.say(type="conversation.item.create", item=item)
-        slow_one.say(type="response.create", response=wish)
+        slow_one.say(type="response.create", response=options)
         await slow_one.is_at_it.wait()
         slow_one.slow = ""
         slow_one.say(type="response.cancel")
@@ -85,7 +85,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
             await asyncio.sleep(0)
         slow_one.says.put_nowait({"type": "websocket.disconnect"})
         await task
-        said = [each["role"] for each in session._conversation.said(None).messages]
+        said = [each["role"] for each in session._conversation.history(None)[0]]
         assert said == (["user"] if slow == "error" else ["user", "assistant"])
         return slow_one
 

@@ -268,7 +268,7 @@ def test_measuring_a_server_imports_neither_torch_nor_the_server():
     code = (
         "import sys\nfrom omni.commands.cli import app\n"
         f"app(['bench', '--url', '{NOWHERE}'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'uvicorn', 'matplotlib'}\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'starlette', 'uvicorn', 'matplotlib'}\n"
         "found = heavy & set(sys.modules)\nassert 'httpx2' in sys.modules and not found, found"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 import torch
 
 from engine import TextPrompt, Waveform
 from omni.requests.request import OmniOutput
-from omni.server.serving.asked import AskedRequest
-from omni.server.serving.feeds import Feeds, Update
+from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.meters import Meters
+from omni.server.serving.parsed_request import ParsedRequest
 from omni.server.serving.pipeline_server import ServedPipeline
-from omni.server.serving.turn_queue import TurnQueue
+from omni.server.serving.response_stream import ResponseStream, Update
 from stages import StageOutput
 
 
@@ -25,7 +26,7 @@ class _Pipeline:
 
     name: str = "mine"
     meters: Meters = field(default_factory=lambda: Meters(()))
-    turn_queue: TurnQueue = field(default_factory=lambda: TurnQueue(1, 1))
+    queue: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(1, 1))
     put: Callable[[OmniOutput], object] = lambda _: None
 
     @property
@@ -35,7 +36,9 @@ class _Pipeline:
     def check_stages(self) -> None:
         """All have workers."""
 
-    async def agenerate(self, _: AskedRequest, *, on_progress: Callable[[OmniOutput], Any]) -> None:
+    async def agenerate(
+        self, _: ParsedRequest, *, on_progress: Callable[[OmniOutput], Any]
+    ) -> None:
         self.put = on_progress
         await asyncio.Event().wait()
 
@@ -54,11 +57,11 @@ def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], 
 
     async def run() -> None:
         pipeline = _Pipeline()
-        request = AskedRequest(TextPrompt("x"), request_id="r")
+        request = ParsedRequest(TextPrompt("x"), request_id="r")
         served = cast(ServedPipeline, pipeline)
-        async with Feeds(served, [request], "prompt") as feeds:
+        async with ResponseStream(served, [request], "prompt") as stream:
             await asyncio.sleep(0)  # the request has begun
-            updates = feeds.updates()
+            updates = stream.updates()
             await act(pipeline, lambda: anext(updates))
 
     asyncio.run(run())
@@ -90,3 +93,23 @@ def test_a_slow_reader_gets_the_newest_text_and_all_the_sound():
         assert not update.sounds
 
     _read(act)
+
+
+def test_a_stream_ends_when_the_stages_that_it_waits_for_are_done():
+    async def run() -> None:
+        pipeline = _Pipeline()
+        request = ParsedRequest(TextPrompt("x"), request_id="r")
+        served = cast(ServedPipeline, pipeline)
+        async with ResponseStream(served, [request], "prompt", ["writer"]) as stream:
+            await asyncio.sleep(0)
+            updates = stream.updates()
+            pipeline.put(_said("a"))
+            assert not (await anext(updates)).is_last
+            stages = {"writer": StageOutput("r", "writer", finished=True, text="ab")}
+            pipeline.put(OmniOutput("r", stages, finished=False))
+            update = await anext(updates)
+            assert update.is_last and _text(update) == "ab"
+            with pytest.raises(StopAsyncIteration):
+                await anext(updates)
+
+    asyncio.run(run())

@@ -1,0 +1,136 @@
+"""Admission of requests over HTTP: how many run at once, and how many may wait."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import count
+
+from omni.server.serving.api_error import ApiError
+
+__all__ = ["AdmissionQueue", "QueuePlace"]
+
+_LONGEST_RETRY_S = 60
+_SMOOTHING = 0.2
+"""Weight of the newest request in the mean time that a request takes."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests that came together: they count as one while they wait."""
+
+    num_waiting: int
+
+
+@dataclass(order=True, slots=True)
+class QueuePlace:
+    """One request's place: first in the queue, then among those that run.
+
+    Attributes:
+        priority: lower comes first.
+        number: of arrival.
+        admitted: done when the request may run.
+        group: those that came with it.
+        began_s: when it was admitted, by the monotonic clock.
+        is_left: whether it was given up.
+    """
+
+    priority: int
+    number: int
+    admitted: asyncio.Future[None] = field(compare=False)
+    group: _Group = field(compare=False)
+    began_s: float | None = field(default=None, compare=False)
+    is_left: bool = field(default=False, compare=False)
+
+
+class AdmissionQueue:
+    """Admits waiting requests by priority and then by arrival; for one event loop.
+
+    Args:
+        max_running: requests that run at once.
+        max_waiting: that wait behind them; of requests that came together, several count for one.
+
+    Attributes:
+        max_running: as given.
+        num_running: admitted requests that are not over.
+        num_waiting: groups of requests of which some wait.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self.max_running = max_running
+        self.num_running = 0
+        self.num_waiting = 0
+        self._max_waiting = max_waiting
+        self._waiting: list[QueuePlace] = []
+        self._numbers = count()
+        self._mean_s = 1.0
+
+    def enter(self, priorities: list[int]) -> list[QueuePlace]:
+        """Take a place for each of some requests that belong together: for all, or for none.
+
+        Raises:
+            ApiError: with status 429: too many wait.
+        """
+        self.check_room(len(priorities))
+        loop, group = asyncio.get_running_loop(), _Group(len(priorities))
+        places = [
+            QueuePlace(each, next(self._numbers), loop.create_future(), group)
+            for each in priorities
+        ]
+        for place in places:
+            heapq.heappush(self._waiting, place)
+        self.num_waiting += 1
+        self._admit()
+        return places
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Check that so many requests that belong together would get their places now.
+
+        Raises:
+            ApiError: with status 429: too many wait.
+        """
+        free = self.max_running - self.num_running if not self.num_waiting else 0
+        if num_requests <= free or self.num_waiting < self._max_waiting:
+            return
+        ahead = self.num_waiting + self.num_running
+        seconds = min(_LONGEST_RETRY_S, math.ceil(self._mean_s * ahead / self.max_running))
+        seconds = max(1, seconds)
+        raise ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"{self.num_running} requests run and {self.num_waiting} wait, of at most "
+            f"{self.max_running} and {self._max_waiting}; try again in {seconds} s",
+            code="queue_full",
+            headers={"Retry-After": str(seconds)},
+        )
+
+    def leave(self, place: QueuePlace) -> None:
+        """Give a place up, wherever the request is. May be called again."""
+        if place.is_left:
+            return
+        place.is_left = True
+        if place.began_s is None:
+            self._stops_waiting(place)
+            place.admitted.cancel()
+        else:
+            self.num_running -= 1
+            took_s = time.monotonic() - place.began_s
+            self._mean_s += _SMOOTHING * (took_s - self._mean_s)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._waiting[0].is_left or self.num_running < self.max_running):
+            place = heapq.heappop(self._waiting)
+            if place.is_left:
+                continue
+            self._stops_waiting(place)
+            self.num_running += 1
+            place.began_s = time.monotonic()
+            place.admitted.set_result(None)
+
+    def _stops_waiting(self, place: QueuePlace) -> None:
+        place.group.num_waiting -= 1
+        self.num_waiting -= not place.group.num_waiting

@@ -1,0 +1,73 @@
+"""A client of the server, and the request to a pipeline that is made of what it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omni.requests.request import OmniRequest
+
+if TYPE_CHECKING:
+    from engine import Prompt, SamplingParams
+
+__all__ = ["Client", "ParsedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The sender of an HTTP request, as far as the server cares.
+
+    Attributes:
+        request_id: made here, unique; nothing that the client sent.
+        tenant: the same for all requests with one API key, and reveals nothing of the key; None
+            where no key is needed.
+        traceparent: the header of that name, as it came: the trace that the request belongs to.
+    """
+
+    request_id: str
+    tenant: str | None
+    traceparent: str | None = None
+
+    def request(
+        self,
+        prompt: Prompt,
+        sampling: Mapping[str, SamplingParams],
+        *,
+        index: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        speaker: str | None = None,
+    ) -> ParsedRequest:
+        """Make a request to a pipeline, under an id that no client can choose.
+
+        Its cache salt is that of the client's API key. A client with another key can then not find
+        out, by the time that a prompt takes, whether another client has sent that prompt before.
+
+        Args:
+            prompt: of every root stage.
+            sampling: by stage.
+            index: among several requests of one HTTP request.
+            priority: lower runs earlier.
+            cache_salt: the client's own, within those of its key.
+            speaker: whose voice answers.
+        """
+        salts = [salt for salt in (self.tenant, cache_salt) if salt is not None]
+        return ParsedRequest(
+            prompt,
+            request_id=f"{self.request_id}-{index}",
+            sampling=sampling,
+            priority=priority,
+            cache_salt=":".join(salts) if salts else None,
+            speaker=speaker,
+            tenant=self.tenant,
+            traceparent=self.traceparent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest(OmniRequest):
+    """A request to a pipeline, with what is known of its :class:`Client`."""
+
+    tenant: str | None = None
+    traceparent: str | None = None

@@ -1,0 +1,181 @@
+"""Responses that pipelines make, each for as long as its client is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from starlette.responses import Response
+
+from engine.interface.log_fields import package_logger
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.response_stream import ResponseStream
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from omni.server.serving.parsed_request import Client, ParsedRequest
+    from omni.server.serving.pipeline_server import PipelineServer
+
+__all__ = ["DONE", "PipelineResponse", "event", "while_connected"]
+
+_logger = package_logger(__name__)
+
+_EVENTS = "text/event-stream"
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def event(content: bytes) -> bytes:
+    """Write a server-sent event."""
+    return b"data: " + content + b"\n\n"
+
+
+class PipelineResponse(Response):
+    """A response by one pipeline, in one piece or piece by piece; subclasses say which and how.
+
+    Work for it ends when its client goes or its time is up. What fails before the first piece is
+    answered with a status of its own; a failure after that is an event in a stream of events, and
+    breaks off any other, so that its client knows that some is missing.
+
+    Args:
+        server: has the pipeline.
+        client: sent the request.
+        model: the pipeline's name.
+        is_streamed: whether to send :meth:`pieces` and not :meth:`whole`.
+        media_type: of the pieces.
+
+    Raises:
+        ApiError: there is no such pipeline, or it is not ready.
+    """
+
+    prompt_param: ClassVar[str] = "prompt"
+    """The field in which clients send the prompt."""
+
+    def __init__(
+        self,
+        server: PipelineServer,
+        client: Client,
+        model: str,
+        *,
+        is_streamed: bool = False,
+        media_type: str = _EVENTS,
+    ) -> None:
+        # Proxies that gather what they pass on would hold text back.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
+        del self.headers["content-length"]
+        self.server = server
+        self.client = client
+        self.pipeline = server.find(model)
+        self.stages = self.pipeline.omni.pipeline
+        self._is_streamed = is_streamed
+        self._has_begun = False
+
+    def stream(
+        self, requests: Sequence[ParsedRequest], stages: Sequence[str] = ()
+    ) -> ResponseStream:
+        """Run requests on the pipeline; see :class:`ResponseStream`."""
+        return ResponseStream(self.pipeline, requests, self.prompt_param, stages)
+
+    async def whole(self) -> Response:
+        """Make the response in one piece."""
+        raise NotImplementedError
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Make the response piece by piece; an async generator."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the response and send it."""
+        timeout_s = self.server.settings.limits.request_timeout_s
+        if not self._is_streamed:
+            response = await while_connected(self.whole(), receive, timeout_s)
+            if response is not None:
+                await response(scope, receive, send)
+            return
+        try:
+            await while_connected(self._send_pieces(send), receive, timeout_s)
+        except Exception as error:  # a status cannot be sent any more
+            if not self._has_begun:
+                raise
+            if isinstance(error, ApiError):
+                _logger.info("a stream was broken off: %s", error)
+            else:
+                _logger.exception("a stream broke")
+                error = ApiError.internal()
+            if self.media_type == _EVENTS:
+                await _send_body(send, event(error.to_json()), more=False)
+
+    async def _send_pieces(self, send: Send) -> None:
+        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                await self._begin(send)
+                await _send_body(send, piece, more=True)
+        await self._begin(send)  # if there was no piece at all
+        await _send_body(send, b"", more=False)
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            headers = self.raw_headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def while_connected(
+    work: Coroutine[Any, Any, Any], receive: Receive, timeout_s: float
+) -> Any:
+    """Await work until its client disconnects.
+
+    Args:
+        work: cancelled, and waited for, when the client goes or time is up.
+        receive: of the request; its body has been read.
+        timeout_s: limit of the whole work.
+
+    Returns:
+        The work's result; None if the client has gone.
+
+    Raises:
+        ApiError: with status 504: time is up; with 503: the server ends without waiting for it.
+        Exception: whatever the work raises.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        done, _ = await asyncio.wait(
+            (task, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if task in done:
+            return task.result()
+        if gone in done:
+            return None
+        raise ApiError(
+            HTTPStatus.GATEWAY_TIMEOUT,
+            f"the request was not done after {timeout_s:g} s, the server's limit, and was aborted",
+            code="timeout",
+            # Clients try again by themselves, which would take as long.
+            headers={"x-should-retry": "false"},
+        )
+    except asyncio.CancelledError:  # only the end of the server cancels a response
+        raise ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the server was stopped before the request was done",
+            code="stopping",
+        ) from None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

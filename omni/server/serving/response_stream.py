@@ -1,0 +1,221 @@
+"""Outputs of requests while they run, kept for a reader who may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from omni.server.serving.api_error import ApiError
+from omni.server.serving.meters import RequestMeter
+
+if TYPE_CHECKING:
+    from engine import Waveform
+    from omni.requests.request import OmniOutput
+    from omni.runtime.omni import Omni
+    from omni.server.serving.admission_queue import QueuePlace
+    from omni.server.serving.parsed_request import ParsedRequest
+    from omni.server.serving.pipeline_server import ServedPipeline
+
+__all__ = ["ResponseStream", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New output of a request.
+
+    Attributes:
+        index: of the request among those of the stream.
+        output: its state now. Texts are whole; its ``delta`` and ``audio_delta`` mean nothing, as
+            several outputs may have come since the last update.
+        sounds: by stage, the pieces of sound that came since then.
+        is_last: whether the stages that are waited for are done with the request.
+    """
+
+    index: int
+    output: OmniOutput
+    sounds: Mapping[str, Sequence[Waveform]]
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request, and its output that the reader has not taken yet."""
+
+    place: QueuePlace
+    meter: RequestMeter
+    output: OmniOutput | None = None
+    sounds: dict[str, list[Waveform]] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def put(self, output: OmniOutput) -> None:
+        self.meter.note(output)
+        self.output = output
+        for name, stage in output.stages.items():
+            if stage.audio_delta is not None:
+                self.sounds.setdefault(name, []).append(stage.audio_delta)
+
+
+class ResponseStream:
+    """Runs requests that belong together, and hands out their output as it comes.
+
+    A slow reader finds the newest state, with all the sound since it last looked: it holds up
+    nobody, and what is kept for it does not grow with the number of steps that it missed. Leaving
+    the ``async with`` block aborts what still runs, in every stage::
+
+        async with ResponseStream(pipeline, requests, "prompt") as stream:
+            async for update in stream.updates():
+                ...
+
+    Args:
+        pipeline: runs the requests.
+        requests: each with its id.
+        prompt_param: the field in which the client sent the prompt.
+        stages: a request ends when these are done with it; later ones are not waited for. None
+            named: when all are.
+
+    Raises:
+        ApiError: on entering, the pipeline is not ready, or too many requests wait.
+    """
+
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        requests: Sequence[ParsedRequest],
+        prompt_param: str,
+        stages: Sequence[str] = (),
+    ) -> None:
+        self._pipeline = pipeline
+        self._prompt_param = prompt_param
+        self._requests = tuple(requests)
+        self._stages = tuple(stages)
+        self._running: list[_Running] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_output = False
+        self._reader: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        omni, meters = self._pipeline.omni, self._pipeline.meters
+        assert meters is not None
+        timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
+        try:
+            places = self._pipeline.queue.enter([each.priority for each in self._requests])
+        except ApiError as error:
+            for meter in timed:
+                meter.end("rejected")
+            error.is_recorded = True
+            raise
+        self._running = [_Running(*each) for each in zip(places, timed, strict=True)]
+        self._tasks = [
+            asyncio.create_task(self._run(omni, request, running))
+            for request, running in zip(self._requests, self._running, strict=True)
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for running in self._running:
+            self._pipeline.queue.leave(running.place)
+            # One that has ended keeps its status; a reader may leave others once it has enough.
+            running.meter.end("ok" if kind is None else "aborted")
+        # An error that a task ended with was raised by updates(), or its reader has left.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yield new output until every request has ended.
+
+        Raises:
+            ApiError: a request failed: with status 400 one that could not run as it was sent, with
+                503 one that was admitted when a stage had no worker, with 500 any other.
+        """
+        unfinished = set(range(len(self._running)))
+        while unfinished:
+            await self._wait_for_output()
+            for index in sorted(unfinished):
+                running = self._running[index]
+                if running.error is not None:
+                    raise self._failure(running.error)
+                output, sounds = running.output, running.sounds
+                if output is None:
+                    continue
+                running.output, running.sounds = None, {}
+                if output.error is not None:
+                    raise self._refusal(output.error, is_refused=output.refused)
+                is_last = self._is_last(output)
+                if is_last:
+                    unfinished.discard(index)
+                yield Update(index, output, sounds, is_last)
+
+    async def last_outputs(self) -> list[OmniOutput]:
+        """Wait until every request has ended, and return the last output of each.
+
+        Raises:
+            ApiError: see :meth:`updates`.
+        """
+        last = {update.index: update.output async for update in self.updates()}
+        return [last[index] for index in range(len(self._requests))]
+
+    def _is_last(self, output: OmniOutput) -> bool:
+        if output.finished or not self._stages:
+            return output.finished
+        made = output.stages
+        return all(name in made and made[name].finished for name in self._stages)
+
+    async def _run(self, omni: Omni, request: ParsedRequest, running: _Running) -> None:
+        try:
+            await running.place.admitted
+            self._pipeline.check_stages()  # it may have waited long
+            running.meter.begin()
+            await omni.agenerate(request, on_progress=partial(self._put, running))
+        except Exception as error:  # raised by updates()
+            running.error = error
+            running.meter.end("failed")
+        finally:
+            self._pipeline.queue.leave(running.place)
+            self._wake_reader()
+
+    def _put(self, running: _Running, output: OmniOutput) -> None:
+        running.put(output)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        self._has_output = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _wait_for_output(self) -> None:
+        # An asyncio.Event takes several times as long, and this is waited for at every token.
+        if not self._has_output:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._has_output = False
+
+    def _failure(self, error: BaseException) -> ApiError:
+        """Explain why a pipeline cannot go on: it was closed, or its driver crashed."""
+        if not isinstance(error, ApiError):
+            self._pipeline.fail(f"{type(error).__name__}: {error}")
+            error = ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the model {self._pipeline.name!r} cannot go on: {error}",
+                code="model_failed",
+            )
+        error.is_recorded = True  # by the meter of its request
+        return error
+
+    def _refusal(self, message: str, *, is_refused: bool) -> ApiError:
+        if is_refused:
+            error = ApiError.bad_request(message, param=self._prompt_param, code="invalid_prompt")
+        else:
+            error = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="request_failed")
+        error.is_recorded = True
+        return error
