@@ -76,7 +76,7 @@ class PagedSpans:
 
 
 class NativeKernels:
-    """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of torch's pool.
+    """float32 on a CPU. Work is shared by ``torch.get_num_threads()`` threads of the team (team.c).
 
     Args:
         library: what :func:`engine.native.build.compile_kernels` built.

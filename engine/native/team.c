@@ -11,10 +11,11 @@
  * that the core goes to somebody who works. OpenMP's teams hand out equal shares in advance and
  * spin for milliseconds: beside another program each operation waits for the slowest share.
  *
- * `ticket` is the number of the job (upper half) and its next piece (lower half). A member reads
- * the job, then takes a piece by compare-and-swap: this fails if the job was replaced meanwhile, so
- * no piece is taken with another job's arguments. The caller returns when all pieces are done, and
- * only then can a job be replaced.
+ * `ticket` is the number of the job (upper half) and how many pieces of it are left (lower half).
+ * Whoever reads a ticket with pieces left reads the job, then takes a piece by compare-and-swap. If
+ * this succeeds, the job had pieces left all the while, so it was not replaced and what was read is
+ * its own: the caller replaces a job only when all pieces are done, and then none is left. Between
+ * two jobs none is left either, so a late member takes nothing while the fields are half replaced.
  */
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -100,12 +101,12 @@ static void take_pieces(int number) {
         const void *arguments = atomic_load_explicit(&team.arguments, memory_order_relaxed);
         const uint32_t pieces = atomic_load_explicit(&team.pieces, memory_order_relaxed);
         const int threads = atomic_load_explicit(&team.threads, memory_order_relaxed);
-        const uint32_t piece = (uint32_t)ticket;
-        if (piece >= pieces || number >= threads) return;
-        if (!atomic_compare_exchange_weak_explicit(&team.ticket, &ticket, ticket + 1,
+        const uint32_t left = (uint32_t)ticket;
+        if (!left || number >= threads) return;
+        if (!atomic_compare_exchange_weak_explicit(&team.ticket, &ticket, ticket - 1,
                                                    memory_order_acq_rel, memory_order_acquire))
             continue;
-        work(arguments, piece);
+        work(arguments, pieces - left);
         if (atomic_fetch_add(&team.done, 1) + 1 == pieces && atomic_load(&team.caller_sleeps))
             wake(&team.done, 1);
         ticket = atomic_load_explicit(&team.ticket, memory_order_acquire);
@@ -124,6 +125,7 @@ static void *member(void *number) {
 
 /* A forked child has none of its parent's threads. */
 static void forget_members(void) {
+    atomic_store(&team.ticket, 0); /* of a job that was running */
     atomic_store(&team.num_members, 0);
     atomic_store(&team.sleepers, 0);
     atomic_store(&team.caller_sleeps, 0);
@@ -163,7 +165,8 @@ void omni_team_run(Work *work, const void *arguments, int64_t pieces, int thread
     atomic_store_explicit(&team.threads, threads, memory_order_relaxed);
     atomic_store_explicit(&team.done, 0, memory_order_relaxed);
     const uint32_t number = atomic_load(&team.bell) + 1;
-    atomic_store_explicit(&team.ticket, (uint64_t)number << 32, memory_order_release);
+    const uint64_t ticket = (uint64_t)number << 32 | (uint32_t)pieces;
+    atomic_store_explicit(&team.ticket, ticket, memory_order_release);
     atomic_store(&team.bell, number);
     if (atomic_load(&team.sleepers)) {
         /* Where there are more members than may take part, those that may must be among the woken. */

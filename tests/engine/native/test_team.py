@@ -10,13 +10,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.native import load_kernels
-from engine.native.build import compile_kernels
+from engine.native.build import compile_kernels, find_compiler
+from tests.support.import_graph import ROOT
 from tests.support.native_kernels import needs_kernels
 from tests.support.patience import PATIENCE_S
 
@@ -67,6 +69,17 @@ def test_jobs_of_several_threads_at_once_are_all_done():
     with ThreadPoolExecutor(4) as pool:
         for first, seen in enumerate(pool.map(job, range(0, 400, 100))):
             assert Counter(seen) == {100 * first + number: 50 for number in range(8)}
+
+
+def test_a_late_member_takes_no_piece_of_a_job_half_replaced(tmp_path: Path):
+    stress, sources = tmp_path / "stress", Path(__file__).with_name("team_stress.c")
+    include = f"-I{ROOT / 'engine' / 'native'}"
+    command = [find_compiler(), "-O2", "-pthread", include, str(sources), "-o", str(stress)]
+    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [str(stress), "20000"], check=True, timeout=PATIENCE_S, capture_output=True, text=True
+    )
+    assert done.stdout == "0\n"
 
 
 def test_at_most_as_many_threads_work_as_were_asked_for():
