@@ -201,7 +201,8 @@ class AudioEncoderInputs(EncoderInputMaker):
             got = [f"{count} {modality}" for modality, count in counts.items()]
             got += ["text"] if _has_words(chat) else []
             raise ValueError(
-                f"this model's encoder takes {self.takes}, of a chat one sound without words; got "
+                f"this model's encoder takes {self.takes}, of a chat one sound without words: one "
+                "message with that sound alone, no system message and no earlier turns; got "
                 f"{' and '.join(got) or 'nothing'}"
             )
         (sound,) = chat.multi_modal_data["audio"]

@@ -285,7 +285,7 @@ def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family
 @pytest.mark.parametrize(
     ("words", "shown", "got"),
     [
-        ([{"type": "text", "text": "What?"}], {"audio": ["a.wav"]}, "1 audio and text"),
+        ([{"type": "text", "text": "What?"}], {"audio": ["a.wav"]}, "got 1 audio and text"),
         ("What?", {}, "got text"),
         ([], {"audio": ["a.wav", "b.wav"]}, "got 2 audio"),
         ([], {"audio": ["a.wav"], "image": ["a.png"]}, "got 1 image and 1 audio"),
@@ -296,7 +296,7 @@ def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family
 def test_a_chat_that_is_more_than_a_sound_is_refused_by_a_speech_model(
     words: Any, shown: Any, got: str, whisper: Family
 ) -> None:
-    with pytest.raises(ValueError, match=f"of a chat one sound without words; .*{got}"):
+    with pytest.raises(ValueError, match=f"of a chat one sound without words: .*no earlier turns; {got}"):
         whisper.request(ChatPrompt(({"role": "user", "content": words},), shown))
 
 

@@ -158,7 +158,7 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
     assert "1 audio items" in result.stderr and "this model takes none there" in result.stderr
     result = omni("run", "transcribe_then_summarize", "--chat", "What?", *sound, "-q")
     assert result.exit_code == 1
-    assert "one sound without words; got 1 audio and text" in result.stderr
+    assert "one sound without words: one message" in result.stderr
     result = omni("run", "transcribe_then_summarize", "--chat", "", *sound, "-q")
     assert result.exit_code == 0, result.stderr
 

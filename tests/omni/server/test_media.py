@@ -95,7 +95,7 @@ def test_a_cascade_is_asked_by_voice(media: LiveServer, client: Any):
     answer = client.chat.completions.create(model=model, messages=heard_only)
     expected = in_python(media, model, OmniRequest(AudioPrompt(sound()))).stages
     assert answer.choices[0].message.content == expected["summarizer"].text != ""
-    with pytest.raises(openai.BadRequestError, match="one sound without words; got 1 audio and te"):
+    with pytest.raises(openai.BadRequestError, match="no earlier turns; got 1 audio and text"):
         client.chat.completions.create(model=model, messages=question())
 
 
