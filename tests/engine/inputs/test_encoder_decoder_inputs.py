@@ -296,7 +296,9 @@ def test_a_lone_sound_of_a_chat_is_a_speech_models(content: Any, whisper: Family
 def test_a_chat_that_is_more_than_a_sound_is_refused_by_a_speech_model(
     words: Any, shown: Any, got: str, whisper: Family
 ) -> None:
-    with pytest.raises(ValueError, match=f"of a chat one sound without words: .*no earlier turns; {got}"):
+    with pytest.raises(
+        ValueError, match=f"of a chat one sound without words: .*no earlier turns; {got}"
+    ):
         whisper.request(ChatPrompt(({"role": "user", "content": words},), shown))
 
 
