@@ -1,16 +1,13 @@
-"""Fetches what clients give an address of, from hosts that the server's owner has named."""
+"""Fetches files whose addresses stand in requests, from hosts that the server's owner has named."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import socket
 import ssl
-import threading
-import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
@@ -20,7 +17,6 @@ from omni.server.serving.api_error import ApiError
 __all__ = ["UrlFetcher", "is_public"]
 
 _AT_ONCE = 8
-_CHUNK_BYTES = 1 << 16
 
 
 class UrlFetcher:
@@ -47,11 +43,11 @@ class UrlFetcher:
         self._max_requests = max_requests
         self._num_requests = 0
         self._room = asyncio.Semaphore(_AT_ONCE)
-        # Its own: hosts that do not answer must keep nothing else from being done in a thread.
+        # Its own: names that are looked up for long must keep no other work from its thread.
         self._threads = ThreadPoolExecutor(_AT_ONCE, "omni-fetch")
 
     def close(self) -> None:
-        """Begin no more; what is being fetched ends by itself."""
+        """Look up no more names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
@@ -76,7 +72,7 @@ class UrlFetcher:
             self._num_requests -= 1
 
     async def fetch(self, url: str, param: str, room: int) -> bytes:
-        """Fetch one file, in another thread.
+        """Fetch one file.
 
         Args:
             url: of http or https.
@@ -101,102 +97,49 @@ class UrlFetcher:
             raise _refused(param, "it has characters that an address cannot have")
         if parts.username is not None or parts.password is not None:
             raise _refused(param, "it must not name a user")
-        connection = _Connection(host, port, parts.scheme, time.monotonic() + self._timeout_s)
         most = min(self._max_bytes, room)
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._fetch, parts, connection, most
-                )
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            told = str(error) or type(error).__name__
-            raise _refused(param, f"it cannot be fetched from {host!r}: {told}") from error
-        finally:
-            connection.break_off()  # a host that sends a little now and then would keep the thread
+                return await self._get(parts, host, port, most)
+        except Exception as error:  # of many kinds, of the network, of TLS and of the host's answer
+            message = str(error) or type(error).__name__
+            raise _refused(param, f"it cannot be fetched from {host!r}: {message}") from error
 
-    def _fetch(self, parts: SplitResult, connection: _Connection, most: int) -> bytes:
-        try:
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", path, headers={"Accept": "image/*, audio/*"})
-            with connection.getresponse() as response:
-                if response.status != 200:
-                    told = f"it answered with status {response.status}"
-                    is_redirect = 300 <= response.status < 400
-                    raise ValueError(told + "; redirects are not followed" * is_redirect)
-                return self._read(response, most)
-        finally:
-            connection.end()
+    async def _get(self, parts: SplitResult, host: str, port: int | None, most: int) -> bytes:
+        import httpcore2  # most servers fetch nothing
 
-    def _read(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        content = bytearray()
-        while chunk := response.read1(_CHUNK_BYTES):
-            content += chunk
-            if len(content) > self._max_bytes:
-                raise ValueError(f"it is larger than {self._max_bytes} bytes")
-            if len(content) > most:
-                raise ValueError("the request's files are larger than its body may be")
-        return bytes(content)
-
-
-class _Connection(http.client.HTTPConnection):
-    """To an address that was checked; the name is for the host's eyes, and its certificate.
-
-    Args:
-        host: by its name.
-        port: None: the scheme's.
-        scheme: ``http`` or ``https``.
-        end: by the monotonic clock; nothing waits for longer.
-    """
-
-    def __init__(self, host: str, port: int | None, scheme: str, end: float) -> None:
-        super().__init__(host, port or (443 if scheme == "https" else 80))
-        self._scheme = scheme
-        self._end = end
-        self._lock = threading.Lock()
-        self._handle: socket.socket | None = None
-        self._is_over = False
-
-    def connect(self) -> None:
-        """Connect, and for https check the certificate.
-
-        Raises:
-            OSError: it cannot be had, or was broken off.
-            ValueError: an address of the host is not public.
-        """
-        address = _public_address(self.host, self.port)
-        left_s = max(0.1, self._end - time.monotonic())
-        self.sock = socket.create_connection((address, self.port), left_s)
-        with self._lock:
-            if self._is_over:  # it came before there was anything to break off
-                raise TimeoutError("it was broken off")
-            # One of its own: whoever reads closes the other when all has come.
-            self._handle = self.sock.dup()
-        if self._scheme == "https":
-            context = ssl.create_default_context()
-            self.sock = context.wrap_socket(self.sock, server_hostname=self.host)
-
-    def break_off(self) -> None:
-        """End whatever another thread waits for here; nothing where that is over.
-
-        A time limit alone would not: it begins anew with every byte that comes.
-        """
-        with self._lock:
-            self._is_over = True
-            if self._handle is not None:
-                with suppress(OSError):  # the host has ended it already
-                    self._handle.shutdown(socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        """Close it for good."""
-        self.close()
-        with self._lock:
-            if self._handle is not None:
-                self._handle.close()
-                self._handle = None
+        loop = asyncio.get_running_loop()
+        port_number = port or (443 if parts.scheme == "https" else 80)
+        # The name is for the host's eyes, and its certificate; the connection is to the address.
+        address = await loop.run_in_executor(self._threads, _public_address, host, port_number)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        url = httpcore2.URL(scheme=parts.scheme, host=address, port=port_number, target=path)
+        name = host if port is None else f"{host}:{port}"
+        headers: dict[bytes | str, bytes | str]
+        headers = {"Host": name, "Accept": "image/*, audio/*", "Connection": "close"}
+        tls = None
+        if parts.scheme == "https":  # it reads all certificates
+            tls = await loop.run_in_executor(self._threads, ssl.create_default_context)
+        async with (
+            httpcore2.AsyncConnectionPool(ssl_context=tls) as pool,
+            pool.stream("GET", url, headers=headers, extensions={"sni_hostname": host}) as response,
+        ):
+            if response.status != 200:
+                message = f"it answered with status {response.status}"
+                is_redirect = 300 <= response.status < 400
+                raise ValueError(message + "; redirects are not followed" * is_redirect)
+            content = bytearray()
+            async for chunk in response.aiter_stream():
+                content += chunk
+                if len(content) > self._max_bytes:
+                    raise ValueError(f"it is larger than {self._max_bytes} bytes")
+                if len(content) > most:
+                    raise ValueError("the request's files are larger than its body may be")
+            return bytes(content)
 
 
 def _public_address(host: str, port: int) -> str:
-    """An address of a host, all of whose addresses are public; ``ValueError`` if one is not."""
+    """Find an address of a host; ``ValueError`` unless all that it has are public."""
     found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     for address in sorted(found):
         if not is_public(address):
@@ -205,7 +148,7 @@ def _public_address(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet: not of a machine, a network or a provider.
+    """Tell if an address is one of the internet: not of a machine, a network or a provider.
 
     An IPv6 address that stands for an IPv4 one (mapped, 6to4, NAT64) is judged by both.
     """

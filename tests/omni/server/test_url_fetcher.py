@@ -152,7 +152,7 @@ def test_a_named_host_is_asked_at_the_address_that_was_checked(
         f"named.example:{port}".encode()
     )
     assert asked == ["127.0.0.1"]
-    assert lookups == ["named.example", "127.0.0.1"], "the name means nothing any more"
+    assert "named.example" not in lookups[1:], "the name means nothing any more"
 
 
 @pytest.mark.parametrize(
@@ -224,18 +224,16 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
 
 
 @pytest.mark.parametrize("path", ["dripping", "dripping_head"])
-def test_a_host_that_never_ends_keeps_no_thread(
-    port: int, path: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_host_that_never_ends_is_left(port: int, path: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
 
     async def run() -> None:
+        num_tasks = len(asyncio.all_tasks())
         fetcher = UrlFetcher(["127.0.0.1"], 1 << 30, timeout_s=0.1)
-        for _ in range(2 * 8):  # twice as many as there are threads
+        for _ in range(2 * 8):  # twice as many as may be fetched at once
             with pytest.raises(ApiError, match="cannot be fetched"):
                 await fetcher.fetch(f"http://127.0.0.1:{port}/{path}", "url", 1 << 30)
-        # Each ends by itself: without that, this would wait for ever.
-        await asyncio.to_thread(fetcher._threads.shutdown)
+        assert len(asyncio.all_tasks()) == num_tasks
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
