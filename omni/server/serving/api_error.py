@@ -31,7 +31,7 @@ class ApiError(Exception):
 
     Attributes:
         is_recorded: whether the request that it ends has a record of its own, see
-            :class:`~omni.server.serving.recent_requests.RequestRecord`.
+            :class:`~omni.server.serving.request_records.RequestRecord`.
     """
 
     def __init__(

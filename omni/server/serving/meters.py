@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from engine.interface.deferred import num_items
-from omni.server.serving.recent_requests import RecentRequests, RequestRecord
+from omni.server.serving.request_records import RecentRequests, RequestRecord
 
 if TYPE_CHECKING:
     from omni.requests.request import OmniOutput
     from omni.server.serving.admission_queue import AdmissionQueue
     from omni.server.serving.parsed_request import Client, ParsedRequest
-    from omni.server.serving.request_spans import RequestSpans
+    from omni.server.serving.request_records import RequestSpans
     from stages import StageOutput, StageStats
     from stages.worker.stage_link import WorkerState
 
-__all__ = ["Gaps", "Metered", "Meters", "RequestMeter", "StageMeters", "TokenGaps"]
+__all__ = ["Metered", "Meters", "RequestMeter", "StageMeters"]
 
 _STAGE = ("model", "stage", "replica")
 
@@ -47,36 +43,19 @@ _COUNTERS = (
     ("transfers", "num_transfers", "Outputs and chunks that other stages handed over."),
     ("transferred_bytes", "transferred_bytes", "Bytes of the tensors in these."),
 )
-_GAUGES = (
-    ("running", "num_running", "Requests in steps."),
-    ("waiting", "num_waiting", "Requests that wait for a step."),
-)
 
 
 class Metered(Protocol):
-    """A pipeline, as far as it is read here."""
+    """A served pipeline, as far as it is read here."""
 
-    @property
-    def name(self) -> str:
-        """The model's."""
-
-    @property
-    def queue(self) -> AdmissionQueue:
-        """Admits requests."""
+    name: str
+    queue: AdmissionQueue
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
         """Every stage's counters, by replica."""
 
     def worker_states(self) -> Mapping[str, Sequence[WorkerState]]:
-        """How the workers of stages that run elsewhere are doing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """What one replica has counted; ``labels`` are those of ``_STAGE``."""
-
-    labels: tuple[str, str, str]
-    stats: StageStats
+        """The state of the workers of stages that run elsewhere."""
 
 
 class StageMeters(Collector):
@@ -99,34 +78,22 @@ class StageMeters(Collector):
                 gauge.add_metric([pipeline.name], getattr(pipeline.queue, f"num_{name}"))
             yield gauge
         readings = [
-            _Reading((pipeline.name, stage, str(replica)), stats)
+            ((pipeline.name, stage, str(replica)), stats)
             for pipeline in self._pipelines
             for stage, replicas in pipeline.replica_stats().items()
             for replica, stats in enumerate(replicas)
         ]
         for name, field, what in _COUNTERS:
             counter = CounterMetricFamily(f"omni_stage_{name}", what, None, _STAGE)
-            for reading in readings:
-                counter.add_metric(reading.labels, getattr(reading.stats, field))
+            for replica_labels, stats in readings:
+                counter.add_metric(replica_labels, getattr(stats, field))
             yield counter
-        for name, field, what in _GAUGES:
-            yield _gauge(name, what, (), readings, partial(_count, field))
-        yield _gauge("blocks", "Large pages by state.", ("state",), readings, _pages)
-        yield _gauge(
-            "group_blocks",
-            "Blocks of each group of layers by state.",
-            ("group", "kind", "state"),
-            readings,
-            _group_blocks,
-        )
-        yield _gauge("cache_bytes", "Bytes of each cache.", ("cache",), readings, _cache_bytes)
-        yield _gauge(
-            "hit_rate", "Cached tokens of all tokens of inputs, since the start.", (), readings,
-            _hit_rate,
-        )  # fmt: skip
-        yield self._workers()
-
-    def _workers(self) -> Metric:
+        for name, what, labels, samples in _GAUGES:
+            gauge = GaugeMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
+            for replica_labels, stats in readings:
+                for more, value in samples(stats):
+                    gauge.add_metric((*replica_labels, *more), value)
+            yield gauge
         up = GaugeMetricFamily(
             "omni_stage_worker_up", "Whether a worker takes requests.", None, _STAGE
         )
@@ -134,28 +101,10 @@ class StageMeters(Collector):
             for stage, workers in pipeline.worker_states().items():
                 for replica, worker in enumerate(workers):
                     up.add_metric([pipeline.name, stage, str(replica)], worker.state == "up")
-        return up
+        yield up
 
 
 _Samples = list[tuple[tuple[str, ...], float]]
-
-
-def _gauge(
-    name: str,
-    what: str,
-    labels: tuple[str, ...],
-    readings: Sequence[_Reading],
-    samples: Callable[[StageStats], _Samples],
-) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(f"omni_stage_{name}", what, None, (*_STAGE, *labels))
-    for reading in readings:
-        for more, value in samples(reading.stats):
-            gauge.add_metric((*reading.labels, *more), value)
-    return gauge
-
-
-def _count(field: str, stats: StageStats) -> _Samples:
-    return [((), getattr(stats, field))]
 
 
 def _pages(stats: StageStats) -> _Samples:
@@ -186,61 +135,27 @@ def _hit_rate(stats: StageStats) -> _Samples:
     return [((), stats.cached_tokens / tokens)] if tokens else []
 
 
-_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_BUCKETS = (*map(str, _BOUNDS_S), "+Inf")
+_GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[StageStats], _Samples]], ...] = (
+    ("running", "Requests in steps.", (), lambda stats: [((), stats.num_running)]),
+    ("waiting", "Requests that wait for a step.", (), lambda stats: [((), stats.num_waiting)]),
+    ("blocks", "Large pages by state.", ("state",), _pages),
+    (
+        "group_blocks",
+        "Blocks of each group of layers by state.",
+        ("group", "kind", "state"),
+        _group_blocks,
+    ),
+    ("cache_bytes", "Bytes of each cache.", ("cache",), _cache_bytes),
+    ("hit_rate", "Cached tokens of all tokens of inputs, since the start.", (), _hit_rate),
+)
 
-
-class Gaps:
-    """Those of the tokens of one stage: how many are how long. Added to by one thread."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * len(_BUCKETS)
-        self._sum_s = 0.0
-
-    def add(self, seconds: float, number: int) -> None:
-        """Count gaps that are equally long."""
-        self._counts[bisect_left(_BOUNDS_S, seconds)] += number
-        self._sum_s += seconds * number
-
-    def told(self) -> tuple[list[tuple[str, float]], float]:
-        """Buckets, each with how many are no longer, and the sum in seconds."""
-        counts = map(float, accumulate(self._counts))
-        return list(zip(_BUCKETS, counts, strict=True)), self._sum_s
-
-
-class TokenGaps(Collector):
-    """Those of all stages of which a user gets something; may be read by any thread.
-
-    Every token of every request counts here, and a histogram of prometheus_client takes ten times
-    as long for each: it locks, and looks at one bucket after the other.
-    """
-
-    def __init__(self) -> None:
-        self._gaps: dict[tuple[str, str], Gaps] = {}
-
-    def of(self, model: str, stage: str) -> Gaps:
-        """Those of one stage."""
-        return self._gaps.setdefault((model, stage), Gaps())
-
-    def collect(self) -> Iterator[Metric]:
-        """See :class:`prometheus_client.registry.Collector`."""
-        family = HistogramMetricFamily(
-            "omni_time_between_tokens_seconds",
-            "From one token to the next, of stages whose text or tensors the user gets.",
-            labels=["model", "stage"],
-        )
-        for labels, gaps in list(self._gaps.items()):
-            buckets, sum_s = gaps.told()
-            family.add_metric(labels, buckets, sum_s)
-        yield family
-
-
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 
 
 class Meters:
-    """What one server tells of itself; all names begin with ``omni_``.
+    """Everything that one server reports of itself; all names begin with ``omni_``.
 
     Args:
         pipelines: whose stages are read when ``/metrics`` or the page asks for the figures.
@@ -263,8 +178,13 @@ class Meters:
         self.queue = self._seconds("queue", "Waiting for a turn.")
         self.first_token = self._seconds("time_to_first_token", "Until the first text or token.")
         self.first_audio = self._seconds("time_to_first_audio", "Until the first sound.")
-        self.between_tokens = TokenGaps()
-        self._registry.register(self.between_tokens)
+        self.between_tokens = Histogram(
+            "omni_time_between_tokens_seconds",
+            "From one token to the next, of stages whose text or tensors the user gets.",
+            ["model", "stage"],
+            buckets=_GAPS,
+            registry=self._registry,
+        )
         self.total = self._seconds("request_duration", "From arrival to the end, of whole answers.")
         self.real_time = Histogram(
             "omni_real_time_factor",
@@ -352,7 +272,7 @@ class RequestMeter:
         if count <= (0 if times is None else times.count):
             return
         if times is None:
-            gaps = self._meters.between_tokens.of(self._model, stage.stage)
+            gaps = self._meters.between_tokens.labels(self._model, stage.stage)
             times = self._tokens[stage.stage] = _TokenTimes(gaps)
         now = time.monotonic()
         if self._record.first_token_s is None:
@@ -369,7 +289,7 @@ class RequestMeter:
 class _TokenTimes:
     """When the tokens of one stage came."""
 
-    gaps: Gaps
+    gaps: Histogram
     count: int = 0
     last: float = 0.0
 
@@ -377,5 +297,6 @@ class _TokenTimes:
         """There are so many now."""
         if self.count:
             number = count - self.count
-            self.gaps.add((now - self.last) / number, number)
+            for _ in range(number):
+                self.gaps.observe((now - self.last) / number)
         self.count, self.last = count, now

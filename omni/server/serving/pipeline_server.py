@@ -16,7 +16,7 @@ from engine.interface.placed_error import suggest
 from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import Meters, RequestMeter
-from omni.server.serving.request_spans import spans_by_environment
+from omni.server.serving.request_records import spans_by_environment
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:

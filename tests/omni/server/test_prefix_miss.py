@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine import RequestMetrics
 from omni.requests.output_writer import describe_stage
 from omni.requests.stage_time import StageTime
-from omni.server.serving.recent_requests import RequestRecord
+from omni.server.serving.request_records import RequestRecord
 from stages import StageOutput
 
 

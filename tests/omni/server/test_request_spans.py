@@ -20,8 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from omni.server.serving.recent_requests import RequestRecord
-from omni.server.serving.request_spans import RequestSpans, spans_by_environment
+from omni.server.serving.request_records import RequestRecord, RequestSpans, spans_by_environment
 from tests.support.http_call import call
 from tests.support.import_graph import ROOT
 from tests.support.live_server import LiveServer, wait_until
@@ -170,7 +169,7 @@ def test_nobody_is_told_unless_the_environment_says_so(environment: dict[str, st
 def test_an_exporter_that_is_not_there_is_told_and_harms_nothing(
     environment: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "omni.server.serving.request_spans"
+    module = "omni.server.serving.request_records"
     monkeypatch.setattr(f"{module}.entry_points", lambda **_: ())
     found = spans_by_environment(environment)
     assert found is not None
@@ -268,8 +267,8 @@ def test_a_collector_gets_spans_that_belong_together(checkpoint_cache: object) -
 def test_the_environment_s_exporter_gets_the_spans(told: dict[str, str], name: str) -> None:
     code = (
         "import sys\n"
-        "from omni.server.serving.request_spans import spans_by_environment\n"
-        "from omni.server.serving.recent_requests import RequestRecord\n"
+        "from omni.server.serving.request_records import spans_by_environment\n"
+        "from omni.server.serving.request_records import RequestRecord\n"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
         "spans = spans_by_environment()\n"
         "spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
