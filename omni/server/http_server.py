@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import signal
 import socket
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -17,8 +15,6 @@ from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.settings import ServerSettings
 
 __all__ = ["HttpServer", "bind", "url_of"]
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -49,19 +45,26 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a server is that listens there."""
+    """Return the address of a server that listens there."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class HttpServer:
-    """A server of pipelines on a port.
+class HttpServer(uvicorn.Server):
+    """A server of pipelines on a port; ``run`` serves until a signal comes, or :meth:`stop`.
+
+    The first signal lets running requests finish, for as long as the limits say; the second ends
+    them, each with an error that says why; the third does not even wait for that. The caller
+    decides with which status the program then exits.
 
     Args:
         pipelines: what to serve; they are loaded when the server runs.
         listener: of :func:`bind`; closed in the end.
         on_start: called when connections are answered, and signals end the server well; only then
             pipelines are loaded.
+
+    Raises:
+        Exception: on running, what kept a pipeline from being loaded.
     """
 
     def __init__(
@@ -71,12 +74,7 @@ class HttpServer:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         limits = pipelines.settings.limits
-        self.pipelines = pipelines
-        self.listener = listener
-        self.on_start = on_start
-        pipelines.on_failure = self.stop
-        self._uvicorn = _Uvicorn(
-            pipelines,
+        super().__init__(
             uvicorn.Config(
                 create_app(pipelines),
                 ws="websockets-sansio",
@@ -87,79 +85,43 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
-            ),
+            )
         )
+        self.pipelines = pipelines
+        self.listener = listener
+        self.on_start = on_start
+        pipelines.on_failure = self.stop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_ending = False
 
-    def run(self) -> None:
-        """Serve until a signal comes, or :meth:`stop` is called.
-
-        The first signal lets running requests finish, for as long as the limits say; the second
-        ends them, each with an error that says why; the third does not even wait for that.
-
-        Raises:
-            Exception: what kept a pipeline from being loaded.
-        """
-        # uvloop's, where it is there: each piece that is sent takes less of this thread's time.
-        with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
-            runner.run(self.serve())
-
-    async def serve(self) -> None:
-        """The same in a loop that runs; signals are handled in the main thread only."""
-        self._uvicorn.on_start = self.on_start
-        await self._uvicorn.serve(sockets=[self.listener])
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve in a loop that runs; signals are handled in the main thread only."""
+        await super().serve(sockets or [self.listener])
         if self.pipelines.failure is not None:
             raise self.pipelines.failure
 
     def stop(self) -> None:
         """Let running requests finish, and end; from any thread."""
         self.pipelines.is_stopping = True
-        self._uvicorn.should_exit = True
-
-    @property
-    def has_started(self) -> bool:
-        """Whether connections are answered."""
-        return bool(self._uvicorn.started)
-
-
-class _Uvicorn(uvicorn.Server):
-    """Ends well on a signal: the caller decides with which exit status."""
-
-    def __init__(self, pipelines: PipelineServer, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._pipelines = pipelines
-        self.on_start: Callable[[], None] = lambda: None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_ending = False
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer connections, then to load pipelines."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self.on_start()
-            self._pipelines.start_loading()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        try:
-            before = {each: signal.signal(each, self.handle_exit) for each in _SIGNALS}
-        except ValueError:  # not in the main thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            self.pipelines.start_loading()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal; uvicorn would raise those again that it notes itself."""
         if self.should_exit:
             if self._is_ending or self._loop is None:
                 self.force_exit = True
             else:
                 self._is_ending = True
                 self._loop.call_soon_threadsafe(self._end_requests)
-        self.should_exit = True
-        self._pipelines.is_stopping = True
+        self.stop()
 
     def _end_requests(self) -> None:
         for task in tuple(self.server_state.tasks):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,10 @@ async def _run(request: Request) -> Response:
 def _request(line: PipelineRequest, pipeline: ServedPipeline, client: Client) -> ParsedRequest:
     # Only here: a server answers before torch is imported.
     from omni.requests.request_line import prompt_of, sampling_of
-    from omni.server.inline_files import InlineFiles
 
     own = {name: stage.own_sampling for name, stage in pipeline.config.stages.items()}
     return client.request(
-        prompt_of(line, InlineFiles()),
+        prompt_of(line, _InlineFiles()),
         sampling_of(line.sampling, own),
         priority=line.priority,
         cache_salt=line.cache_salt,
@@ -166,6 +166,51 @@ class _PipelineOutput(PipelineResponse):
             new.setdefault(name, {})["audio_delta"] = b64encode(samples).decode()
             new[name]["sampling_rate"] = sounds[0].sampling_rate
         return new
+
+
+class _InlineFiles:
+    """Files that stand in a request themselves, where a line of ``requests.jsonl`` names one.
+
+    Images, sounds and videos are data URLs, and tensors a safetensors file in base64. See
+    :class:`~omni.requests.request_files.RequestFiles`.
+    """
+
+    def item(self, key: str, name: str) -> bytes:
+        """An image, a sound or a video of a data URL."""
+        head, comma, data = name.partition(",")
+        head = head.lower()
+        if not (comma and head.startswith("data:") and head.endswith(";base64")):
+            raise ValueError(
+                f"{key}: must be a data URL, such as 'data:audio/wav;base64,...': a server reads "
+                f"no files of its own, got {name!r:.80}"
+            )
+        return _decoded(key, data)
+
+    def at_url(self, key: str, url: str) -> bytes:
+        """What a part of a message brings."""
+        return self.item(key, url)
+
+    def embeds(self, name: str) -> Tensor:
+        """A tensor ``(tokens, hidden)``."""
+        from safetensors import SafetensorError  # only here, as above
+        from safetensors.torch import load
+
+        from omni.requests.request_files import only_embeds
+
+        try:
+            tensors = load(_decoded("prompt_embeds", name))
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(
+                f"prompt_embeds: must be a safetensors file in base64: {error}"
+            ) from error
+        return only_embeds(tensors, "prompt_embeds")
+
+
+def _decoded(key: str, data: str) -> bytes:
+    try:
+        return b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{key}: not valid base64: {error}") from error
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

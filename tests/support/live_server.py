@@ -64,7 +64,7 @@ class LiveServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        wait_until(lambda: self._http.has_started or self._error is not None)
+        wait_until(lambda: self._http.started or self._error is not None)
         if self._is_ready:
             wait_until(lambda: self.pipelines.status != "loading" or self._error is not None)
         return self
