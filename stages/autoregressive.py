@@ -12,7 +12,13 @@ from engine.interface.deferred import Deferred, as_stored, defer
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
-from stages.model_fit import emitted_by, misfit_of_outputs, misfit_of_tokens, speakers_in
+from stages.model_fit import (
+    emitted_by,
+    misfit_of_outputs,
+    misfit_of_tokens,
+    modalities_of,
+    speakers_in,
+)
 from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -54,6 +60,10 @@ class AutoregressiveStageConfig(TokenStageConfig):
     def emitted(self, config: Mapping[str, Any]) -> Collection[str] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
         return emitted_by(config, self.part)
+
+    def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
+        """See :class:`~stages.stage_config.StageConfig`."""
+        return modalities_of(config, self.part)
 
     def load_speakers(self) -> tuple[str, ...] | None:
         """See :class:`~stages.stage_config.StageConfig`."""
@@ -184,11 +194,14 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         """What the engine resolved and reserved, and where its sampling parameters come from."""
         given = self._given_sampling.model_fields_set
         stated = self._sampling.model_fields_set
+        of_checkpoint = dict(self.engine.checkpoint_token_ids)
         sampling = []
         for name in SamplingParams.model_fields:
             source = "generation_config.json" if name in stated else "default"
             source = "pipeline" if name in given else source
-            sampling.append(f"{name}: {getattr(self._sampling, name)} ({source})")
+            besides = f" and {of_checkpoint.pop(name)}" if name in of_checkpoint else ""
+            sampling.append(f"{name}: {getattr(self._sampling, name)} ({source}){besides}")
+        sampling += [f"{name}: {ids}" for name, ids in of_checkpoint.items()]
         return {**super().describe(), "sampling": sampling}
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams, TextPrompt
 from engine.interface.arguments import check_argument
 from engine.interface.config import EngineConfig, EngineSettings
 from engine.interface.settings import Settings
+from engine.models.registry import FAMILIES
 from stages.engine_stage import EngineStage
+from stages.model_fit import modalities_of
 from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
@@ -42,6 +44,11 @@ class EncoderStageConfig(TokenStageConfig):
     pooling: Literal["auto", "mean", "cls", "last", "pooler"] = "auto"
     normalize: bool | None = None
     final_output: Annotated[tuple[Literal["tensors"], ...], OneOrMore] = ()
+
+    def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
+        """See :class:`~stages.stage_config.StageConfig`; what the table lacks encodes text."""
+        taken = modalities_of(config, self.part)
+        return ("text",) if taken is None and not FAMILIES.may_grow() else taken
 
     def build_stage(self, name: str) -> EncoderStage:
         """See :class:`~stages.stage_config.StageConfig`."""

@@ -10,7 +10,14 @@ from typing import Any
 from engine.files.json_file import read_json_object
 from engine.models.registry import FAMILIES, FamilyRow
 
-__all__ = ["emitted_by", "misfit_of_codes", "misfit_of_outputs", "misfit_of_tokens", "speakers_in"]
+__all__ = [
+    "emitted_by",
+    "misfit_of_codes",
+    "misfit_of_outputs",
+    "misfit_of_tokens",
+    "modalities_of",
+    "speakers_in",
+]
 
 _Misfit = tuple[str, str] | None
 
@@ -49,6 +56,12 @@ def emitted_by(config: Mapping[str, Any], part: str | None) -> tuple[str, ...] |
     """Names of the per-token tensors that a model emits; None of one that the table lacks."""
     row = _row_of(config, part)
     return None if row is None else row.outputs
+
+
+def modalities_of(config: Mapping[str, Any], part: str | None) -> tuple[str, ...] | None:
+    """What a model's prompts are made of; None of one that the table lacks."""
+    row = _row_of(config, part)
+    return None if row is None else row.modalities
 
 
 def speakers_in(model: str, part: str | None) -> tuple[str, ...] | None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import core_schema
@@ -35,6 +35,7 @@ __all__ = [
     "StageStats",
     "Transform",
     "TransformContext",
+    "check_methods",
 ]
 
 FINAL_OUTPUTS = ("text", "tensors", "audio")
@@ -189,6 +190,17 @@ class StageInputs:
         return f"{Path(file).stem}:{function}" if file.endswith(".py") else transform
 
 
+def check_methods(kind: type[Any]) -> None:
+    """Check that a class has every method that its base classes leave to it.
+
+    Raises:
+        ValueError: it lacks some; names them.
+    """
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(f"class {kind.__qualname__} must define {', '.join(missing)}")
+
+
 class Stage(ABC):
     """One step of a pipeline. Stages know nothing of each other; the runtime connects them.
 
@@ -219,6 +231,15 @@ class Stage(ABC):
     built_of: Settings | None = None
     num_transfers: int = 0
     transferred_bytes: int = 0
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Make a stage, if no method is missing.
+
+        Raises:
+            ValueError: the class lacks methods that a stage must have.
+        """
+        check_methods(cls)
+        return super().__new__(cls)
 
     def __init__(
         self,

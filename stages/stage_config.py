@@ -10,9 +10,16 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from engine.interface.config import EngineConfig, EngineSettings
@@ -20,7 +27,7 @@ from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.placement import Placement
-from stages.stage import OneOrMore, Stage, StageInputs
+from stages.stage import OneOrMore, Stage, StageInputs, check_methods
 from stages.transforms.custom_transform import load_custom, locate_custom
 
 if TYPE_CHECKING:
@@ -96,6 +103,13 @@ class StageConfig(Settings):
     inputs: StageInputs | None = None
     final_output: Annotated[tuple[str, ...], OneOrMore] = ()
     placement: Placement = Field(default=Placement(), description="where the stage runs")
+
+    _named: str | None = PrivateAttr(default=None)
+
+    @property
+    def kind_reference(self) -> str:
+        """What a file at any place names this kind by: the place of its class where it has one."""
+        return self._named or self.kind
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -173,6 +187,17 @@ class StageConfig(Settings):
 
         Returns:
             None if that is known only when the model is loaded.
+        """
+        return None
+
+    def modalities(self, config: Mapping[str, Any]) -> Collection[str] | None:
+        """What prompts of a checkpoint's model are made of, as far as its config tells.
+
+        Args:
+            config: the content of its ``config.json``.
+
+        Returns:
+            Of ``text``, ``image``, ``audio`` and ``video``; None if that is not known.
         """
         return None
 
@@ -290,20 +315,49 @@ def parse_stage_config(
     if "kind" not in data:
         raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
     kind = str(data["kind"])
-    config = _stage_kind(kind, (context or {}).get("folder"))
+    folder = (context or {}).get("folder")
+    config = _stage_kind(kind, folder)
     if config is None:
         hint = suggest(kind, stage_kind_names())
         if not hint.endswith("?"):
             own = f"file.py:Class, or by an entry point {ENTRY_POINTS!r} of its package"
             hint += f"; one of your own is named as {own}"
         raise PlacedError(("kind",), f"unknown kind {kind[:80]!r}{hint}")
+    try:
+        _check_kind(config)
+    except ValueError as error:
+        raise PlacedError(("kind",), f"kind {kind!r}: {error}") from error
     if ":" in kind:
         named = get_args(config.model_fields["kind"].annotation)
         data = data | {"kind": named[0] if named else kind}
     if from_file:
         # From JSON, strict validation still takes a list for a tuple.
-        return config.model_validate_json(json.dumps(data), strict=True, context=context)
-    return config.model_validate(data, context=context)
+        parsed = config.model_validate_json(json.dumps(data), strict=True, context=context)
+    else:
+        parsed = config.model_validate(data, context=context)
+    if ":" in kind:
+        parsed._named = locate_custom(kind, folder, what="kind")
+    return parsed
+
+
+def _check_kind(config: type[StageConfig]) -> None:
+    """Refuse a kind whose own class, or that of the stage it builds, lacks methods.
+
+    The stage's class is known where ``build_stage`` states it. One that others are derived from, or
+    that declares abstract methods itself, may be stated in place of what is built.
+
+    Raises:
+        ValueError: names the class and the methods.
+    """
+    check_methods(config)
+    try:
+        built = get_type_hints(config.build_stage).get("return")
+    except Exception:  # names that only type checkers can see
+        return
+    if not (isinstance(built, type) and issubclass(built, Stage)):
+        return
+    if not built.__subclasses__() and built.__abstractmethods__.isdisjoint(vars(built)):
+        check_methods(built)
 
 
 def stage_kind_names() -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from prefix_cache import EncoderBlocks
 
 __all__ = ["InputProcessor"]
 
+_GENERATION = "generation_config.json"
 _SEED_STEP = 2**40
 """From one sequence of a completion to the next: further than completions lie apart."""
 
@@ -74,6 +75,7 @@ class InputProcessor:
         self._begin_suppressed = self._generable(
             *prompts.begin_suppress_token_ids, *(generation.get("begin_suppress_tokens") or ())
         )
+        self._generation = generation
 
     def process(self, new: NewRequest) -> list[Request]:
         """Build one request per completion (``sampling.n``); for any thread, beside other calls.
@@ -226,6 +228,24 @@ class InputProcessor:
             logits_processor=logits_processor,
             begin_suppress_token_ids=self._begin_suppressed,
         )
+
+    @property
+    def checkpoint_token_ids(self) -> dict[str, str]:
+        """The token ids that the checkpoint ends, suppresses or forbids, and where it says so."""
+        ids = {
+            "eos_token_ids": ("eos_token_id", sorted(self._eos_token_ids)),
+            "suppress_token_ids": ("suppress_tokens", self._suppressed),
+            "begin_suppress_token_ids": ("begin_suppress_tokens", self._begin_suppressed),
+            "bad_words_ids": ("bad_words_ids", self._generation.get("bad_words_ids")),
+        }
+        stated = {key for key, value in self._generation.items() if value is not None}
+        if "bad_words_ids" in stated:
+            stated.add("suppress_tokens")  # words of one token are among them
+        return {
+            name: f"{list(found)} ({_GENERATION if key in stated else 'checkpoint'})"
+            for name, (key, found) in ids.items()
+            if found
+        }
 
     @property
     def takes_chunks(self) -> bool:

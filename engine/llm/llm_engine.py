@@ -173,6 +173,11 @@ class LLMEngine(Engine[RequestOutput]):
         return self._inputs.sampling_defaults
 
     @property
+    def checkpoint_token_ids(self) -> Mapping[str, str]:
+        """The token ids that the checkpoint ends, suppresses or forbids, and where it says so."""
+        return self._inputs.checkpoint_token_ids
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether a request may begin while its prompt is still made."""
         return self._inputs.takes_chunks

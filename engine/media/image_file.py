@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from engine.media.media_source import MediaSource
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["image_features", "load_image_processor", "open_image", "upright_rgb"]
+__all__ = ["check_image", "image_features", "load_image_processor", "open_image", "upright_rgb"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
@@ -44,7 +46,6 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
         ValueError: it is none of these, too large, cannot be read, or does not say what is white.
     """
     from PIL import Image as pillow
-    from PIL import UnidentifiedImageError
 
     limits = limits or MediaLimits()
     if isinstance(image, pillow.Image):
@@ -60,24 +61,48 @@ def open_image(image: object, limits: MediaLimits | None = None) -> Image:
             f"got {type(image).__name__}"
         )
     source = MediaSource(image, "image", limits.max_file_bytes)
+    with _opened(source, limits) as opened:
+        return upright_rgb(opened)
+
+
+def check_image(source: MediaSource) -> None:
+    """Look at the header of an image, and decode none of it.
+
+    Raises:
+        ValueError: it cannot be read, or is of another kind.
+    """
+    with _opened(source, None):
+        pass
+
+
+@contextmanager
+def _opened(source: MediaSource, limits: MediaLimits | None) -> Iterator[Image]:
+    """An image whose header is read; None checks no size."""
+    from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
+
     # One at a time: what is a warning or an error is a setting of the whole process.
     with source.open() as file, turn_of(pillow):
         # Whatever a decoder meets in a broken file, and raises, is that file's fault.
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", pillow.DecompressionBombWarning)
+                warnings.simplefilter(
+                    "ignore" if limits is None else "error", pillow.DecompressionBombWarning
+                )
                 opened = pillow.open(file, formats=_FORMATS)
             with opened:
-                _check_size(opened.size, limits)
-                return upright_rgb(opened)
+                if limits is not None:
+                    _check_size(opened.size, limits)
+                yield opened
         except UnidentifiedImageError as error:
             raise ValueError(
                 f"{source.name} cannot be read: it is none of PNG, JPEG, WebP, GIF, BMP and TIFF"
             ) from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+            most = "" if limits is None else f", {limits.max_image_pixels}"
             raise ValueError(
                 f"{source.name} cannot be read: it has more pixels than "
-                f"engine.media_limits.max_image_pixels, {limits.max_image_pixels}; scale it down"
+                f"engine.media_limits.max_image_pixels{most}; scale it down"
             ) from error
         except Exception as error:  # see above
             raise ValueError(f"{source.name} cannot be read: {error}") from error

@@ -20,7 +20,14 @@ from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
 if TYPE_CHECKING:
     from engine.media.sound_stream import SoundStream
 
-__all__ = ["LongestSound", "check_duration", "check_rate", "read_sound", "stated_duration"]
+__all__ = [
+    "LongestSound",
+    "check_duration",
+    "check_rate",
+    "check_sound",
+    "read_sound",
+    "stated_duration",
+]
 
 logger = package_logger(__name__)
 
@@ -87,11 +94,7 @@ def read_sound(
     """
     name = source.name
     with source.open() as file:
-        kind = _kind(file.read(12))
-        file.seek(0)
-        if kind is None:
-            raise ValueError(f"{name} cannot be read: it is none of {_WANTED}; convert it")
-        header = _wav_header(file, name) if kind == "WAV" else None
+        header = _header(file, name)
         if header is not None and header.num_bytes is None:
             target = _with_stated_size(file, header, longest, name)
         else:
@@ -109,6 +112,19 @@ def read_sound(
             samples, num_frames = _decode(sound, longest, resampler, name)
             _check_whole(sound, num_frames, header, name)
             return samples, int(sound.samplerate)
+
+
+def check_sound(source: MediaSource) -> None:
+    """Look at the header of a sound, and decode none of it.
+
+    Raises:
+        ValueError: it cannot be read, or is of another kind.
+    """
+    with source.open() as file:
+        header = _header(file, source.name)
+        if header is None or header.num_bytes is not None:
+            with _opened(file, source.name):
+                pass
 
 
 def stated_duration(source: MediaSource) -> float | None:
@@ -149,6 +165,19 @@ def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
                 f"raise {longest.setting}"
             )
         raise ValueError(f"{name} is {seconds:.2f} s long, but {why}")
+
+
+def _header(file: BinaryIO, name: str) -> WavHeader | None:
+    """The header of a WAV file; None of other kinds.
+
+    Raises:
+        ValueError: the file is of none of the kinds that are read.
+    """
+    kind = _kind(file.read(12))
+    file.seek(0)
+    if kind is None:
+        raise ValueError(f"{name} cannot be read: it is none of {_WANTED}; convert it")
+    return _wav_header(file, name) if kind == "WAV" else None
 
 
 def _kind(head: bytes) -> str | None:

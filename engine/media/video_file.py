@@ -21,7 +21,7 @@ from engine.media.media_source import MediaSource
 if TYPE_CHECKING:
     from av.container import InputContainer
 
-__all__ = ["VideoInfo", "probe_video", "read_frames", "read_soundtrack"]
+__all__ = ["VideoInfo", "check_video", "probe_video", "read_frames", "read_soundtrack"]
 
 _VIDEO_CODECS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "av1")
 _AUDIO_CODECS = ("aac", "mp3", "opus", "vorbis", "flac", "alac")
@@ -82,6 +82,16 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
             )
         has_sound = bool(container.streams.audio)
     return VideoInfo(num_frames, fps, width, height, has_sound)
+
+
+def check_video(source: MediaSource) -> None:
+    """Look at the header of a video, and decode none of it.
+
+    Raises:
+        ValueError: it cannot be read, or is of another kind.
+    """
+    with _opened(source) as container:
+        _stream(source, container, "video", _VIDEO_CODECS)
 
 
 def read_frames(

@@ -36,6 +36,7 @@ class FamilyRow(NamedTuple):
         makes_sound: whether it is a generator.
         base_type: see :attr:`~engine.models.family.ModelFamily.base_type`.
         outputs: names of the per-token tensors that its model emits.
+        modalities: what its prompts are made of, where its checkpoint has what reads them.
     """
 
     module: str
@@ -45,6 +46,7 @@ class FamilyRow(NamedTuple):
     makes_sound: bool = False
     base_type: str | None = None
     outputs: tuple[str, ...] = ("hidden_states",)
+    modalities: tuple[str, ...] = ("text",)
 
     @property
     def part(self) -> str | None:
@@ -75,19 +77,42 @@ _TABLE = (
     FamilyRow("hybrids.bamba", ("BambaForCausalLM", "BambaModel")),
     FamilyRow("seq2seq.bart", ("BartForConditionalGeneration",), outputs=_TWO_SIDES),
     FamilyRow("seq2seq.t5", ("T5ForConditionalGeneration",), outputs=_TWO_SIDES),
-    FamilyRow("whisper.whisper", ("WhisperForConditionalGeneration",), outputs=_TWO_SIDES),
-    FamilyRow("mllama.mllama", ("MllamaForConditionalGeneration",), outputs=_TWO_SIDES),
-    FamilyRow("llava.llava", ("LlavaForConditionalGeneration",)),
-    FamilyRow("qwen2_5_vl.qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",)),
+    FamilyRow(
+        "whisper.whisper",
+        ("WhisperForConditionalGeneration",),
+        outputs=_TWO_SIDES,
+        modalities=("audio",),
+    ),
+    FamilyRow(
+        "mllama.mllama",
+        ("MllamaForConditionalGeneration",),
+        outputs=_TWO_SIDES,
+        modalities=("text", "image"),
+    ),
+    FamilyRow("llava.llava", ("LlavaForConditionalGeneration",), modalities=("text", "image")),
+    FamilyRow(
+        "qwen2_5_vl.qwen2_5_vl",
+        ("Qwen2_5_VLForConditionalGeneration",),
+        modalities=("text", "image", "video"),
+    ),
     FamilyRow(
         f"{_OMNI}.family",
         ("Qwen2_5OmniThinkerForConditionalGeneration",),
         "THINKER",
         _OMNI,
         outputs=("hidden_states", "position_ids", "token_embeds"),
+        modalities=("text", "image", "audio", "video"),
     ),
-    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniTalkerForConditionalGeneration",), "TALKER", _OMNI),
-    FamilyRow(f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True),
+    FamilyRow(
+        f"{_OMNI}.family",
+        ("Qwen2_5OmniTalkerForConditionalGeneration",),
+        "TALKER",
+        _OMNI,
+        modalities=(),
+    ),
+    FamilyRow(
+        f"{_OMNI}.family", ("Qwen2_5OmniToken2WavModel",), "CODE2WAV", _OMNI, True, modalities=()
+    ),
 )
 
 

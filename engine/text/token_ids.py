@@ -41,7 +41,10 @@ def token_ids(
     if processes is not None:
         return processes.token_ids(text, add_special_tokens, seconds)
     with tokenizers_turn(tokenizer):
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        # Not verbose: it would warn of what is too long, which the caller cuts or refuses.
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+            "input_ids"
+        ]
     return ids
 
 

@@ -83,6 +83,7 @@ def run(options: RunOptions) -> bool:
 def validate(options: ValidateOptions) -> bool:
     """Check a pipeline's YAML file, and a file of requests, without loading any model."""
     pipeline = _load(options)
+    _check_voices(pipeline, options)
     typer.echo(f"{options.config}: valid; stages: {', '.join(pipeline.topological_order())}")
     for name, transform in pipeline.custom_transforms().items():
         typer.echo(f"stage {name}: its transform {transform} is there; it was not run")
@@ -139,10 +140,13 @@ def serve(options: ServeOptions) -> bool:
 
     # All of them are checked before anything starts.
     runtime, address = options.runtime, options.address
-    pipelines = [
-        _load(ValidateOptions(config=each, runtime=runtime, address=address))
-        for each in options.configs
+    each = [
+        ValidateOptions(config=config, runtime=runtime, address=address)
+        for config in options.configs
     ]
+    pipelines = [_load(checked) for checked in each]
+    for pipeline, checked in zip(pipelines, each, strict=True):
+        _check_voices(pipeline, checked)
     serve_pipelines(pipelines, options)
     return True
 
@@ -230,6 +234,18 @@ def _load(
     return pipeline if speaker is None else with_speaker(pipeline, speaker)
 
 
+def _check_voices(pipeline: PipelineConfig, options: ValidateOptions) -> None:
+    """Check the names of voices in a user's file; shipped ones need not wait for torch."""
+    from omni.pipelines.config_file import shipped_configs
+
+    if options.config in shipped_configs() and not options.overrides:
+        return
+    try:
+        pipeline.check_speaker()
+    except ValueError as error:
+        raise ValueError(f"{options.config}: {error}") from error
+
+
 def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | None) -> _Given:
     if flags.given == (input_file is not None):
         raise ValueError(
@@ -239,7 +255,7 @@ def _requests(pipeline: PipelineConfig, flags: PromptFlags, input_file: Path | N
     if input_file is not None:
         return _read_file(pipeline, input_file)
     requests = flags.requests()
-    flags.check_files()
+    flags.check_files(pipeline.modalities())
     return _Given([*requests], flags.digest())
 
 

@@ -62,6 +62,7 @@ def describe_config(config: PipelineConfig) -> str:
     usual = dict(SamplingParams())
     own = {name: usual.pop(name) for name in CHECKPOINT_FIELDS}
     for name, stage in dumped["stages"].items():
+        stage["kind"] = config.stages[name].kind_reference
         if (given := config.stages[name].own_sampling) is not None:
             stage["sampling"] = given.with_defaults(usual).model_dump(mode="json")
         stage["final_output"] = stage.pop("final_output")  # what comes out stands last
@@ -70,7 +71,7 @@ def describe_config(config: PipelineConfig) -> str:
     return (
         f"Every setting:\n\n{shown}\n"
         "# Where sampling leaves these out, generation_config.json decides, or else they are\n"
-        f"# {told}."
+        f"# {told}. Its suppressed tokens, bad words and ends of sequences hold besides."
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,18 +112,25 @@ class PromptFlags:
         given = {field.name: getattr(self, field.name) for field in fields(PromptFlags)}
         return hashlib.sha256(json.dumps(given, default=os.fspath).encode()).hexdigest()
 
-    def check_files(self) -> None:
-        """Check that the files are there; what is in them is checked when they are read.
+    def check_files(self, taken: Mapping[str, Collection[str]]) -> None:
+        """Check that a pipeline takes such files, that they are there, and how they begin.
+
+        Args:
+            taken: what stages that read the prompt take, by their names, where that is known.
 
         Raises:
-            ValueError: one is not, or is no regular file.
+            ValueError: a stage takes no such file, or one is not there, or is of another kind.
         """
-        from engine.media.regular_file import regular_file
-
-        given = {"--audio": self.audio, "--image": self.images, "--video": self.videos}
-        for flag, files in given.items():
+        given = {"audio": self.audio, "image": self.images, "video": self.videos}
+        for modality, files in given.items():
+            for stage, modalities in taken.items():
+                if files and modality not in modalities:
+                    raise ValueError(
+                        f"--{modality}: stage {stage!r} takes no {modality}; its model reads "
+                        f"{', '.join(modalities) or 'what other stages make'}"
+                    )
             for file in files or ():
-                regular_file(file, f"{flag}: {str(file)!r}")
+                _check_file(modality, file)
 
     def requests(self) -> list[OmniRequest]:
         """The requests, with made-up ids.
@@ -181,3 +189,22 @@ class PromptFlags:
             # Plain text where nothing is shown: not every template knows parts.
             content = [*parts, {"type": "text", "text": text}] if parts else text
             yield ChatPrompt(({"role": "user", "content": content},), multi_modal_data=shown)
+
+
+def _check_file(modality: str, file: Path) -> None:
+    """Look at the beginning of a file; how long or large it is, is the engine's to judge."""
+    from engine.media.media_source import MediaSource
+
+    source = MediaSource(file, f"--{modality}:", sys.maxsize)
+    if modality == "audio":
+        from engine.media.sound_file import check_sound
+
+        check_sound(source)
+    elif modality == "image":
+        from engine.media.image_file import check_image
+
+        check_image(source)
+    else:
+        from engine.media.video_file import check_video
+
+        check_video(source)

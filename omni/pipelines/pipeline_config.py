@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,17 +126,24 @@ class PipelineConfig(Settings):
 
     def emitted(self) -> dict[str, Collection[str]]:
         """Names of the tensors that stages' models emit, where their checkpoints' configs tell."""
-        configs = {
-            name: local_config(stage.model)
-            for name, stage in self.stages.items()
-            if stage.model is not None
-        }
-        known = {
-            name: self.stages[name].emitted(config)
-            for name, config in configs.items()
-            if config is not None
-        }
-        return {name: names for name, names in known.items() if names is not None}
+        return self._as_configs_tell(lambda stage, config: stage.emitted(config))
+
+    def modalities(self) -> dict[str, Collection[str]]:
+        """What the models of stages that read the user's prompt take, where that is known."""
+        known = self._as_configs_tell(lambda stage, config: stage.modalities(config))
+        return {name: taken for name, taken in known.items() if self.stages[name].inputs is None}
+
+    def _as_configs_tell(
+        self, ask: Callable[[StageConfig, Mapping[str, Any]], Collection[str] | None]
+    ) -> dict[str, Collection[str]]:
+        """Names that stages tell of their checkpoints' configs, where these are here."""
+        known = {}
+        for name, stage in self.stages.items():
+            config = None if stage.model is None else local_config(stage.model)
+            told = None if config is None else ask(stage, config)
+            if told is not None:
+                known[name] = told
+        return known
 
     def check_speaker(self) -> None:
         """Check the speaker and other names of voices, as far as these are known before loading.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engine.interface.placed_error import suggest
@@ -67,7 +67,7 @@ class Voices:
             if alias in self.own:
                 raise ValueError(f"voices.{alias}: is a voice itself; an alias has another name")
             if voice not in self.own:
-                raise ValueError(f"voices.{alias}: {self._unknown(voice)}")
+                raise ValueError(f"voices.{alias}: {self._unknown(voice, aliases=())}")
             self._names[alias] = voice
 
     def find(self, name: str | None) -> str | None:
@@ -78,17 +78,17 @@ class Voices:
         """
         if name is None or name in self._names:
             return name and self._names[name]
-        raise ValueError(f"speaker {self._unknown(name)}")
+        raise ValueError(f"speaker {self._unknown(name, self.aliases)}")
 
     def other_names(self, voice: str) -> list[str]:
         """Names beside its own that stand for a voice."""
         return [name for name, each in self._names.items() if each == voice != name]
 
-    def _unknown(self, name: str) -> str:
+    def _unknown(self, name: str, aliases: Iterable[str]) -> str:
         if not self.speaks:
             return f"{name!r}: none of the stages {list(self._stages)} speaks"
         for stage, voices in self._speaking.items():
             if name not in voices:
-                known = (*voices, *self.aliases)
+                known = (*voices, *aliases)
                 return f"{name!r}: stage {stage!r} has no such voice{suggest(name, known)}"
         return f"{name!r}: the pipeline's voice has no name; leave it out"

@@ -147,6 +147,31 @@ def test_explain_tells_where_each_parameter_comes_from(stating: Callable[..., st
     assert "temperature 1.0" in settings and "      temperature: " not in settings
 
 
+def test_explain_tells_which_tokens_the_checkpoint_ends_and_forbids(
+    stating: Callable[..., str],
+) -> None:
+    stated = {
+        "eos_token_id": [2, 5],
+        "suppress_tokens": [345],
+        "begin_suppress_tokens": [7],
+        "bad_words_ids": [[8], [9, 10]],
+    }
+    stage = {"kind": "autoregressive", "model": stating(**stated), "final_output": "text"}
+    data = {"name": "told", "stages": {"writer": stage}}
+    told = describe_memory(PipelineConfig.model_validate(data)).splitlines()
+    for line in (
+        "suppress_token_ids: () (default) and [345, 8] (generation_config.json)",
+        "eos_token_ids: [2, 5] (generation_config.json)",
+        "begin_suppress_token_ids: [7] (generation_config.json)",
+        "bad_words_ids: [[8], [9, 10]] (generation_config.json)",
+    ):
+        assert f"      {line}" in told
+    ignoring = {"writer": stage | {"engine": {"generation_config": "ignore"}}}
+    told = describe_memory(PipelineConfig.model_validate(data | {"stages": ignoring})).splitlines()
+    assert "      suppress_token_ids: () (default)" in told
+    assert not any("generation_config.json" in line for line in told)
+
+
 def test_without_max_tokens_a_text_fills_the_context(stating: Callable[..., str]) -> None:
     engine = build(stating())
     (output,) = engine.generate(TokensPrompt(PROMPT), SamplingParams(ignore_eos=True, seed=1))

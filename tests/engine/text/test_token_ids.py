@@ -3,6 +3,7 @@ stopped."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.token_ids import token_ids
 from engine.text.tokenizer import PanicsAsErrors, load_tokenizer, tokenizers_turn
 from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
-from tests.support.tokenizers import TOKENIZERS
+from tests.support.tokenizers import TOKENIZERS, byte_level
 
 CUBIC, EXPONENTIAL = "a*a*[cd]", "(a|aa)+c"
 LONG_PIECE = "a" * 64 + "bc"
@@ -192,3 +193,15 @@ def test_a_run_of_one_kind_is_no_danger(pattern: str) -> None:
 def test_anything_else_is_doubted(pattern: str) -> None:
     for part in ("pre_tokenizer", "normalizer"):
         assert doubtful_patterns(cut_by(pattern, part)) == (pattern,)
+
+
+def test_a_text_beyond_the_longest_is_for_the_caller_to_refuse(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level().backend_tokenizer, model_max_length=4
+    )
+    ids = token_ids(tokenizer, "hello world, hello dog", add_special_tokens=True, seconds=5.0)
+    assert len(ids) > 4
+    assert not caplog.records

@@ -19,7 +19,7 @@ from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.seeded.checkpoints import SEEDED_MODELS
 from prefix_cache import ENCODER_HIDDEN_STATES
-from stages.model_fit import emitted_by
+from stages.model_fit import emitted_by, modalities_of
 from tests.support.import_graph import ROOT
 
 PIPELINE = """\
@@ -249,7 +249,7 @@ def test_what_a_transform_needs_and_no_model_emits_is_missed_before_it_is_loaded
         ("qwen2_5_omni", "talker"),
     ],
 )
-def test_the_table_names_the_outputs_that_models_emit(
+def test_the_table_names_what_models_take_and_emit(
     name: str, part: str | None, seeded: Callable[[str], str]
 ) -> None:
     folder = seeded(name)
@@ -258,4 +258,7 @@ def test_the_table_names_the_outputs_that_models_emit(
     with closing(LLMEngine(settings)) as engine:
         emitted = set(engine.memory_plan.stage_output_bytes)
         emitted |= {ENCODER_HIDDEN_STATES} if engine.is_encoder_decoder else set()
+        taken = engine.describe().get("input_modalities", ())
     assert emitted_by(config, part) == tuple(sorted(emitted))
+    # Seeded checkpoints have files for all that their models take.
+    assert set(modalities_of(config, part) or ()) == set(taken)

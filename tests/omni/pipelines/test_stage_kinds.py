@@ -181,7 +181,80 @@ def test_a_kind_may_be_in_a_file_beside_the_pipelines(kind: str, tmp_path: Path)
     assert "second(first(hi))" in omni("run", path, "--prompt", "hi", "--quiet").stdout
     message = error_of(path, volum=3)
     assert "second.volum: unknown key; did you mean 'volume'?" in message
-    assert "kind: murmur" in omni("explain", path, "--no-load").stdout
+    explained = omni("explain", path, "--no-load").stdout.partition("Every setting:\n\n")[2]
+    assert f"kind: {tmp_path / 'own.py'}:MurmurStageConfig" in explained
+    again = tmp_path / "elsewhere" / "again.yaml"
+    again.parent.mkdir()
+    again.write_text(explained)
+    assert "valid; stages: first, second" in omni("validate", again).stdout
+
+
+HALF = """\
+from typing import Literal
+
+from omni import Stage, StageConfig
+
+
+class Half(Stage):
+    def step(self):
+        return []
+
+
+class Base(Stage):
+    pass
+
+
+class HalfConfig(StageConfig):
+    kind: Literal["half"]
+
+    def build_stage(self, name) -> Half:
+        return Half(name)
+
+
+class UntypedConfig(HalfConfig):
+    kind: Literal["untyped"]
+
+    def build_stage(self, name):
+        return Half(name)
+
+
+class NoBuildConfig(StageConfig):
+    kind: Literal["none"]
+"""
+MISSING = "class Half must define abort, add_request, "
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "told"),
+    [
+        ("HalfConfig", "validate", "mine.yaml:2: stages.a.kind: kind 'half.py:HalfConfig': class "),
+        ("HalfConfig", "validate", MISSING),
+        ("NoBuildConfig", "validate", "class NoBuildConfig must define build_stage"),
+        ("UntypedConfig", "run -p x", f"stage 'a': {MISSING}"),
+        ("UntypedConfig", "run -p x --runtime processes", f"stage 'a': {MISSING}"),
+    ],
+)
+def test_a_class_that_lacks_methods_is_named_with_them(
+    kind: str, command: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "half.py").write_text(HALF)
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: m\nstages: {{a: {{kind: 'half.py:{kind}', final_output: text}}}}\n")
+    name, *flags = command.split()
+    result = omni(name, path, *flags)
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+
+
+def test_a_base_class_may_stand_for_the_stage_that_is_built(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        HALF + "class Whole(Base):\n    pass\n"
+        "class BaseConfig(StageConfig):\n    kind: Literal['base']\n"
+        "    def build_stage(self, name) -> Base: ...\n"
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: m\nstages: {a: {kind: 'half.py:BaseConfig', final_output: text}}\n")
+    assert omni("validate", path).exit_code == 0
 
 
 def test_a_relative_path_starts_at_the_pipelines_file(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from typer.testing import CliRunner
 
+import stage_configs
 from omni import Omni, Pipeline
+from omni.commands.cli import app
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.voices import Voices
 from tests.support.speech_pipeline import speech_stages
@@ -45,6 +50,10 @@ def test_a_voice_that_is_called_like_a_stock_name_is_itself() -> None:
     ("voices", "message"),
     [
         ({"narrator": "Adda"}, "voices.narrator: 'Adda': stage 'talker' .*did you mean 'Ada'"),
+        (
+            {"alloy": "Bob"},
+            "voices.alloy: 'Bob': stage 'talker' has no such voice; known are 'Ada', 'Ben'$",
+        ),
         ({"Ada": "Ben"}, "voices.Ada: is a voice itself"),
     ],
 )
@@ -63,6 +72,24 @@ def test_an_alias_is_checked_before_models_are_loaded(runtime: str) -> None:
         pytest.raises(ValueError, match="voices.narrator: 'Bob': stage 'talker' has no such voice"),
     ):
         Omni(config)
+
+
+@pytest.mark.parametrize("command", ["validate", "serve"])
+@pytest.mark.usefixtures("checkpoint_cache")
+def test_a_wrong_alias_or_speaker_in_a_file_is_refused_by_it(command: str, tmp_path: Path) -> None:
+    folder = Path(stage_configs.__file__).parent
+    text = (folder / "spoken_sums.yaml").read_text()
+    text = text.replace("model: spoken_sums", f"model: {folder}/spoken_sums")
+    path = tmp_path / "mine.yaml"
+    for wrong, told in (
+        ("voices: {alloy: Bob}", "voices.alloy: 'Bob': stage 'talker' has no such voice; known "),
+        ("speaker: Bob", "speaker 'Bob': stage 'talker' has no such voice"),
+    ):
+        path.write_text(re.sub(f"^{wrong.split()[0]}.*", "", text, flags=re.M) + f"\n{wrong}\n")
+        result = CliRunner().invoke(app, [command, str(path)])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: {path}: {told}")
+        assert "serving" not in result.stderr
 
 
 def test_a_voice_without_a_name_answers_to_stock_names() -> None:
