@@ -1,4 +1,4 @@
-"""Where a stage runs: in how many workers, with how many threads, on which devices."""
+"""Where a stage runs: in which workers, with how many threads, on which devices."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Placement(Settings):
     explain``.
 
     Attributes:
+        worker: a name; stages with the same one share a worker, where they take turns. None gives
+            the stage workers of its own.
         replicas: workers that run the stage side by side; each has the model, and a cache of its
             own. As many as ``devices`` if only these are given.
         threads: CPU threads of each worker, or inline of the stage's steps; None shares the
@@ -58,6 +60,7 @@ class Placement(Settings):
         node: of a Ray cluster, the one that the workers have to be on: its address, or its id.
     """
 
+    worker: str | None = Field(default=None, min_length=1, max_length=64)
     replicas: int = Field(default=1, ge=1, le=_MOST_WORKERS)
     threads: int | None = Field(default=None, ge=1, le=1024)
     device: _Device | None = None
@@ -93,6 +96,16 @@ class Placement(Settings):
                 ("devices",),
                 f"must be one for each of {self.replicas} replicas, got {len(self.devices)}; one "
                 "device may be named several times",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_workers_have_no_replicas(self) -> Self:
+        if self.worker is not None and self.replicas > 1:
+            raise PlacedError(
+                ("worker",),
+                f"stages that share a worker have one replica each, and this one {self.replicas}; "
+                "leave out one of the two",
             )
         return self
 
@@ -146,6 +159,11 @@ class Placement(Settings):
                 "one worker; it needs runtime: {kind: processes} (or --runtime processes), or "
                 "leave it out"
             )
+        if kind != "processes" and self.worker is not None:
+            return "worker", (
+                f"{self.worker!r} is for processes that stages share; it needs runtime: {{kind: "
+                f"processes}} (or --runtime processes), not {kind!r}, or leave it out"
+            )
         if kind != "ray" and (key := self._first_of(*_OF_A_CLUSTER)):
             return key, (
                 f"{getattr(self, key)!r} is for a Ray cluster; it needs runtime: {{kind: ray}} "
@@ -158,8 +176,12 @@ class Placement(Settings):
     @staticmethod
     def not_of(kind: RuntimeKind) -> tuple[str, ...]:
         """The keys that a runtime does not have."""
-        of_workers = ("replicas", "devices")
-        return {"inline": of_workers + _OF_A_CLUSTER, "processes": _OF_A_CLUSTER, "ray": ()}[kind]
+        of_workers = ("worker", "replicas", "devices")
+        return {
+            "inline": of_workers + _OF_A_CLUSTER,
+            "processes": _OF_A_CLUSTER,
+            "ray": ("worker",),
+        }[kind]
 
     def _first_of(self, *keys: str) -> str | None:
         """The first of some keys that asks for anything."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.pipelines.runtime_config import resolve_threads
+from omni.pipelines.runtime_config import resolve_threads, stages_by_worker
 from stages import StageConfig
 
 __all__ = ["draw_placement"]
@@ -61,11 +61,20 @@ def _inline_lines(config: PipelineConfig) -> list[str]:
 def _processes(config: PipelineConfig, cores: int) -> list[str]:
     threads = resolve_threads(config, cores)
     boxes = []
-    for name in config.topological_order():
-        stage = config.stages[name]
-        workers = _many(stage.placement.replicas, "process", "processes")
-        of = _many(threads[name], "thread", "threads")
-        boxes += _box(name, [f"{workers} of {of}, {_device(stage)}", *_edges(config, name)])
+    for worker, names in stages_by_worker(config):
+        stage = config.stages[names[0]]
+        if stage.placement.worker is None:
+            workers = _many(stage.placement.replicas, "process", "processes")
+            of = _many(threads[worker], "thread", "threads")
+            lines = [f"{workers} of {of}, {_device(stage)}", *_edges(config, worker)]
+            boxes += _box(worker, lines)
+        else:
+            lines = []
+            for name in names:
+                of = _many(threads[name], "thread", "threads")
+                lines.append(f"{name}, {of}, {_device(config.stages[name])}")
+                lines += [f"  {edge}" for edge in _edges(config, name)]
+            boxes += _box(f"{worker}: one process, its stages by turns", lines)
     return boxes
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "placement_for",
     "resolve_threads",
     "runtime_for",
+    "stages_by_worker",
     "tell",
 ]
 
@@ -294,8 +295,9 @@ class _HasStages(Protocol):
 def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
     """Share a machine's cores out among the workers of a pipeline.
 
-    Stages that say how many threads they want have them. What they leave is divided evenly among
-    the other workers, each of which gets one at least; what does not divide goes to the stages that
+    Stages that say how many threads they want have them; stages that share a worker take turns, so
+    that it has as many as the one that wants most. What they leave is divided evenly among the
+    other workers, each of which gets one at least; what does not divide goes to the stages that
     come first, as far as it gives every replica one more.
 
     Args:
@@ -303,17 +305,40 @@ def resolve_threads(config: _HasStages, cores: int) -> dict[str, int]:
         cores: that there are, of one machine.
 
     Returns:
-        For every stage the threads of each of its workers.
+        For every stage the threads of each of its workers, while it steps there.
     """
     placements = {name: stage.placement for name, stage in config.stages.items()}
     threads = {name: each.threads for name, each in placements.items() if each.threads is not None}
-    taken = sum(count * placements[name].replicas for name, count in threads.items())
-    open_stages = [name for name in placements if name not in threads]
-    num_workers = sum(placements[name].replicas for name in open_stages)
+    workers = [names for _, names in stages_by_worker(config)]
+    taken = 0
+    open_workers = []
+    for names in workers:
+        if all(name in threads for name in names):
+            taken += placements[names[0]].replicas * max(threads[name] for name in names)
+        else:
+            open_workers.append(names)
+    num_workers = sum(placements[names[0]].replicas for names in open_workers)
     share, left = divmod(max(cores - taken, 0), max(num_workers, 1))
-    for name in open_stages:
-        replicas = placements[name].replicas
+    for names in open_workers:
+        replicas = placements[names[0]].replicas
         has_more = share > 0 and replicas <= left
-        threads[name] = max(share, 1) + has_more
         left -= replicas if has_more else 0
+        for name in names:
+            threads.setdefault(name, max(share, 1) + has_more)
     return {name: threads[name] for name in placements}
+
+
+def stages_by_worker(config: _HasStages) -> list[tuple[str, list[str]]]:
+    """The name of each worker, and its stages in their order.
+
+    Args:
+        config: a pipeline or its configuration.
+
+    Returns:
+        Those that stages share by name, and those that have the name of their only stage.
+    """
+    workers: dict[tuple[bool, str], list[str]] = {}
+    for name, stage in config.stages.items():
+        worker = stage.placement.worker
+        workers.setdefault((worker is None, worker or name), []).append(name)
+    return [(name, stages) for (_, name), stages in workers.items()]

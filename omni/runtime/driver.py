@@ -6,22 +6,36 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import TypeAlias
 
 from engine.interface.log_fields import package_logger
 from engine.interface.ownership import renew_in_forks
 from engine.interface.placed_error import described
 from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
-from omni.runtime.runner import LENT_HERE, Runner, Sink, Ticket
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "Sink", "Ticket"]
 
 _logger = package_logger(__name__)
 
+Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
+"""Gets a request's outputs, in the driver's thread; it must not block. What follows an output that
+is finished, or an exception, does not count: a driver that was interrupted may report again that a
+request is over."""
 
-class Driver(Runner):
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket:
+    """One submitted request; its id alone would not tell it from another caller's of that id."""
+
+    request: OmniRequest
+    request_id: str
+    sink: Sink
+
+
+class Driver:
     """Owns an orchestrator and the thread that turns it.
 
     Callers hand requests in and get outputs through a sink::
@@ -34,14 +48,10 @@ class Driver(Runner):
 
     Args:
         orchestrator: for this driver alone.
-        on_turn: called in the thread after each of its turns.
     """
 
-    def __init__(
-        self, orchestrator: Orchestrator, on_turn: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
-        self._on_turn = on_turn
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
@@ -65,7 +75,16 @@ class Driver(Runner):
         self._changed = threading.Condition()
 
     def submit(self, request: OmniRequest, request_id: str, sink: Sink) -> Ticket:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """Hand in a request; one that cannot run gets a finished output with an error.
+
+        Args:
+            request: what to run.
+            request_id: under which id.
+            sink: gets its outputs.
+
+        Raises:
+            RuntimeError: it was stopped or has crashed.
+        """
         ticket = Ticket(request, request_id, sink)
         with self._changed:
             self._check_open()
@@ -78,7 +97,11 @@ class Driver(Runner):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """Have requests that are submitted meanwhile begin in one turn, none ahead of the others.
+
+        So that they share batches, and that one id given twice is found out however fast they run.
+        One that takes much longer to prepare than the others begins later.
+        """
         with self._changed:
             outer = self._group
             if outer is None:
@@ -89,12 +112,12 @@ class Driver(Runner):
                 self._group = outer
 
     def abort(self, request_id: str) -> None:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """End a request: its sink gets a last output. An unknown id is ignored."""
         with self._changed:
             self._command(lambda: self._abort(request_id, "aborted"))
 
     def discard(self, tickets: Iterable[Ticket]) -> None:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """End requests whose callers are gone; those that ended are ignored."""
         gone = tuple(tickets)
         if not gone:  # nothing to wake the thread for
             return
@@ -104,7 +127,12 @@ class Driver(Runner):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See :class:`~omni.runtime.runner.Runner`; another caller drives the stages meanwhile."""
+        """Hold new requests back while the caller drives the stages; requests queue up.
+
+        Raises:
+            RuntimeError: requests are running, the stages are another thread's at present, or this
+                was stopped or has crashed.
+        """
         thread = threading.get_ident()
         with self._changed:
             # Aborts that were handed in before still have to reach the stages.
@@ -131,17 +159,24 @@ class Driver(Runner):
                 self._changed.notify_all()
 
     def check_can_wait(self) -> None:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """Refuse to let a thread wait for outputs that come only after it has gone on.
+
+        Raises:
+            RuntimeError: it drives the stages, as the driver's own or because they are lent to it.
+        """
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a transform or a stage cannot wait for requests of the pipeline that runs it: "
                 "give it a stage of its own, or an Omni of its own"
             )
         if self._pauses and self._lent_to == threading.get_ident():
-            raise RuntimeError(LENT_HERE)
+            raise RuntimeError(
+                "the pipeline is lent to this thread (paused), and runs no requests until that "
+                "ends: leave the with block first"
+            )
 
     def stop(self) -> None:
-        """See :class:`~omni.runtime.runner.Runner`."""
+        """End all requests with an error, and the thread. May be called again."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -150,24 +185,6 @@ class Driver(Runner):
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._orchestrator.close()
-
-    def between_turns(self, work: Callable[[], None]) -> None:
-        """Have something done while no stage steps; it must not raise."""
-        with self._changed:
-            if self._thread is not None and self._thread.is_alive():
-                self._command(work)
-                return
-        work()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it is in a turn."""
-        return self._busy
-
-    @property
-    def crash(self) -> BaseException | None:
-        """What ended its thread for good, if that was no call of :meth:`stop`."""
-        return self._crash
 
     def _wake(self) -> None:
         with self._changed:
@@ -196,11 +213,9 @@ class Driver(Runner):
                 if is_commanded or self._orchestrator.has_work:
                     for output in self._orchestrator.step():
                         self._deliver(output)
-                self._on_turn()
             self._run_commands()
             for request_id in tuple(self._live):
                 self._abort(request_id, "the pipeline was closed before it finished")
-            self._on_turn()
         except Exception as error:  # a lack of memory, say: it ends the requests that are live
             try:
                 self._recover(error)
@@ -310,7 +325,6 @@ class Driver(Runner):
         for ticket in self._take_waiting():
             over = OmniOutput(ticket.request_id, {}, finished=True, error=told)
             self._tell(ticket, ended.get(ticket.request_id, over))
-        self._on_turn()
         with self._changed:
             self._busy, self._thread = False, None
             if self._commands and not self._stopping:

@@ -18,11 +18,10 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
 from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
-from omni.runtime.driver import Driver
+from omni.runtime.driver import Driver, Sink, Ticket
 from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.placed_pipeline import build_pipeline, place_pipeline
-from omni.runtime.runner import Runner, Sink, Ticket
 from omni.runtime.trace import Trace
 from stages import StageStats
 from stages.worker.stage_link import DistantStage, WorkerState
@@ -30,7 +29,6 @@ from stages.worker.stage_link import DistantStage, WorkerState
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
 _News: TypeAlias = tuple[int, OmniOutput | BaseException]
-_Started: TypeAlias = tuple[Pipeline, Runner, Trace | None]
 
 
 class Omni:
@@ -56,14 +54,13 @@ class Omni:
             ``overrides`` ask for beside it is an error.
         trace: a file that gets a timeline of every request, for Perfetto or chrome://tracing; it
             is complete when this is closed.
-        apart: whether stages that run inline do so in one process of their own, for a program whose
-            own threads have enough to do, such as a server's: one interpreter computes at a time.
-            A process that dies is started again, unless that was six times in a row; the requests
-            that it had fail.
+        apart: whether stages that run inline share one worker process, for a program whose own
+            threads have enough to do, such as a server's: one interpreter computes at a time. If
+            the worker dies, it is handled like any other one: started again, and its requests too.
 
     Raises:
         ValueError: the config is wrong, or a stage cannot be built where it is to run; or what is
-            to run apart is no config, or is to be traced.
+            to run apart is no config.
         OSError: the trace cannot be written.
         RuntimeError: the pipeline belongs to another ``Omni``, or is closed.
     """
@@ -90,12 +87,12 @@ class Omni:
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
         self._ownership = Ownership("this Omni")
-        started = _started_apart(config, runtime, trace) if apart else None
-        self.pipeline, self._runner, opened = started or _driven(self, config, runtime, trace)
+        self.pipeline, opened = _built(self, config, runtime, trace, apart)
+        self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
         self._mails = LoopMails()
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
-            self, _close_forgotten, self._ownership, self._runner, self.pipeline, opened
+            self, _close_forgotten, self._ownership, self._driver, self.pipeline, opened
         )
 
     def generate(
@@ -181,7 +178,7 @@ class Omni:
                 await is_over
         finally:
             is_over.cancel()  # what comes from here on is not taken
-            self._runner.discard(running.values())
+            self._driver.discard(running.values())
         return [output for output in last if output is not None]
 
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
@@ -200,12 +197,12 @@ class Omni:
                 if (taken := _take(await news.get(), running)) is not None:
                     yield taken[1]
         finally:
-            self._runner.discard(running.values())
+            self._driver.discard(running.values())
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets a last output. Unknown ids are ignored."""
         self._ownership.check()
-        self._runner.abort(request_id)
+        self._driver.abort(request_id)
 
     @contextmanager
     def paused(self) -> Generator[Pipeline, None, None]:
@@ -216,7 +213,7 @@ class Omni:
                 thread.
         """
         self._ownership.check()
-        with self._runner.paused():
+        with self._driver.paused():
             yield self.pipeline
 
     def stats(self) -> dict[str, StageStats]:
@@ -254,7 +251,7 @@ class Omni:
     def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniOutput], None, None]:
         """Every output with the position of its request in the batch."""
         self._ownership.check()
-        self._runner.check_can_wait()
+        self._driver.check_can_wait()
         news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
@@ -263,7 +260,7 @@ class Omni:
                 if (taken := _take(news.get(), running)) is not None:
                     yield taken
         finally:
-            self._runner.discard(running.values())
+            self._driver.discard(running.values())
 
     def _submit(
         self,
@@ -271,55 +268,35 @@ class Omni:
         sinks: Sequence[Sink],
         running: dict[int, Ticket],
     ) -> None:
-        with self._runner.together():
+        with self._driver.together():
             for position, (request, sink) in enumerate(zip(batch, sinks, strict=True)):
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
-                running[position] = self._runner.submit(request, name, sink)
+                running[position] = self._driver.submit(request, name, sink)
 
 
-def _started_apart(
-    config: PipelineConfig | Pipeline, runtime: str | RuntimeConfig | None, trace: str | Path | None
-) -> _Started | None:
-    """A pipeline in a process of its own; None if its stages have processes of their own anyway.
-
-    Raises:
-        ValueError: see :class:`Omni`.
-    """
-    given = config.runtime if isinstance(config, PipelineConfig) else runtime or "inline"
-    if RuntimeConfig.parse(given).kind != "inline":
-        return None
-    if isinstance(config, Pipeline):
-        raise ValueError("apart=True needs a config, of which another process can build the stages")
-    if trace is not None:
-        raise ValueError(
-            "trace: stages in one process of their own (apart=True) write none; leave one of the "
-            "two out, or take runtime='processes'"
-        )
-    from omni.runtime.apart.apart_pipeline import start_apart  # only what is asked for
-
-    return *start_apart(config), None
-
-
-def _driven(
+def _built(
     owner: Omni,
     config: PipelineConfig | Pipeline,
     runtime: str | RuntimeConfig | None,
     trace: str | Path | None,
-) -> _Started:
-    """A pipeline that a thread of this process drives, with its open trace.
+    apart: bool,
+) -> tuple[Pipeline, Trace | None]:
+    """Build a pipeline, with its open trace.
 
     Raises:
         Exception: see :class:`Omni`.
     """
+    if apart and isinstance(config, Pipeline) and RuntimeConfig.parse(runtime).kind == "inline":
+        raise ValueError("apart=True needs a config, of which another process can build the stages")
     # Before any model is loaded: a file that cannot be written is found at once.
     opened = None if trace is None else Trace(trace, _order(config))
     try:
         if isinstance(config, PipelineConfig):
-            pipeline = build_pipeline(config, is_traced=trace is not None)
+            pipeline = build_pipeline(config, apart=apart, is_traced=trace is not None)
         else:
             pipeline = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
         pipeline.ownership.claim(owner, "another Omni")
-        return pipeline, Driver(Orchestrator(pipeline, trace=opened)), opened
+        return pipeline, opened
     except BaseException:
         if opened is not None:
             opened.discard()
@@ -367,11 +344,11 @@ def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput] | N
     return position, output
 
 
-def _close(ownership: Ownership, runner: Runner, pipeline: Pipeline, trace: Trace | None) -> None:
+def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trace | None) -> None:
     if not ownership.is_over:
         ownership.close()
         with nullcontext() if trace is None else trace:
-            runner.stop()
+            driver.stop()
             pipeline.close()
 
 

@@ -186,10 +186,6 @@ class Orchestrator:
         self._links.flush()
         return [ended or self._live[each].snapshot() for each, ended in moved.items()]
 
-    def mend(self) -> str | None:
-        """Build stages anew that broke, between turns; which one is of no use any more, and why."""
-        return self._links.mend()
-
     def abort(self, request_id: str, reason: str = "aborted") -> OmniOutput | None:
         """End a request wherever it is and free what it holds.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -16,57 +18,74 @@ from omni.pipelines.graph_rules import check_graph
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_checks import check_runtime
-from omni.pipelines.runtime_config import RuntimeConfig, placement_for, resolve_threads
+from omni.pipelines.runtime_config import (
+    RuntimeConfig,
+    placement_for,
+    resolve_threads,
+    stages_by_worker,
+)
 from stages import StageConfig
 from stages.cluster.membership import find_cluster
-from stages.portable import import_name, portable_transform
+from stages.portable import check_portable, import_name, portable_transform
 from stages.remote.connection import Connect
-from stages.remote.control import WorkerSpec
-from stages.remote.remote_stage import StartingStage, WorkerPolicy
+from stages.remote.control import StageSpec, WorkerSpec
+from stages.remote.remote_stage import RemoteStage
+from stages.remote.worker_life import start_workers
 from stages.worker.messages import StreamedEdge
 
-__all__ = ["build_pipeline", "place_pipeline", "worker_specs"]
+__all__ = ["build_pipeline", "place_pipeline"]
 
 
 def build_pipeline(
-    config: PipelineConfig, connect: Connect[WorkerSpec] | None = None, *, is_traced: bool = False
+    config: PipelineConfig,
+    connect: Connect | None = None,
+    *,
+    apart: bool = False,
+    is_traced: bool = False,
 ) -> Pipeline:
     """Build a pipeline; its stages are in this process, or in workers that are started for them.
 
     Args:
         config: ``config.runtime`` says which.
         connect: starts a worker; None takes what the runtime is made for.
-        is_traced: whether workers tell what they do when.
+        apart: whether stages that run inline share one worker, and not this process.
+        is_traced: whether workers report what they do when.
 
     Raises:
         ValueError: a stage cannot be built, or the graph is wrong. Nothing is left running.
     """
     check_runtime(config)
-    if config.runtime.kind == "inline" and connect is None:
+    is_inline = config.runtime.kind == "inline"
+    if is_inline and not apart and connect is None:
         return Pipeline.from_config(config)
+    if is_inline and apart:
+        check_portable(config.stages)
     check_graph(config.stages, emitted=config.emitted())
     config.check_speaker()
-    policy = WorkerPolicy(config.runtime.max_retries, config.runtime.stall_timeout_s)
-    names = config.topological_order()
-    threads = _threads(config)
+    if is_inline and apart:
+        threads = _threads_of_torch()
+        order = config.topological_order()
+        specs = [_worker_spec(config, config.name, order, threads, is_traced=is_traced)]
+    else:
+        specs = _worker_specs(config, is_traced=is_traced)
     with ExitStack() as built:
-        ground = _Ground(connect) if connect is not None else _ground(config)
-        built.callback(ground.close)
-        connect = ground.connect
-        starting = {}
-        for name in names:
-            specs = worker_specs(config, name, threads[name], is_traced=is_traced)
-            starting[name] = StartingStage(config.resolved(name), specs, connect, policy)
-            built.callback(starting[name].close)
-        stages = []
-        for name in names:
-            try:
-                stages.append(starting[name].wait())
-            except ValueError as error:
-                raise ValueError(f"stage {name!r}: {error}") from error
+        if connect is None:
+            connect, close = _connect(config)
+            built.callback(close)
+        workers = start_workers(specs, connect, config.runtime.stall_timeout_s)
+        for worker in workers:
+            built.callback(worker.close)
+        stages = [
+            RemoteStage(
+                name,
+                config.resolved(name),
+                [worker for worker in workers if name in worker.ports],
+                config.runtime.max_retries,
+            )
+            for name in config.topological_order()
+        ]
         pipeline = Pipeline(stages, speaker=config.speaker, voices=config.voices)
-        pipeline.close_after_stages(ground.close)
-        built.pop_all()
+        pipeline.close_after_stages(built.pop_all().close)
     return pipeline
 
 
@@ -143,21 +162,10 @@ def _described(pipeline: Pipeline, runtime: RuntimeConfig) -> PipelineConfig:
     raise ValueError(mistakes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """What workers stand on.
+def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
+    """What starts workers, and what is to be called when all have ended.
 
-    Attributes:
-        connect: starts one.
-        close: to be called when all have ended.
-    """
-
-    connect: Connect[WorkerSpec]
-    close: Callable[[], object] = lambda: None
-
-
-def _ground(config: PipelineConfig) -> _Ground:
-    """Of processes or of a Ray cluster; only what is asked for is imported.
+    Only what is asked for is imported.
 
     Raises:
         ValueError: the cluster cannot be joined, or does not have what the stages ask for.
@@ -165,7 +173,7 @@ def _ground(config: PipelineConfig) -> _Ground:
     if config.runtime.kind != "ray":
         from stages.remote.process_connection import connect_process
 
-        return _Ground(connect_process)
+        return connect_process, lambda: None
     from stages.cluster.direct_transport import check_transport
     from stages.cluster.reservation import Reservation
 
@@ -174,57 +182,97 @@ def _ground(config: PipelineConfig) -> _Ground:
         has_gpus = any(placement.reserved_gpus for placement in placements.values())
         check_transport(config.runtime.direct_transport, has_gpus=has_gpus)
     reservation = Reservation.of(find_cluster(config.runtime.address), placements)
-    return _Ground(reservation.connect, reservation.close)
+    return reservation.connect, reservation.close
 
 
-def _threads(config: PipelineConfig) -> dict[str, int]:
-    if config.runtime.kind == "ray":
-        return {name: stage.placement.actor_threads for name, stage in config.stages.items()}
-    return resolve_threads(config, available_cores())
+_FIRST_NUMBER = re.compile(r"\s*([1-9]\d*)\b")
 
 
-def worker_specs(
-    pipeline: PipelineConfig, name: str, threads: int, *, is_traced: bool = False
-) -> list[WorkerSpec]:
-    """What each worker of a stage is told.
+def _threads_of_torch() -> int:
+    """As many as PyTorch would take in this process, which may not have imported it."""
+    given = _FIRST_NUMBER.match(os.environ.get("OMP_NUM_THREADS", ""))
+    return int(given[1]) if given else available_cores()
+
+
+def _worker_specs(config: PipelineConfig, *, is_traced: bool = False) -> list[WorkerSpec]:
+    """Specify the workers of a pipeline.
 
     Args:
-        pipeline: of the stage.
-        name: of the stage.
-        threads: of each worker.
-        is_traced: whether they tell what they do when.
+        config: of the pipeline.
+        is_traced: whether they report what they do when.
 
     Raises:
-        ValueError: its transform has no name that another process finds.
+        ValueError: a transform has no name that another process finds.
     """
+    if config.runtime.kind == "ray":
+        threads = {name: each.placement.actor_threads for name, each in config.stages.items()}
+    else:
+        threads = resolve_threads(config, available_cores())
+    order = config.topological_order()
+    specs = []
+    for worker, names in stages_by_worker(config):
+        first = config.stages[names[0]].placement
+        open_names = [name for name in names if config.stages[name].placement.threads is None]
+        count = max(threads[name] for name in open_names or names)
+        for replica in range(len(first.all_devices)):
+            in_order = [name for name in order if name in names]
+            specs.append(
+                _worker_spec(config, worker, in_order, count, replica, is_traced=is_traced)
+            )
+    return specs
+
+
+def _worker_spec(
+    config: PipelineConfig,
+    worker: str,
+    names: Sequence[str],
+    threads: int,
+    replica: int = 0,
+    *,
+    is_traced: bool = False,
+) -> WorkerSpec:
+    """Specify one worker of a pipeline.
+
+    Args:
+        config: of the pipeline.
+        worker: the name of the worker.
+        names: of its stages, each after all that feed it.
+        threads: that it computes with.
+        replica: which of its stage's workers it is.
+        is_traced: whether it reports what it does when.
+
+    Raises:
+        ValueError: a transform has no name that another process finds.
+    """
+    return WorkerSpec(
+        name=worker,
+        stages=tuple(_stage_spec(config, name, replica) for name in names),
+        replica=replica,
+        num_replicas=len(config.stages[names[0]].placement.all_devices),
+        threads=threads,
+        is_traced=is_traced,
+        log_level=logging.getLogger("omni").getEffectiveLevel(),
+        tensor_transport=config.runtime.direct_transport,
+    )
+
+
+def _stage_spec(pipeline: PipelineConfig, name: str, replica: int) -> StageSpec:
     edges = tuple(
         StreamedEdge(consumer, inputs.chunk_size, inputs.max_pending_chunks)
         for consumer, other in pipeline.stages.items()
         for inputs in [other.inputs]
         if inputs is not None and inputs.chunk_size is not None and name in inputs.sources
     )
-    num_replicas = len(pipeline.stages[name].placement.all_devices)
-    specs = []
-    for replica in range(num_replicas):
-        config, transform = pipeline.resolved(name, replica), None
-        if config.inputs is not None:
-            transform = portable_transform(config.inputs.transform)
-            inputs = replace(config.inputs, transform=transform)
-            config = config.model_copy(update={"inputs": inputs})
-        specs.append(
-            WorkerSpec(
-                name=name,
-                config=config.model_dump_json(by_alias=True),
-                kind=import_name(type(config)),
-                transform=transform,
-                edges=edges,
-                replica=replica,
-                num_replicas=num_replicas,
-                threads=threads,
-                is_traced=is_traced,
-                log_level=logging.getLogger("omni").getEffectiveLevel(),
-                tensor_transport=pipeline.runtime.direct_transport,
-                is_shown=bool({"tensors", "audio"}.intersection(config.final_output)),
-            )
-        )
-    return specs
+    config, transform = pipeline.resolved(name, replica), None
+    if config.inputs is not None:
+        transform = portable_transform(config.inputs.transform)
+        inputs = replace(config.inputs, transform=transform)
+        config = config.model_copy(update={"inputs": inputs})
+    return StageSpec(
+        name=name,
+        config=config.model_dump_json(by_alias=True),
+        kind=import_name(type(config)),
+        transform=transform,
+        edges=edges,
+        is_shown=bool({"tensors", "audio"}.intersection(config.final_output)),
+    )

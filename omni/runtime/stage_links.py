@@ -10,7 +10,7 @@ from omni.runtime.trace import Trace
 from omni.runtime.traced_link import TracedLink
 from stages import Stage
 from stages.worker.messages import StreamedEdge
-from stages.worker.stage_link import DistantStage, LinkedStage, StageLink, why_lost
+from stages.worker.stage_link import DistantStage, StageLink, why_lost
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
@@ -63,13 +63,6 @@ class StageLinks(Mapping[str, StageLink]):
         """Let all workers have what was sent."""
         for link in self._links.values():
             link.flush()
-
-    def mend(self) -> str | None:
-        """Build stages anew that broke; which one cannot be used any more, and why."""
-        for name, link in self._links.items():
-            if (why := link.mend()) is not None:
-                return f"stage {name!r}: {why}"
-        return None
 
     def drop_all(self) -> None:
         """Have all stages let go of all requests, whatever state an exception left."""
@@ -153,7 +146,7 @@ def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
 
 
 def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
-    if isinstance(stage, LinkedStage):
+    if isinstance(stage, DistantStage):
         return stage.link
     return StageWorker(stage, pipeline.transforms.get(stage.name), edges)
 
@@ -161,7 +154,7 @@ def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> 
 def _traced_link(
     trace: Trace, pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]
 ) -> StageLink:
-    if isinstance(stage, LinkedStage):
+    if isinstance(stage, DistantStage):
         return TracedLink(stage.name, stage.link, trace)
     worker = TracedWorker(stage, pipeline.transforms.get(stage.name), edges)
     return TracedLink(stage.name, worker, trace)

@@ -73,10 +73,6 @@ class TracedLink(StageLink):
         """See :class:`StageLink`."""
         return self._link.has_work
 
-    def mend(self) -> str | None:
-        """See :class:`~stages.worker.stage_link.StageLink`."""
-        return self._link.mend()
-
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         for request_id in self._request_ids.values():

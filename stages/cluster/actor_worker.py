@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.interface.log_fields import LogFields, package_logger
+from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
 from stages.cluster.direct_transport import Offers
 from stages.cluster.object_bytes import Attachments
@@ -31,10 +31,10 @@ from stages.cluster.parcels import (
     plain_bytes,
 )
 from stages.remote.channel import wire_codec
-from stages.remote.control import WorkerMessage, WorkerSpec
+from stages.remote.control import StageSpec, WorkerMessage, WorkerSpec
 from stages.remote.segments import RemoteBytes
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import Build, WorkerLoop, build_stage
+from stages.remote.worker_main import Build, WorkerLoop, build_stage, log_fields_of
 from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
@@ -63,14 +63,14 @@ class ActorWorker:
         build: see :class:`~stages.remote.worker_main.WorkerLoop`.
     """
 
-    def __init__(self, argument: bytes, build: Build | None = None) -> None:
+    def __init__(self, argument: bytes, build: Build = build_stage) -> None:
         self._codec = wire_codec()
         spec: WorkerSpec = self._codec.decode(argument)
         self._outbox = Outbox()
         self._inbox: InOrder[Any] = InOrder()
-        self._build = build or build_stage
+        self._build = build
         self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
-        self._is_shown = spec.is_shown
+        self._is_shown = any(stage.is_shown for stage in spec.stages)
         self._loop = WorkerLoop(spec, self._send, self._build_checked)
         self._turns = Turns()
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
@@ -162,10 +162,10 @@ class ActorWorker:
 
     def settle_in(self, spec: WorkerSpec) -> None:
         """Make the process the worker's own, from the thread that will step."""
-        forward_log(self._send, spec.log_level, LogFields(spec.name, spec.replica))
+        forward_log(self._send, spec.log_level, log_fields_of(spec))
         torch.set_num_threads(spec.threads)
 
-    def _build_checked(self, spec: WorkerSpec) -> tuple[Stage, Transform | None]:
+    def _build_checked(self, spec: StageSpec) -> tuple[Stage, Transform | None]:
         built = self._build(spec)
         if self._offers is not None:
             self._offers.check()

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-__all__ = ["Connect", "Connection", "NoPlaceError", "Spec", "WorkerGone"]
+from stages.remote.control import WorkerSpec
 
-
-class Spec(Protocol):
-    """What a worker is told to build."""
-
-    @property
-    def label(self) -> str:
-        """What its process and its threads are called."""
-        ...
-
-    @property
-    def called(self) -> str:
-        """What the worker is one of, in messages."""
-        ...
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """What it runs."""
-        ...
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it tells what it does when."""
-        ...
-
-
-_Spec = TypeVar("_Spec", bound=Spec, contravariant=True)
+__all__ = ["Connect", "Connection", "NoPlaceError", "WorkerGone"]
 
 
 class WorkerGone(ConnectionError):
@@ -80,12 +55,12 @@ class Connection(ABC):
         """Have the worker end by itself, and end it if it has not after that many seconds."""
 
 
-class Connect(Protocol[_Spec]):
+class Connect(Protocol):
     """Starts a worker."""
 
     def __call__(
         self,
-        spec: _Spec,
+        spec: WorkerSpec,
         on_message: Callable[[Any], None],
         on_end: Callable[[str], None],
     ) -> Connection:

@@ -26,14 +26,15 @@ __all__ = [
     "Orders",
     "Returned",
     "StageFacts",
+    "StageSpec",
     "WorkerMessage",
     "WorkerSpec",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker needs to build its stage; all of it is found by name.
+class StageSpec:
+    """All that a worker needs to build one of its stages; all of it is found by name.
 
     Attributes:
         name: of the stage.
@@ -41,12 +42,6 @@ class WorkerSpec:
         kind: import name of the config's class, whose import makes the kind known.
         transform: import name of what makes its prompts; None for a root.
         edges: the streamed edges that leave it.
-        replica: which of the stage's workers it is, from 0.
-        num_replicas: how many there are.
-        threads: CPU threads that it computes with.
-        is_traced: whether it tells what it does when.
-        log_level: of ``logging``, below which it tells nothing of what it logs.
-        tensor_transport: by which it hands on tensors directly, in Ray's words; None for none.
         is_shown: whether its user gets tensors or sound of it.
     """
 
@@ -55,28 +50,42 @@ class WorkerSpec:
     kind: str
     transform: str | None
     edges: tuple[StreamedEdge, ...]
+    is_shown: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker, which runs one stage, or several by turns.
+
+    Attributes:
+        name: of the worker; of its stage, if it has one.
+        stages: what it builds, each after all that feed it.
+        replica: which of the stage's workers it is, from 0.
+        num_replicas: how many there are.
+        threads: CPU threads that it computes with.
+        is_traced: whether it reports what it does when.
+        log_level: of ``logging``, below which it reports nothing of what it logs.
+        tensor_transport: by which it hands on tensors directly, in Ray's words; None for none.
+    """
+
+    name: str
+    stages: tuple[StageSpec, ...]
     replica: int = 0
     num_replicas: int = 1
     threads: int = 1
     is_traced: bool = False
     log_level: int = logging.WARNING
     tensor_transport: str | None = None
-    is_shown: bool = False
 
     @property
     def label(self) -> str:
-        """What its process and its threads are called."""
+        """The name of its process and its threads."""
         return self.name if self.num_replicas == 1 else f"{self.name}[{self.replica}]"
 
     @property
     def called(self) -> str:
-        """What the worker is one of, in messages."""
-        return f"stage {self.label!r}"
-
-    @property
-    def stage_names(self) -> tuple[str, ...]:
-        """What it runs."""
-        return (self.name,)
+        """Its name in messages."""
+        return f"{'stage' if len(self.stages) == 1 else 'worker'} {self.label!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What the worker runs is there, and commands are taken.
+    """The worker's stages are there, and it takes commands.
 
     Attributes:
         facts: of each of its stages.
@@ -113,20 +122,18 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """The stage cannot be built; the worker ends.
+    """A stage cannot be built; the worker ends.
 
     Attributes:
-        error: why.
-        is_told: whether the configuration is at fault, and not the code.
+        error: why, with the stage's name.
     """
 
     error: str
-    is_told: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The stage can be used no more; the worker ends, and tells nothing of what it had.
+    """A stage can be used no more; the worker ends, and reports nothing of what it had.
 
     Attributes:
         reason: why.
@@ -137,15 +144,17 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Ask the stage something.
+    """Call a method of a stage, or of all.
 
     Attributes:
         number: of this call.
+        stage: whose method it is; None for all.
         method: of :class:`~stages.remote.worker_main.WorkerCalls`.
-        arguments: what it is given.
+        arguments: of it.
     """
 
     number: int
+    stage: str | None
     method: str
     arguments: tuple[Any, ...] = ()
 
@@ -192,16 +201,17 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Commands that arrive together."""
+    """Commands to one stage, which arrive together."""
 
+    stage: str
     commands: tuple[Command, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened in one turn of a worker."""
+    """What happened in one turn of a worker, by stage."""
 
-    events: tuple[Event | Grown | Traced, ...]
+    events: Mapping[str, tuple[Event | Grown | Traced, ...]]
 
 
 @dataclass(frozen=True, slots=True)

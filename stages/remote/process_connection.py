@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from engine.interface.log_fields import LogFields
 from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
 from stages.remote.connection import Connection, WorkerGone
@@ -15,7 +14,7 @@ from stages.remote.control import WorkerSpec
 from stages.remote.fork_server import WorkerProcess, start_worker
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import WorkerLoop
+from stages.remote.worker_main import WorkerLoop, log_fields_of
 
 __all__ = ["ProcessConnection", "connect_process", "worker_main"]
 
@@ -55,7 +54,7 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
     channel = Channel(sock, codec, SegmentPool(), "the pipeline")
     loop = WorkerLoop(spec, channel.send)
     channel.start(loop.take, lambda reason: loop.end())
-    forward_log(channel.send, spec.log_level, LogFields(spec.name, spec.replica))
+    forward_log(channel.send, spec.log_level, log_fields_of(spec))
     try:
         loop.run()
         channel.wait_until_sent(_EXIT_PATIENCE_S)

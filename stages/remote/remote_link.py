@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from engine.interface.deferred import num_items, with_fields
 from stages.remote.connection import WorkerGone
-from stages.remote.control import Built, Grown, Idle, News, NotBuilt, Orders, StageFacts
+from stages.remote.control import Built, Grown, Idle, NotBuilt, StageFacts
 from stages.remote.growing_output import GrowingOutput
 from stages.remote.segments import SharedTensors
 from stages.remote.worker_life import Ended, WorkerLife
@@ -322,6 +322,7 @@ class RemoteLink(StageLink):
     ) -> None:
         self._name = name
         self._lives = tuple(lives)
+        self._ports = [life.ports[name] for life in lives]
         self._edges = edges
         self._max_retries = max_retries
         self._router = PrefixRouter()
@@ -334,7 +335,6 @@ class RemoteLink(StageLink):
         # The stage is built by the time that a link is made.
         self._is_up = [True] * len(self._lives)
         self._outboxes: list[list[Command]] = [[] for _ in self._lives]
-        self._num_sent = [0] * len(self._lives)
         self._idle_at = [-1] * len(self._lives)
         self._hopeless: dict[int, str] = {}
         self._has_moved = False
@@ -360,7 +360,9 @@ class RemoteLink(StageLink):
     @property
     def has_work(self) -> bool:
         """Whether any worker has said something, or has said nothing for too long."""
-        return bool(self._news) or any(life.has_news for life in self._lives) or self._is_stalled()
+        return (
+            bool(self._news) or any(port.has_messages for port in self._ports) or self._is_stalled()
+        )
 
     @property
     def time_to_work(self) -> float | None:
@@ -373,7 +375,8 @@ class RemoteLink(StageLink):
         if self._has_moved or self._news:
             self._has_moved = False
             return False
-        return all(self._idle_at[each] == self._num_sent[each] for each in self._busy())
+        # A worker's other stages have had commands, too.
+        return all(self._idle_at[each] == self._lives[each].num_commands for each in self._busy())
 
     def close(self) -> None:
         """The workers are the stage's to end."""
@@ -420,8 +423,8 @@ class RemoteLink(StageLink):
         return traces
 
     def _listen(self) -> None:
-        for replica, life in enumerate(self._lives):
-            for message in life.news():
+        for replica, port in enumerate(self._ports):
+            for message in port.messages():
                 self._hear(replica, message)
 
     def _enter(self, enter: Enter) -> None:
@@ -457,9 +460,8 @@ class RemoteLink(StageLink):
                 self._dispatch(replica, tuple(outbox))
 
     def _dispatch(self, replica: int, commands: tuple[Command, ...]) -> None:
-        self._num_sent[replica] += len(commands)
         try:
-            self._lives[replica].send(Orders(commands))
+            self._ports[replica].send(commands)
             for command in commands:
                 if isinstance(command, Enter) and command.request_id in self._visits:
                     self._visits[command.request_id].is_sent = True
@@ -467,23 +469,22 @@ class RemoteLink(StageLink):
             return  # they are sent to the next one
         except (ValueError, MemoryError) as error:
             if len(commands) > 1:  # one of them cannot be sent; the others can
-                self._num_sent[replica] -= len(commands)
                 for command in commands:
                     self._dispatch(replica, (command,))
                 return
-            self._num_sent[replica] -= 1
             visit = self._visits.get(commands[0].request_id)
             if visit is not None:
                 has_begun = not isinstance(commands[0], Enter)
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                self._fail(visit, f"{kind}{error}", has_begun=has_begun)
+                is_prompts = not kind and isinstance(commands[0], Enter) and not commands[0].sources
+                self._fail(visit, f"{kind}{error}", has_begun=has_begun, refused=is_prompts)
                 if has_begun:
                     self._hand_over(visit, Abort(visit.enter.request_id))
 
     def _hear(self, replica: int, message: Any) -> None:
         match message:
-            case News():
-                for event in message.events:
+            case tuple():
+                for event in message:
                     if isinstance(event, Traced):
                         self._traces.append(event)
                     else:
@@ -495,11 +496,13 @@ class RemoteLink(StageLink):
                 self._hopeless.pop(replica, None)
                 self._trace("worker started", replica)
                 self._outboxes[replica] = []
-                self._num_sent[replica], self._idle_at[replica] = 0, -1
+                self._idle_at[replica] = -1
                 for visit in [each for each in self._visits.values() if each.replica == replica]:
                     self._hand_over(visit, visit.entry(), *visit.extends)
             case NotBuilt():
-                _logger.warning("a worker of stage %r cannot be built: %s", self._name, message)
+                _logger.warning(
+                    "a worker of stage %r cannot be built: %s", self._name, message.error
+                )
             case Ended():
                 self._bury(replica, message)
 
@@ -545,7 +548,7 @@ class RemoteLink(StageLink):
         self._is_up[replica] = False
         self._trace("worker ended", replica, reason=ended.reason)
         self._outboxes[replica] = []
-        self._num_sent[replica], self._idle_at[replica] = 0, -1
+        self._idle_at[replica] = -1
         self._router.forget(replica)
         if ended.is_waiting:
             self._hopeless[replica] = (
@@ -581,10 +584,12 @@ class RemoteLink(StageLink):
             event = StageEvent(name, now_s, None, request_id, args)
             self._traces.append(Traced((event,), replica, this_clock(), now_s))
 
-    def _fail(self, visit: Visit, told: str, *, has_begun: bool = True) -> None:
+    def _fail(
+        self, visit: Visit, told: str, *, has_begun: bool = True, refused: bool = False
+    ) -> None:
         self._forget(visit)
         error = f"stage {self._name!r}: {told}"
-        self._news.append(Failed(visit.enter.ticket, error, has_begun=has_begun))
+        self._news.append(Failed(visit.enter.ticket, error, has_begun, refused))
         self._on_news()
 
     def _forget(self, visit: Visit) -> None:

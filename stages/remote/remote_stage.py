@@ -2,123 +2,137 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine import SamplingParams
-from stages.remote.connection import Connect
-from stages.remote.control import StageFacts, WorkerSpec
 from stages.remote.remote_link import RemoteLink
-from stages.remote.worker_life import WorkerLife, wait_until_built
-from stages.remote.worker_main import StageShape, ToldStage
-from stages.stage import StageStats
-from stages.worker.stage_link import LinkedStage, StageLink, WorkerState
+from stages.remote.worker_life import WorkerLife
+from stages.stage import StageInputs, StageOutput, StageRequest, StageStats
+from stages.worker.stage_link import DistantStage, StageLink, WorkerState
 
-__all__ = ["RemoteStage", "StartingStage", "WorkerPolicy"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RemoteStage", "StageShape"]
 
 _ANSWER_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPolicy:
-    """How much patience there is with workers.
+class StageShape(Protocol):
+    """What of a stage's configuration its pipeline has to know."""
 
-    Attributes:
-        max_retries: how often a request is run again that was in a worker when this died.
-        stall_timeout_s: seconds without a sign of life after which a worker counts as dead.
-    """
+    @property
+    def inputs(self) -> StageInputs | None:
+        """The stages that feed it."""
+        ...
 
-    max_retries: int = 1
-    stall_timeout_s: float = 120.0
-
-
-class StartingStage:
-    """Workers that were told to build a stage; several stages are built side by side.
-
-    Args:
-        config: of the stage.
-        specs: one for each replica.
-        connect: starts a worker.
-        policy: see there.
-    """
-
-    def __init__(
-        self,
-        config: StageShape,
-        specs: Sequence[WorkerSpec],
-        connect: Connect[WorkerSpec],
-        policy: WorkerPolicy,
-    ) -> None:
-        self._config, self._specs, self._policy = config, tuple(specs), policy
-        self._lives = [WorkerLife(spec, connect, policy.stall_timeout_s) for spec in specs]
-        self._has_news = threading.Event()
-        for life in self._lives:
-            life.tell_news(self._has_news.set)
-            life.start()
-
-    def wait(self) -> RemoteStage:
-        """Wait until it is built.
-
-        Raises:
-            ValueError: it cannot be built; its workers are ended.
-        """
-        with ExitStack() as ended:
-            ended.callback(self.close)
-            for life in self._lives:
-                wait_until_built(life, self._has_news)
-            stage = RemoteStage(self._config, self._lives, self._specs[0].edges, self._policy)
-            ended.pop_all()
-        return stage
-
-    def close(self) -> None:
-        """End the workers."""
-        for life in self._lives:
-            life.close()
+    @property
+    def final_output(self) -> tuple[str, ...]:
+        """What the user gets of it."""
+        ...
 
 
-class RemoteStage(ToldStage, LinkedStage):
+class RemoteStage(DistantStage):
     """Answers for a stage what is asked between requests; its workers do the rest.
 
     Args:
+        name: of the stage.
         config: of the stage.
-        lives: its workers, which are up.
-        edges: the streamed edges that leave it.
-        policy: see there.
+        workers: one for each replica; they are up.
+        max_retries: how often a request is run again that was in a worker when this died.
     """
 
     def __init__(
-        self,
-        config: StageShape,
-        lives: Sequence[WorkerLife],
-        edges: tuple[Any, ...],
-        policy: WorkerPolicy,
+        self, name: str, config: StageShape, workers: Sequence[WorkerLife], max_retries: int
     ) -> None:
-        name, facts = _only_facts(lives[0])
-        super().__init__(name, config, facts)
-        self._lives = tuple(lives)
-        self._link = RemoteLink(name, lives, edges, policy.max_retries)
-        self._enable_prefix_caching = facts.enable_prefix_caching
+        super().__init__(
+            name,
+            inputs=config.inputs,
+            outputs=getattr(config, "outputs", None),
+            final_output=config.final_output,
+        )
+        first = workers[0]
+        assert first.facts is not None, "its workers have built it"
+        self._facts = first.facts[name]
+        self.has_cache = self._facts.has_cache
+        self._enable_prefix_caching = self._facts.enable_prefix_caching
+        self._workers = tuple(workers)
+        (edges,) = (stage.edges for stage in first.spec.stages if stage.name == name)
+        self._link = RemoteLink(name, workers, edges, max_retries)
+        self._checked: set[str] = set()
 
     @property
     def link(self) -> StageLink:
-        """The way to its workers."""
+        """See :class:`~stages.worker.stage_link.DistantStage`."""
         return self._link
 
     def worker_states(self) -> tuple[WorkerState, ...]:
         """See :class:`~stages.worker.stage_link.DistantStage`."""
-        return tuple(life.state for life in self._lives)
+        return tuple(worker.state for worker in self._workers)
 
     @property
     def workers(self) -> tuple[WorkerLife, ...]:
         """Its workers, one for each replica."""
-        return self._lives
+        return self._workers
 
-    def _ask_sampling(self, params: SamplingParams) -> None:
-        self._first_up().call("check_sampling", params, timeout_s=_ANSWER_S)
+    @property
+    def hidden_size(self) -> int | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """See :class:`~stages.stage.Stage`."""
+        import torch  # only here: a link needs none of it
+
+        return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.sampling
+
+    @property
+    def seed(self) -> int | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.seed
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.speakers
+
+    @property
+    def takes_chunks(self) -> bool:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.takes_chunks
+
+    @property
+    def gives_chunks(self) -> bool:
+        """See :class:`~stages.stage.Stage`."""
+        return self._facts.gives_chunks
+
+    def describe(self) -> Mapping[str, Any]:
+        """What a worker resolved and reserved."""
+        return dict(self._facts.description)
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
+
+        A worker that does not answer at once is not waited for: it refuses the request itself.
+        """
+        key = params.model_dump_json(exclude={"seed"})
+        if key in self._checked:
+            return
+        up = next((worker for worker in self._workers if worker.is_up), self._workers[0])
+        try:
+            up.call(self.name, "check_sampling", params, timeout_s=_ANSWER_S)
+        except (RuntimeError, TimeoutError):
+            return
+        if len(self._checked) < 1000:
+            self._checked.add(key)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -132,40 +146,43 @@ class RemoteStage(ToldStage, LinkedStage):
 
     @enable_prefix_caching.setter
     def enable_prefix_caching(self, value: bool) -> None:
-        for life in self._lives:
-            life.call_when_up("set_enable_prefix_caching", value, is_setting=True)
+        self._call_all("set_enable_prefix_caching", value, is_setting=True)
         self._enable_prefix_caching = value
 
     def reset_prefix_cache(self) -> None:
         """See :class:`~stages.stage.Stage`."""
-        for life in self._lives:
-            life.call_when_up("reset_prefix_cache")
+        self._call_all("reset_prefix_cache")
 
     def check_integrity(self) -> None:
         """See :class:`~stages.stage.Stage`."""
-        for life in self._lives:
-            life.call_when_up("check_integrity")
+        self._call_all("check_integrity")
+
+    def _call_all(self, method: str, *arguments: Any, is_setting: bool = False) -> None:
+        for worker in self._workers:
+            worker.call_when_up(self.name, method, *arguments, is_setting=is_setting)
 
     def stats(self) -> StageStats:
-        """What its workers have counted, those that died as well, as far as they told it."""
+        """What its workers have counted, those that died as well, as far as they reported it."""
         return reduce(StageStats.beside, self.replica_stats())
 
     def replica_stats(self) -> tuple[StageStats, ...]:
         """The same, worker by worker."""
-        return tuple(life.stats()[self.name] for life in self._lives)
+        return tuple(worker.stats()[self.name] for worker in self._workers)
 
     def close(self) -> None:
-        """End its workers."""
+        """End its workers, with all stages that share them."""
         self.ownership.close()
-        for life in self._lives:
-            life.close()
+        for worker in self._workers:
+            worker.close()
 
-    def _first_up(self) -> WorkerLife:
-        return next((life for life in self._lives if life.is_up), self._lives[0])
+    def add_request(self, request: StageRequest) -> None:
+        """Its worker takes requests, over the link alone."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
 
+    def step(self) -> list[StageOutput]:
+        """Its worker steps by itself."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere, where it is stepped")
 
-def _only_facts(life: WorkerLife) -> tuple[str, StageFacts]:
-    """What the worker of one stage told of it, with its name."""
-    assert life.facts is not None, "its workers have built it"
-    ((name, facts),) = life.facts.items()
-    return name, facts
+    def abort(self, request_id: str) -> None:
+        """Its worker drops requests, over the link alone."""
+        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")

@@ -1,4 +1,4 @@
-"""Supervises one worker of a stage after another: starts, watches, and restarts it when it dies.
+"""Supervises one worker after another: starts, watches, and restarts it when it dies.
 
 It keeps the calls that a worker has not answered, and sums up what the workers have counted.
 """
@@ -10,18 +10,30 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from engine.interface.placed_error import PlacedError, described
-from stages.remote.connection import Connect, Connection, NoPlaceError, Spec, WorkerGone
-from stages.remote.control import Beat, Built, Call, GaveUp, NotBuilt, Returned, StageFacts
+from stages.remote.connection import Connect, Connection, NoPlaceError, WorkerGone
+from stages.remote.control import (
+    Beat,
+    Built,
+    Call,
+    GaveUp,
+    News,
+    NotBuilt,
+    Orders,
+    Returned,
+    StageFacts,
+    WorkerSpec,
+)
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
+from stages.worker.messages import Command
 from stages.worker.stage_link import WorkerState
 
 __all__ = [
@@ -29,10 +41,10 @@ __all__ = [
     "Ended",
     "PendingCalls",
     "StageCounts",
-    "WorkerCounts",
+    "StagePort",
     "WorkerEndedError",
     "WorkerLife",
-    "wait_until_built",
+    "start_workers",
 ]
 
 
@@ -126,37 +138,6 @@ class StageCounts:
         self._ended = self._ended.plus(num_restarts=num_restarts)
 
 
-class WorkerCounts:
-    """The same of all stages that a worker runs.
-
-    Args:
-        stages: their names.
-    """
-
-    def __init__(self, stages: Iterable[str]) -> None:
-        self._of = {name: StageCounts() for name in stages}
-
-    @property
-    def total(self) -> Mapping[str, StageStats]:
-        """By stage."""
-        return {name: each.total for name, each in self._of.items()}
-
-    def hear(self, stats: Mapping[str, StageStats]) -> None:
-        """See :meth:`StageCounts.hear`."""
-        for name, each in stats.items():
-            self._of[name].hear(each)
-
-    def hear_answer(self, stats: Mapping[str, StageStats]) -> None:
-        """See :meth:`StageCounts.hear_answer`."""
-        for name, each in stats.items():
-            self._of[name].hear_answer(each)
-
-    def end(self, *, num_restarts: int) -> None:
-        """See :meth:`StageCounts.end`."""
-        for each in self._of.values():
-            each.end(num_restarts=num_restarts)
-
-
 _logger = logging.getLogger(f"omni.{__name__}")
 
 MOST_STARTS = 6
@@ -184,6 +165,52 @@ class Ended:
     is_waiting: bool = False
 
 
+class StagePort:
+    """One stage's side of a worker: its commands go out, what the worker says of it comes in.
+
+    A command is for the worker that :meth:`messages` has given the last message of, and for no
+    later one.
+
+    Args:
+        life: of the worker.
+        stage: the name of the stage.
+    """
+
+    def __init__(self, life: WorkerLife, stage: str) -> None:
+        self.life = life
+        self._stage = stage
+        self._inbox: deque[tuple[int, Any]] = deque()  # with the number of the worker
+        self._heard_life = 1  # the first worker has built the stage before anybody reads
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether :meth:`messages` has something."""
+        return bool(self._inbox)
+
+    def messages(self) -> list[Any]:
+        """Events, ``Idle`` and ``Built`` since this was last called, :class:`Ended` in between."""
+        taken = []
+        while self._inbox:
+            life, message = self._inbox.popleft()
+            self._heard_life = max(self._heard_life, life)  # the last word of one may come late
+            taken.append(message)
+        return taken
+
+    def put(self, life: int, message: Any) -> None:
+        """Take a message of a worker; from any thread."""
+        self._inbox.append((life, message))
+
+    def send(self, commands: tuple[Command, ...]) -> None:
+        """Send commands.
+
+        Raises:
+            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was read.
+            ValueError: they hold what cannot be sent.
+            MemoryError: there is no room for their tensors.
+        """
+        self.life.send(self._heard_life, Orders(self._stage, commands))
+
+
 class WorkerLife:
     """Keeps a worker running. ::
 
@@ -191,24 +218,30 @@ class WorkerLife:
                                       └── MOST_STARTS in a row that finished nothing: final,
                                           or, where there is no place for one: tried on and on
 
-    What workers say comes out of :meth:`news` in order. A command is for the worker that was heard
-    of last there, and for no later one; a call that is under way when its worker ends fails.
+    A call that is under way when its worker ends fails.
 
     Args:
         spec: what the workers build.
         connect: starts one.
         stall_timeout_s: seconds without a sign of life after which a worker that has something to
             do counts as dead.
+
+    Attributes:
+        spec: as given.
+        ports: by stage.
+        facts: of each stage, as the last worker described it; None before one was built.
     """
 
-    def __init__(self, spec: Spec, connect: Connect[Any], stall_timeout_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, connect: Connect, stall_timeout_s: float) -> None:
         self.spec = spec
+        self.ports = {stage.name: StagePort(self, stage.name) for stage in spec.stages}
         self._connect = connect
         self._stall_timeout_s = stall_timeout_s
-        self._news: deque[tuple[int, Any]] = deque()  # with the number of the life
+        self._first_built: Future[None] = Future()
         self._lock = threading.Lock()  # over all below
         self._connection: Connection | None = None
-        self._life = self._heard_life = 0
+        self._life = 0
+        self._num_commands = 0
         self._is_connected = threading.Event()
         self._is_settled = threading.Event()  # it is up, or never will be again
         self._is_up = False
@@ -216,21 +249,21 @@ class WorkerLife:
         self._num_starts = 0
         self._calls = PendingCalls(spec.called)
         self._heard_at, self._has_spoken = time.monotonic(), False
-        self._settings: dict[str, Call] = {}
+        self._settings: dict[tuple[str, str], Call] = {}
         self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: Mapping[str, StageFacts] | None = None
-        self._counts = WorkerCounts(spec.stage_names)
+        self._counts = {stage.name: StageCounts() for stage in spec.stages}
         self._state = WorkerState("starting")
 
     def tell_news(self, on_news: Callable[[], object]) -> None:
-        """Have a function called, in any thread, when :meth:`news` may have something."""
+        """Have a function called, in any thread, when a port may have messages."""
         self._on_news = on_news
 
     @property
-    def has_news(self) -> bool:
-        """Whether :meth:`news` has something."""
-        return bool(self._news)
+    def num_commands(self) -> int:
+        """Commands that were sent to the present worker."""
+        return self._num_commands
 
     @property
     def is_up(self) -> bool:
@@ -248,13 +281,14 @@ class WorkerLife:
         return None if self._connection is None else self._connection.pid
 
     def start(self) -> None:
-        """Begin to start a worker; its ``Built``, or that it ended, comes as news."""
+        """Begin to start a worker; its ``Built``, or that it ended, comes by the ports."""
         with self._lock:
             if self._is_closed:
                 return
             self._life += 1
             life = self._life
             self._num_starts += 1
+            self._num_commands = 0
             self._heard_at = time.monotonic()
             self._has_spoken = False
             self._is_connected.clear()
@@ -277,17 +311,35 @@ class WorkerLife:
         if has_ended:
             connection.kill("it is not needed any more")
 
-    def send(self, message: Any) -> None:
-        """Hand a command to the worker that :meth:`news` has told of.
+    def wait_until_built(self) -> None:
+        """Wait for the first worker.
 
         Raises:
-            WorkerGone: it has ended; the next one gets nothing before its ``Built`` was heard.
-            ValueError: the message holds what cannot be sent.
-            MemoryError: there is no room for its tensors.
+            ValueError: a stage cannot be built, or the worker has ended; says which.
+        """
+        while True:
+            try:
+                self._first_built.result(_LOOK_S)
+                return
+            except TimeoutError:  # one that hangs says nothing for ever
+                self.check_alive()
+
+    def send(self, life: int, orders: Orders) -> None:
+        """Send commands to a worker.
+
+        Args:
+            life: the number of the worker that they are for.
+            orders: the commands.
+
+        Raises:
+            WorkerGone: it has ended.
+            ValueError: they hold what cannot be sent.
+            MemoryError: there is no room for their tensors.
         """
         with self._lock:
-            connection = self._connection if self._heard_life == self._life else None
-        self._send_over(connection, message)
+            connection = self._connection if life == self._life else None
+        self._send_over(connection, orders)
+        self._num_commands += len(orders.commands)
 
     def _send_over(self, connection: Connection | None, message: Any) -> None:
         if connection is None or not self._is_up:
@@ -296,14 +348,16 @@ class WorkerLife:
 
     def call(
         self,
+        stage: str | None,
         method: str,
         *arguments: Any,
         is_setting: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """Ask the stage, and wait for what it answers, or for the end of its worker.
+        """Call a method of a stage, and wait for what it returns, or for the end of its worker.
 
         Args:
+            stage: its name; None for all.
             method: see :class:`~stages.remote.worker_main.WorkerCalls`.
             arguments: of it.
             is_setting: whether workers that are started later are to be told as well.
@@ -316,9 +370,9 @@ class WorkerLife:
             ValueError: the stage raised one.
         """
         number, answer = self._calls.add()
-        message = Call(number, method, arguments)
-        if is_setting:
-            self._settings[method] = message
+        message = Call(number, stage, method, arguments)
+        if is_setting and stage is not None:
+            self._settings[stage, method] = message
         try:
             self._send_over(self._connection, message)
         except WorkerGone:
@@ -331,7 +385,9 @@ class WorkerLife:
             except TimeoutError:
                 self.check_alive()
 
-    def call_when_up(self, method: str, *arguments: Any, is_setting: bool = False) -> Any:
+    def call_when_up(
+        self, stage: str, method: str, *arguments: Any, is_setting: bool = False
+    ) -> Any:
         """The same, of a worker that is started later if this one ends or has ended.
 
         Raises:
@@ -340,7 +396,7 @@ class WorkerLife:
         """
         while True:
             try:
-                return self.call(method, *arguments, is_setting=is_setting)
+                return self.call(stage, method, *arguments, is_setting=is_setting)
             except WorkerEndedError:
                 while not self._is_settled.wait(_BEAT_PATIENCE_S):
                     self.check_alive()
@@ -351,24 +407,16 @@ class WorkerLife:
         """What its workers have counted, by stage; without an answer what was told last."""
         life, answer = self._life, None
         with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
-            answer = self.call("stats", timeout_s=_STATS_PATIENCE_S)
+            answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
             if answer is not None and life == self._life:  # else it is in the sums by now
-                self._counts.hear_answer(answer)
-            return self._counts.total
+                for name, stats in answer.items():
+                    self._counts[name].hear_answer(stats)
+            return {name: counts.total for name, counts in self._counts.items()}
 
     def note_success(self) -> None:
         """A request came to its end: the worker is a good one."""
         self._num_starts = 0
-
-    def news(self) -> list[Any]:
-        """What the workers said since this was last called, and :class:`Ended` where one did."""
-        taken = []
-        while self._news:
-            life, message = self._news.popleft()
-            self._heard_life = max(self._heard_life, life)  # the last word of one may come late
-            taken.append(message)
-        return taken
 
     def time_to_stall(self) -> float:
         """Seconds after which a worker that says nothing counts as dead; inf without one."""
@@ -413,7 +461,8 @@ class WorkerLife:
                 self._calls.resolve(message)
                 return
             case Beat():
-                self._counts.hear(message.stats)
+                for name, stats in message.stats.items():
+                    self._counts[name].hear(stats)
                 return
             case GaveUp():
                 self._is_connected.wait()
@@ -423,10 +472,18 @@ class WorkerLife:
             case Logged():
                 relay(message)
                 return
+            case News():
+                for name, events in message.events.items():
+                    self.ports[name].put(life, events)
+                self._on_news()
+                return
+            case NotBuilt() if self.facts is None:
+                self._fail_first(message.error)
+                return
             case Built():
                 # A worker may send this before the call that starts it has returned.
                 self._is_connected.wait()
-                self.facts = message.facts
+                is_first, self.facts = self.facts is None, message.facts
                 with self._lock:
                     connection = self._connection
                 if connection is None:
@@ -441,8 +498,19 @@ class WorkerLife:
                         return
                     self._is_up = True
                     self._is_settled.set()
-        self._news.append((life, message))
+                if is_first:
+                    self._first_built.set_result(None)
+                    return
+        self._tell_all(life, message)
+
+    def _tell_all(self, life: int, message: Any) -> None:
+        for port in self.ports.values():
+            port.put(life, message)
         self._on_news()
+
+    def _fail_first(self, error: str) -> None:
+        if not self._first_built.done():
+            self._first_built.set_exception(ValueError(error))
 
     def _is_over(self, life: int) -> bool:
         """Whether a worker of another life is wanted by now, or none."""
@@ -466,15 +534,16 @@ class WorkerLife:
                 reason,
                 time.time(),
             )
-            self._counts.end(num_restarts=num_restarts)
+            for counts in self._counts.values():
+                counts.end(num_restarts=num_restarts)
             if is_final or is_waiting:  # it may never be up, so waiting for that ends
                 self._is_settled.set()
             else:
                 self._is_settled.clear()
         self._calls.fail(f"its worker {reason}")
-        # Told before another one is started, which might speak at once.
-        self._news.append((life, Ended(reason, is_final, is_waiting)))
-        self._on_news()
+        self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
+        # Reported before another one is started, which might speak at once.
+        self._tell_all(life, Ended(reason, is_final, is_waiting))
         if not is_final:
             told = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # it is told once
@@ -486,25 +555,26 @@ class WorkerLife:
             self._timer.start()
 
 
-def wait_until_built(life: WorkerLife, has_news: threading.Event) -> None:
-    """Wait for the first worker.
+def start_workers(
+    specs: Sequence[WorkerSpec], connect: Connect, stall_timeout_s: float
+) -> list[WorkerLife]:
+    """Start workers side by side, and wait until all have built their stages.
 
     Args:
-        life: that was started.
-        has_news: is set when it has news.
+        specs: what they are to build.
+        connect: starts one.
+        stall_timeout_s: see :class:`WorkerLife`.
 
     Raises:
-        ValueError: what it is to build cannot be built, or it has ended.
+        ValueError: a stage cannot be built, or its worker has ended; none is left running.
     """
-    while True:
-        has_news.clear()
-        for message in life.news():
-            match message:
-                case Built():
-                    return
-                case NotBuilt():
-                    raise ValueError(message.error)
-                case Ended():
-                    raise ValueError(f"its worker {message.reason}, before it was built")
-        while not has_news.wait(_LOOK_S):  # one that hangs says nothing for ever
-            life.check_alive()
+    with ExitStack() as closed:
+        lives = []
+        for spec in specs:
+            lives.append(WorkerLife(spec, connect, stall_timeout_s))
+            closed.callback(lives[-1].close)
+            lives[-1].start()
+        for life in lives:
+            life.wait_until_built()
+        closed.pop_all()
+    return lives

@@ -1,6 +1,6 @@
-"""A worker's program: builds its stage, and drives it until its link is gone.
+"""The program of a worker: builds its stages, and steps them by turns until its link is gone.
 
-Here are also the calls that a link may make to the stage, by name, and the description of the stage
+Here are also the calls that a link may make to a stage, by name, and the description of a stage
 that the worker sends.
 """
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
-from engine import SamplingParams
-from engine.interface.placed_error import PlacedError
+from engine.interface.log_fields import LogFields
+from engine.interface.placed_error import PlacedError, described
 from stages.portable import load_by_name
-from stages.remote.connection import Spec
 from stages.remote.control import (
     Beat,
     Built,
@@ -31,193 +29,65 @@ from stages.remote.control import (
     Orders,
     Returned,
     StageFacts,
+    StageSpec,
     WorkerMessage,
     WorkerSpec,
 )
 from stages.remote.growing_output import OutputTails
-from stages.stage import Stage, StageInputs, StageOutput, StageRequest, StageStats, Transform
+from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
-from stages.worker.stage_link import DistantStage
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "Build",
-    "StageShape",
-    "ToldStage",
-    "WorkerCalls",
-    "WorkerLoop",
-    "alive",
-    "build_stage",
-    "facts_of",
-    "not_built",
-]
-
-
-class StageShape(Protocol):
-    """What of a stage's configuration its pipeline has to know."""
-
-    @property
-    def inputs(self) -> StageInputs | None:
-        """The stages that feed it."""
-        ...
-
-    @property
-    def final_output(self) -> tuple[str, ...]:
-        """What the user gets of it."""
-        ...
-
-
-class ToldStage(DistantStage):
-    """Answers for a stage by what its worker told of it, and takes nothing itself.
-
-    Args:
-        name: of the stage.
-        config: of the stage.
-        facts: what its worker told.
-    """
-
-    def __init__(self, name: str, config: StageShape, facts: StageFacts) -> None:
-        super().__init__(
-            name,
-            inputs=config.inputs,
-            outputs=getattr(config, "outputs", None),
-            final_output=config.final_output,
-        )
-        self._facts = facts
-        self.has_cache = facts.has_cache
-        self._checked: set[str] = set()
-
-    @property
-    def hidden_size(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """See :class:`~stages.stage.Stage`."""
-        import torch  # only here: a link needs none of it
-
-        return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.sampling
-
-    @property
-    def seed(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.seed
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.speakers
-
-    @property
-    def takes_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.takes_chunks
-
-    @property
-    def gives_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.gives_chunks
-
-    def describe(self) -> Mapping[str, Any]:
-        """What a worker resolved and reserved."""
-        return dict(self._facts.description)
-
-    def check_sampling(self, params: SamplingParams) -> None:
-        """See :class:`~stages.stage.Stage`; what was asked before is not asked again.
-
-        A worker that does not answer at once is not waited for: it refuses the request itself.
-        """
-        key = params.model_dump_json(exclude={"seed"})
-        if key in self._checked:
-            return
-        try:
-            self._ask_sampling(params)
-        except (RuntimeError, TimeoutError):
-            return
-        if len(self._checked) < 1000:
-            self._checked.add(key)
-
-    @abstractmethod
-    def _ask_sampling(self, params: SamplingParams) -> None:
-        """Ask a worker, for a moment.
-
-        Raises:
-            RuntimeError: there is none.
-            TimeoutError: it does not answer.
-            ValueError: it refuses them.
-        """
-
-    def add_request(self, request: StageRequest) -> None:
-        """Its worker takes requests, from whatever drives it alone."""
-        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
-
-    def step(self) -> list[StageOutput]:
-        """Its worker steps by itself."""
-        raise RuntimeError(f"stage {self.name!r} runs elsewhere, where it is stepped")
-
-    def abort(self, request_id: str) -> None:
-        """Its worker drops requests, told by whatever drives it alone."""
-        raise RuntimeError(f"stage {self.name!r} runs elsewhere; ask its pipeline")
+__all__ = ["Build", "WorkerCalls", "WorkerLoop", "build_stage", "log_fields_of"]
 
 
 class WorkerCalls:
-    """The methods of a stage that are called between its steps, and those that only look.
+    """The methods of stages that are called between their steps, and those that only look.
 
     Args:
-        stage: to ask.
-
-    Attributes:
-        at_once: what may be asked beside a step.
-        in_turn: what changes the stage, and waits for its step.
+        stages: to ask, by name.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self.at_once: Mapping[str, Callable[..., Any]] = {
-            "stats": self._stats,
-            "describe": lambda: dict(stage.describe()),
-            "check_sampling": self._check_sampling,
-        }
-        self.in_turn: Mapping[str, Callable[..., Any]] = {
-            "reset_prefix_cache": stage.reset_prefix_cache,
-            "check_integrity": stage.check_integrity,
-            "set_enable_prefix_caching": self._set_enable_prefix_caching,
-        }
+    AT_ONCE = frozenset(("stats", "describe", "check_sampling"))
+    """Those that may be called beside a step. The others change the stage, and wait for it."""
+
+    def __init__(self, stages: Mapping[str, Stage]) -> None:
+        self._stages = stages
 
     def answer(self, call: Call) -> Returned:
-        """Do what is asked; whatever it raises is the answer."""
-        method = self.at_once.get(call.method) or self.in_turn[call.method]
+        """Call the method; whatever it raises is the answer."""
         try:
-            return Returned(call.number, method(*call.arguments))
+            return Returned(call.number, self._value(call))
         except PlacedError as error:
             return Returned(call.number, None, str(error), ValueError.__name__, error.place)
         except Exception as error:  # it is raised again at the other end
             return Returned(call.number, None, str(error), type(error).__name__)
 
-    def _stats(self) -> Mapping[str, StageStats]:
-        return {self._stage.name: self._stage.stats()}
+    def _value(self, call: Call) -> Any:
+        if call.stage is None:
+            return {name: stage.stats() for name, stage in self._stages.items()}
+        stage = self._stages[call.stage]
+        match call.method:
+            case "describe":
+                return dict(stage.describe())
+            case "set_enable_prefix_caching":
+                (stage.enable_prefix_caching,) = call.arguments
+            case "check_sampling" | "reset_prefix_cache" | "check_integrity":
+                getattr(stage, call.method)(*call.arguments)
+            case _:
+                raise RuntimeError(f"a stage has no method {call.method!r} for calls")
 
-    def _check_sampling(self, params: SamplingParams) -> None:
-        self._stage.check_sampling(params)
 
-    def _set_enable_prefix_caching(self, value: bool) -> None:
-        self._stage.enable_prefix_caching = value
+def log_fields_of(spec: WorkerSpec) -> LogFields:
+    """The fields of what a worker logs: its stage, if it has one."""
+    return LogFields(spec.name, spec.replica) if len(spec.stages) == 1 else LogFields()
 
 
-def facts_of(stage: Stage) -> StageFacts:
-    """What a stage says of itself."""
+def _facts_of(stage: Stage) -> StageFacts:
+    """Describe a stage to those who cannot ask it."""
     return StageFacts(
         hidden_size=stage.hidden_size,
         dtype=None if stage.dtype is None else str(stage.dtype).removeprefix("torch."),
@@ -240,12 +110,12 @@ _BEAT_S = 0.5
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
 
 _Send = Callable[[WorkerMessage], None]
-Build = Callable[[WorkerSpec], tuple[Stage, Transform | None]]
-"""Makes the stage of a worker, and the transform that makes its prompts."""
+Build = Callable[[StageSpec], tuple[Stage, Transform | None]]
+"""Makes a stage of a worker, and the transform that makes its prompts."""
 
 
-def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
-    """Build the stage of a worker, and find the transform that makes its prompts.
+def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
+    """Build a stage of a worker, and find the transform that makes its prompts.
 
     Raises:
         ValueError: it cannot be built, or the transform cannot be found here.
@@ -256,15 +126,8 @@ def build_stage(spec: WorkerSpec) -> tuple[Stage, Transform | None]:
     return config.build_stage(spec.name), transform
 
 
-def not_built(spec: Spec, error: Exception) -> NotBuilt:
-    """What a worker says that cannot build what it was told."""
-    _logger.debug("%s cannot be built", spec.called, exc_info=error)
-    is_told = isinstance(error, ValueError)
-    return NotBuilt(str(error) if is_told else f"{type(error).__name__}: {error}", is_told)
-
-
 @contextmanager
-def alive(send: Callable[[Beat], None]) -> Iterator[None]:
+def _alive(send: Callable[[Beat], None]) -> Iterator[None]:
     """Give signs of life while this thread cannot: to load a model may take minutes.
 
     Args:
@@ -288,33 +151,31 @@ def alive(send: Callable[[Beat], None]) -> Iterator[None]:
 
 
 class WorkerLoop:
-    """Turns a :class:`~stages.worker.stage_worker.StageWorker` by what comes over a connection. ::
+    """Steps the stages of a worker by turns, as commands come over a connection. ::
 
-        connection's thread ──► inbox ──► turn: commands, calls, one unit of work ──► send
+        connection's thread ──► inbox ──► turn: commands, calls, a step of each stage ──► send
                        └──► answers at once what only looks
+
+    The last stage is first in a turn, so that what is nearly done leaves before more comes in.
 
     Args:
         spec: what to build.
         send: to the link; from any thread. It raises ``ConnectionError`` when nobody listens.
-        build: None for :func:`build_stage`.
+        build: builds a stage.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        send: _Send,
-        build: Build | None = None,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, send: _Send, build: Build = build_stage) -> None:
         self._spec = spec
-        self._build = build or build_stage
+        self._build = build
         self._send = send
-        self._inbox: deque[Command | Call] = deque()
+        self._inbox: deque[tuple[str, Command] | Call] = deque()
         self._changed = threading.Condition()
         self._has_changed = False
         self._is_over = False
         self._calls: WorkerCalls | None = None
-        self._tails = OutputTails()
-        self._tickets: dict[str, int] = {}
+        self._workers: dict[str, StageWorker] = {}  # the last stage first
+        self._tails = {stage.name: OutputTails() for stage in spec.stages}
+        self._tickets: dict[tuple[str, str], int] = {}
         self._num_commands = 0
         self._was_idle = False
         self._nap_s = _SHORTEST_NAP_S
@@ -322,12 +183,12 @@ class WorkerLoop:
 
     def take(self, message: Any) -> None:
         """Take a command or a call, in the connection's thread."""
-        if isinstance(message, Call) and self._calls and message.method in self._calls.at_once:
+        if isinstance(message, Call) and self._calls and message.method in WorkerCalls.AT_ONCE:
             self._send(self._calls.answer(message))
             return
         with self._changed:
             if isinstance(message, Orders):
-                self._inbox.extend(message.commands)
+                self._inbox.extend((message.stage, command) for command in message.commands)
             else:
                 self._inbox.append(message)
             self._has_changed = True
@@ -340,69 +201,83 @@ class WorkerLoop:
             self._changed.notify()
 
     def run(self) -> None:
-        """Build the stage and drive it until the end."""
-        try:
-            with alive(self._send):
-                stage, transform = self._build(self._spec)
-            worker = self._worker(stage, transform)
-            self._calls = WorkerCalls(stage)
-            facts = facts_of(stage)
-        except Exception as error:  # told once, to whoever asked for the stage
-            self._send(not_built(self._spec, error))
-            return
-        worker.tell_news(self._wake)
-        worker.prepare_aside()
-        self._send(Built({self._spec.name: facts}))
-        try:
+        """Build the stages and step them until the end."""
+        with ExitStack() as closed:
+            try:
+                with _alive(self._send):
+                    facts = {each.name: self._built(each, closed) for each in self._spec.stages}
+            except Exception as error:  # it is raised again where the worker was started
+                _logger.debug("%s cannot be built", self._spec.called, exc_info=error)
+                self._send(NotBuilt(str(error)))
+                return
+            self._calls = WorkerCalls({name: each.stage for name, each in self._workers.items()})
+            for worker in self._workers.values():
+                worker.tell_news(self._wake)
+                worker.prepare_aside()
+                closed.callback(worker.close)
+            self._send(Built(facts))
             while not self._is_over:
-                self._turn(worker)
-        finally:
-            worker.close()
-            stage.close()
+                self._turn()
 
-    def _worker(self, stage: Stage, transform: Transform | None) -> StageWorker:
+    def _built(self, spec: StageSpec, closed: ExitStack) -> StageFacts:
+        try:
+            stage, transform = self._build(spec)
+            closed.callback(stage.close)
+            facts = _facts_of(stage)
+        except Exception as error:  # a kind of stage may be a user's
+            message = str(error) if isinstance(error, ValueError) else described(error)
+            raise ValueError(f"stage {spec.name!r}: {message}") from error
         if self._spec.is_traced:
             replica = self._spec.replica
-            return TracedWorker(stage, transform, self._spec.edges, replica=replica)
-        return StageWorker(stage, transform, self._spec.edges)
+            worker: StageWorker = TracedWorker(stage, transform, spec.edges, replica=replica)
+        else:
+            worker = StageWorker(stage, transform, spec.edges)
+        self._workers = {spec.name: worker, **self._workers}
+        return facts
 
     def _wake(self) -> None:
         with self._changed:
             self._has_changed = True
             self._changed.notify()
 
-    def _turn(self, worker: StageWorker) -> None:
-        """Take what came; one unit of work; tell what is new, or sleep if nothing is."""
-        had_commands = self._take_in(worker)
-        worker.work()
-        if (reason := worker.mend()) is not None:
-            self._give_up(worker, reason)
-            return
-        traces = worker.traces()
-        events = worker.news()
+    def _turn(self) -> None:
+        """Take what came; step each stage; send what is new, or sleep if nothing is."""
+        had_commands = self._take_in()
+        traces: dict[str, list[Traced]] = {}
+        events: dict[str, list[Event]] = {}
+        for name, worker in self._workers.items():
+            worker.work()
+            if (reason := worker.mend()) is not None:
+                self._give_up(reason if len(self._workers) == 1 else f"stage {name!r}: {reason}")
+                return
+            if new := worker.traces():
+                traces[name] = new
+            if news := worker.news():
+                events[name] = news
         if events or traces:
-            self._tell(worker, traces, events)
+            self._emit(traces, events)
         if events or had_commands:
             self._was_idle = False
             self._nap_s = _SHORTEST_NAP_S
-        elif not worker.has_work:
-            self._sleep(worker.time_to_work)
-        elif worker.check_idle():
+        elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
+            times = [worker.time_to_work for worker in self._workers.values()]
+            self._sleep(min((each for each in times if each is not None), default=None))
+        elif all([worker.check_idle() for worker in busy]):
             if not self._was_idle:
                 self._was_idle = True
                 self._send(Idle(self._num_commands))
             self._sleep(self._nap_s)
             self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
         if time.monotonic() - self._counted_at > _BEAT_S:
-            self._tell_counts(worker)
+            self._send_counts(self._workers)
 
-    def _give_up(self, worker: StageWorker, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Let another worker do what this one cannot, the requests of this turn included."""
-        self._tell_counts(worker)
+        self._send_counts(self._workers)
         self._send(GaveUp(reason))
         self.end()
 
-    def _take_in(self, worker: StageWorker) -> bool:
+    def _take_in(self) -> bool:
         """Do what was commanded and asked so far; whether there was a command."""
         has_any = False
         while self._inbox:
@@ -411,55 +286,69 @@ class WorkerLoop:
                 assert self._calls is not None
                 self._send(self._calls.answer(message))
                 continue
-            if isinstance(message, Enter):
-                self._tickets[message.request_id] = message.ticket
-            elif isinstance(message, Abort):
-                self._forget(message.request_id)
-            worker.send(message)
+            name, command = message
+            if isinstance(command, Enter):
+                self._tickets[name, command.request_id] = command.ticket
+            elif isinstance(command, Abort):
+                self._forget(name, command.request_id)
+            self._workers[name].send(command)
             self._num_commands += 1
             has_any = True
         return has_any
 
-    def _tell(self, worker: StageWorker, traces: list[Traced], events: list[Event]) -> None:
-        ended = [request_id for event in events if (request_id := _ended_by(event)) is not None]
-        if ended:  # before its end is told: should this process die, its work has been counted
-            self._tell_counts(worker)
-        short = [self._tails.shorten(e) if isinstance(e, Moved) else e for e in events]
+    def _emit(self, traces: dict[str, list[Traced]], events: dict[str, list[Event]]) -> None:
+        ended = [
+            (name, request_id)
+            for name, of_stage in events.items()
+            for event in of_stage
+            if (request_id := _ended_by(event)) is not None
+        ]
+        if ended:  # before the end is emitted: should this process die, its work has been counted
+            self._send_counts({name for name, _ in ended})
+        short = {
+            name: [
+                self._tails[name].shorten(each) if isinstance(each, Moved) else each
+                for each in of_stage
+            ]
+            for name, of_stage in events.items()
+        }
+        names = [name for name in self._workers if name in traces or name in short]
         try:
-            self._send(News((*traces, *short)))
+            self._send(News({n: (*traces.get(n, ()), *short.get(n, ())) for n in names}))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
-            for event in short:
-                self._tell_alone(worker, event)
-        for request_id in ended:
-            self._tickets.pop(request_id, None)
-        for event in events:
-            if isinstance(event, Failed):
-                for request_id, ticket in list(self._tickets.items()):
-                    if ticket == event.ticket:
-                        self._forget(request_id)
+            for name, of_stage in short.items():
+                for event in of_stage:
+                    self._emit_alone(name, event)
+        for name, request_id in ended:
+            self._tickets.pop((name, request_id), None)
+        for name, news in events.items():
+            for event in news:
+                if isinstance(event, Failed):
+                    for (stage, request_id), ticket in list(self._tickets.items()):
+                        if stage == name and ticket == event.ticket:
+                            self._forget(name, request_id)
 
-    def _tell_alone(self, worker: StageWorker, event: Event | Grown) -> None:
+    def _emit_alone(self, name: str, event: Event | Grown) -> None:
         try:
-            self._send(News((event,)))
+            self._send(News({name: (event,)}))
         except (MemoryError, ValueError) as error:
-            name = self._spec.name
-            told = (
+            message = (
                 f"stage {name!r}: its output cannot be handed on: {type(error).__name__}: {error}"
             )
             _logger.exception("an output of stage %r cannot be handed on", name)
             if isinstance(event, Moved | Grown) and event.output is not None:
-                worker.send(Abort(event.output.request_id))
-            self._send(News((Failed(event.ticket, told),)))
+                self._workers[name].send(Abort(event.output.request_id))
+            self._send(News({name: (Failed(event.ticket, message),)}))
 
-    def _tell_counts(self, worker: StageWorker) -> None:
+    def _send_counts(self, names: Iterable[str]) -> None:
         self._counted_at = time.monotonic()
-        self._send(Beat({self._spec.name: worker.stage.stats()}))
+        self._send(Beat({name: self._workers[name].stage.stats() for name in names}))
 
-    def _forget(self, request_id: str) -> None:
-        ticket = self._tickets.pop(request_id, None)
+    def _forget(self, name: str, request_id: str) -> None:
+        ticket = self._tickets.pop((name, request_id), None)
         if ticket is not None:
-            self._tails.forget(ticket)
+            self._tails[name].forget(ticket)
 
     def _sleep(self, longest_s: float | None) -> None:
         """Sleep until something comes, or it is time for a sign of life."""

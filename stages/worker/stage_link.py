@@ -14,15 +14,20 @@ from stages.stage import Stage
 from stages.trace_events import Traced
 from stages.worker.messages import Command, Event
 
-__all__ = ["DistantStage", "LinkedStage", "StageLink", "WorkerState", "why_lost"]
+__all__ = ["DistantStage", "StageLink", "WorkerState", "why_lost"]
 
 
 class DistantStage(Stage):
-    """A stage that workers run.
+    """A stage that workers run, and that is reached by a link of its own.
 
     It answers what a stage is asked between requests (its facts, counters and settings);
     ``add_request`` and ``step`` are its worker's.
     """
+
+    @property
+    @abstractmethod
+    def link(self) -> StageLink:
+        """The way to its workers."""
 
     @abstractmethod
     def worker_states(self) -> tuple[WorkerState, ...]:
@@ -95,14 +100,6 @@ class StageLink(ABC):
         """What the worker did when, before the news that comes next; nothing from most links."""
         return []
 
-    def mend(self) -> str | None:
-        """Build a stage anew that broke, where the caller drives it and none of its requests is in.
-
-        Returns:
-            Why it cannot be used any more; None if it can, or if its worker sees to that.
-        """
-        return None
-
     @abstractmethod
     def drop_all(self) -> None:
         """Let go of all requests, whatever state an exception left; no event about them follows."""
@@ -136,12 +133,3 @@ class StageLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what the link itself has; the stage is closed by its pipeline."""
-
-
-class LinkedStage(DistantStage):
-    """A stage that is driven elsewhere, and reached by a link of its own."""
-
-    @property
-    @abstractmethod
-    def link(self) -> StageLink:
-        """The way to its worker."""

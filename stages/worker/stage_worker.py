@@ -169,7 +169,7 @@ class StageWorker(StageLink):
         self._has_moved |= bool(self._news)
 
     def mend(self) -> str | None:
-        """See :class:`~stages.worker.stage_link.StageLink`."""
+        """Rebuild the stage if it is broken and has no requests; why it cannot be used, if so."""
         return self._guarded.mend()
 
     def drop_all(self) -> None:

@@ -23,11 +23,15 @@ class ChannelWorkers:
     """Starts workers in threads; messages and tensors cross channels, as between processes.
 
     Args:
-        build: makes the stage of a worker.
+        build: makes a stage of a worker.
+
+    Attributes:
+        connections: to all that were started, the last one last.
     """
 
     def __init__(self, build: Build) -> None:
         self._build = build
+        self.connections: list[Connection] = []
         self._workers: list[ThreadAsProcess] = []
 
     def connect(
@@ -38,7 +42,8 @@ class ChannelWorkers:
             spec.label, wire_codec(), lambda send: WorkerLoop(spec, send, self._build)
         )
         self._workers.append(worker)
-        return ProcessConnection(cast(WorkerProcess, worker), on_message, on_end)
+        self.connections.append(ProcessConnection(cast(WorkerProcess, worker), on_message, on_end))
+        return self.connections[-1]
 
     def join(self) -> None:
         """Wait for the threads of all workers, which have been told to end."""

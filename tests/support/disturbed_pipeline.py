@@ -94,15 +94,19 @@ class DisturbedPipeline:
         self.omni = Omni(Pipeline(self.stages), trace=trace)
         self._fault = _AimedFault(-1, MemoryError, folders=FOLDERS)
         self._rest()
-        driver = self.omni._runner
-        run = driver._run  # type: ignore[attr-defined]
+        driver = self.omni._driver
+        run, wait = driver._run, driver._wait_for_work
 
         def traced() -> None:
             with self._fault:
                 run()
 
-        driver._run = traced  # type: ignore[attr-defined]
-        driver._on_turn = self._fault.trace_again  # type: ignore[attr-defined]
+        def turned() -> bool:
+            self._fault.trace_again()
+            return wait()
+
+        driver._run = traced  # type: ignore[method-assign]
+        driver._wait_for_work = turned  # type: ignore[method-assign]
 
     def places(self, repeats: int, draw: random.Random) -> list[Place]:
         """Every line that the driver passes, at up to so many of its turns."""
@@ -167,7 +171,7 @@ class DisturbedPipeline:
 
     def _check_idle(self) -> None:
         """No stage holds anything, unless it is to be built again when it is next used."""
-        links = self.omni._runner._orchestrator._links  # type: ignore[attr-defined]
+        links = self.omni._driver._orchestrator._links  # type: ignore[attr-defined]
         with self.omni.paused():
             for stage in self.stages:
                 link = links[stage.name]

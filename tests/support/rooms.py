@@ -42,7 +42,6 @@ stage_configs, omni.documents
 omni.seeded
 omni.pipelines, omni.requests
 omni.runtime
-omni.runtime.apart
 omni.runtime.omni
 omni.verification, omni.server.serving
 omni.server.openai

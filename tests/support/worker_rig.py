@@ -13,9 +13,11 @@ from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage
-from stages.remote.control import WorkerSpec
-from stages.remote.remote_stage import RemoteStage, StartingStage, WorkerPolicy
+from stages.remote.control import StageSpec
+from stages.remote.remote_stage import RemoteStage
+from stages.remote.worker_life import start_workers
 from tests.support.fake_stage import FakeStage
+from tests.support.remote_stages import several_stages
 from tests.support.thread_workers import ThreadWorkers
 
 __all__ = ["Make", "Rig", "assert_told_once", "chain", "holds", "rig", "until"]
@@ -24,9 +26,24 @@ Make = Callable[[], list[Any]]
 
 
 class Rig:
-    """A pipeline whose workers build stages of their own, each time they are started."""
+    """A pipeline whose workers build stages of their own, each time they are started.
 
-    def __init__(self, make: Make, policy: WorkerPolicy) -> None:
+    Args:
+        make: makes the stages.
+        max_retries: how often a request is run again.
+        stall_timeout_s: after which a silent worker counts as dead.
+        shared: whether all stages share one worker, ``all``; else each has one of its own.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        max_retries: int = 1,
+        stall_timeout_s: float = 120.0,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.shared = shared
         shapes: list[Stage] = make()
         plain = Pipeline(shapes)
         edges = streamed_edges(plain)
@@ -34,22 +51,29 @@ class Rig:
         self.make = make
         self.built: list[Any] = []
         self.workers = ThreadWorkers(self._build)
-        starting = [
-            StartingStage(
+        of_each = [(name, edges[name]) for name in plain.order]
+        together = {"all": of_each} if shared else {name: [(name, e)] for name, e in of_each}
+        specs = [several_stages(*each) for each in together.items()]
+        workers = start_workers(specs, self.workers.connect, stall_timeout_s)
+        self.stages = [
+            RemoteStage(
+                shape.name,
                 shape,
-                [WorkerSpec(shape.name, "", "", None, edges[shape.name])],
-                self.workers.connect,
-                policy,
+                [worker for worker in workers if shape.name in worker.ports],
+                max_retries,
             )
             for shape in shapes
         ]
-        self.stages: list[RemoteStage] = [each.wait() for each in starting]
         self.orchestrator = Orchestrator(Pipeline(self.stages))
 
-    def _build(self, spec: WorkerSpec) -> tuple[Stage, Any]:
+    def _build(self, spec: StageSpec) -> tuple[Stage, Any]:
         (stage,) = (each for each in self.make() if each.name == spec.name)
         self.built.append(stage)
         return stage, self.transforms.get(spec.name)
+
+    def kill(self, name: str) -> None:
+        """End the worker of a stage."""
+        self.workers.kill("all" if self.shared else name)
 
     def let_raise(self, name: str) -> None:
         """Have the next step of a stage's present worker raise what nobody expects."""
@@ -77,8 +101,8 @@ class Rig:
 
 
 @contextmanager
-def rig(make: Make, **policy: Any) -> Iterator[Rig]:
-    made = Rig(make, WorkerPolicy(**policy))
+def rig(make: Make, **options: Any) -> Iterator[Rig]:
+    made = Rig(make, **options)
     try:
         yield made
     finally:

@@ -44,6 +44,7 @@ def test_every_default_of_a_placement_is_shown() -> None:
     stages = settings(explained())["stages"]
     assert isinstance(stages, dict)
     assert stages["talker"]["placement"] == {
+        "worker": None,
         "replicas": 1,
         "threads": 1,
         "device": None,
@@ -151,3 +152,17 @@ def test_the_boxes_are_closed() -> None:
             elif inner.startswith("└"):
                 assert len(inner) == open_widths.pop()
         assert open_widths == []
+
+
+def test_stages_that_share_a_worker_share_a_box() -> None:
+    shared = {f"stages.{name}.placement.worker": "voice" for name in ("talker", "code2wav")}
+    overrides = {"runtime.kind": "processes", "stages.talker.placement.threads": 2}
+    assert drawn(**shared, **overrides).endswith(
+        """\
+  ┌ voice: one process, its stages by turns ─────────────────────────────────────┐
+  │ talker, 2 threads, device cpu                                                │
+  │   ◄~~ thinker: a handle of shared memory, every 4 tokens; 2 of them may wait │
+  │ code2wav, 1 thread, device cpu                                               │
+  │   ◄~~ talker: a handle of shared memory, every 8 tokens; 2 of them may wait  │
+  └──────────────────────────────────────────────────────────────────────────────┘"""
+    )

@@ -120,6 +120,25 @@ MISTAKES = {
         "stages.talker.placement.replicas: 2 is for workers, and with runtime.kind: inline all "
         "stages share one worker; it needs runtime: {kind: processes}",
     ),
+    "a shared worker in one process": (
+        {"stages.talker.placement.worker": "voice"},
+        "stages.talker.placement.worker: 'voice' is for processes that stages share; it needs "
+        "runtime: {kind: processes} (or --runtime processes), not 'inline'",
+    ),
+    "a shared worker on a cluster": (
+        ON_RAY | {"stages.talker.placement.worker": "voice"},
+        "stages.talker.placement.worker: 'voice' is for processes that stages share; it needs "
+        "runtime: {kind: processes} (or --runtime processes), not 'ray'",
+    ),
+    "a shared worker with replicas": (
+        IN_PROCESSES | {"stages.talker.placement": {"worker": "voice", "replicas": 2}},
+        "stages.talker.placement.worker: stages that share a worker have one replica each, and "
+        "this one 2",
+    ),
+    "a shared worker without a name": (
+        IN_PROCESSES | {"stages.talker.placement.worker": ""},
+        "stages.talker.placement.worker: must not be empty",
+    ),
     "a cluster's resources in one process": (
         {"stages.talker.placement.resources": {"disk": 1}},
         "stages.talker.placement.resources: {'disk': 1.0} is for a Ray cluster; it needs runtime: "
@@ -346,6 +365,9 @@ def test_each_replica_is_built_for_its_device() -> None:
     assert on_ray.resolved("talker", 1).engine.device == "cuda", "a worker's own GPU"  # type: ignore[attr-defined]
 
 
+VOICE = {"talker_worker": "voice", "code2wav_worker": "voice"}
+
+
 @pytest.mark.parametrize(
     ("placements", "cores", "threads"),
     [
@@ -358,10 +380,13 @@ def test_each_replica_is_built_for_its_device() -> None:
         ({"thinker_replicas": 2}, 5, (1, 2, 1)),
         ({"thinker_replicas": 2}, 6, (2, 1, 1)),
         ({"thinker_threads": 1, "talker_threads": 2, "code2wav_threads": 3}, 4, (1, 2, 3)),
+        (VOICE, 8, (4, 4, 4)),
+        (VOICE | {"talker_threads": 2}, 8, (4, 2, 4)),
+        (VOICE | {"talker_threads": 3, "code2wav_threads": 2}, 8, (5, 3, 2)),
     ],
 )
 def test_cores_are_shared_out_among_all_workers(
-    placements: dict[str, int], cores: int, threads: tuple[int, ...]
+    placements: dict[str, Any], cores: int, threads: tuple[int, ...]
 ) -> None:
     not_said: dict[str, Any] = {f"{name}_threads": None for name in STAGES}
     config = speech(**IN_PROCESSES, **(not_said | placements))

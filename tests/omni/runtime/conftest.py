@@ -15,8 +15,6 @@ from omni.runtime import stage_links
 from omni.runtime.placed_pipeline import place_pipeline
 from stages import Stage
 from stages.cluster import actor_connection, actor_worker, reservation
-from stages.remote.control import WorkerSpec
-from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from stages.remote.worker_main import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
@@ -26,6 +24,7 @@ from tests.support.channel_workers import ChannelWorkers
 from tests.support.placed import Anywhere
 from tests.support.ray_cluster import SessionCluster
 from tests.support.ray_relay import RelayedWorkers
+from tests.support.remote_stages import one_stage, remote_stage
 
 _INLINE_BYTES = 16
 """What has more is an object of the cluster's, however small the tensors of tests are."""
@@ -53,11 +52,11 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         def link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
             transform = pipeline.transforms.get(stage.name)
             threads = started(lambda spec: (_Unclosed.of(stage), transform))
-            spec = WorkerSpec(stage.name, "", "", None, edges)
-            starting = StartingStage(stage, [spec], threads.connect, WorkerPolicy(max_retries=0))
+            specs = [one_stage(stage.name, edges)]
             workers.callback(threads.join)
-            workers.callback(starting.close)
-            return starting.wait().link
+            placed = remote_stage(stage, specs, threads.connect, max_retries=0)
+            workers.callback(placed.close)
+            return placed.link
 
         def started(build: Build) -> ChannelWorkers | RelayedWorkers:
             if where == "processes":

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from stages import Stage, StageRequest
 from stages.remote import worker_life, worker_main
 from stages.remote.connection import Connection, WorkerGone
-from stages.remote.control import Beat, WorkerSpec
-from stages.remote.remote_stage import StartingStage, WorkerPolicy
+from stages.remote.control import Beat, StageSpec
 from stages.remote.worker_life import WorkerLife
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
+from tests.support.remote_stages import one_stage, remote_stage
 from tests.support.speech_pipeline import PROMPTS, drain, speech_stages, told, whole
 from tests.support.worker_rig import assert_told_once, chain, holds, rig, until
 
@@ -44,15 +44,19 @@ faults = st.lists(
     schedule=faults,
     chunks=st.tuples(st.none() | st.integers(1, 4), st.none() | st.integers(1, 4)),
     slow=st.integers(1, 3),
+    shared=st.booleans(),
 )
 def test_a_second_run_goes_on_where_the_first_one_ended(
-    schedule: list[tuple[int, str, str]], chunks: tuple[int | None, int | None], slow: int
+    schedule: list[tuple[int, str, str]],
+    chunks: tuple[int | None, int | None],
+    slow: int,
+    shared: bool,
 ) -> None:
     def make() -> list[Any]:
         return speech_stages(chunks, code2wav={"steps_per_token": slow, "max_pending": 1})
 
     turn = 0
-    with rig(make, max_retries=20) as pipeline:
+    with rig(make, max_retries=20, shared=shared) as pipeline:
         pipeline.add(PROMPTS)
 
         def each_turn() -> None:
@@ -60,7 +64,7 @@ def test_a_second_run_goes_on_where_the_first_one_ended(
             turn += 1
             for when, victim, what in schedule:
                 if when == turn and what == "dies":
-                    pipeline.workers.kill(victim)
+                    pipeline.kill(victim)
                 elif when == turn and what == "spoils":
                     pipeline.spoil(victim)
                 elif when == turn:
@@ -182,7 +186,7 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
     with rig(chain(), max_retries=9) as pipeline:
         build = pipeline._build
 
-        def refuse(spec: WorkerSpec) -> tuple[Stage, Any]:
+        def refuse(spec: StageSpec) -> tuple[Stage, Any]:
             raise MemoryError("no room")
 
         pipeline.workers._build = refuse
@@ -265,7 +269,7 @@ def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.Monkey
     with rig(chain(), max_retries=1) as pipeline:
         build = pipeline._build
 
-        def slow(spec: WorkerSpec) -> tuple[Stage, Any]:
+        def slow(spec: StageSpec) -> tuple[Stage, Any]:
             while heard.acquire(blocking=False):
                 pass
             for _ in range(3):
@@ -318,8 +322,6 @@ class _Silent(Connection):
 
 def test_a_worker_that_hangs_before_its_first_word_is_not_waited_for_for_ever() -> None:
     (shape,) = (stage for stage in speech_stages((None, None)) if stage.name == "thinker")
-    spec = WorkerSpec("thinker", "", "", None, ())
-    policy = WorkerPolicy(stall_timeout_s=0.01)
-    starting = StartingStage(shape, [spec], lambda _, __, on_end: _Silent(on_end), policy)
+    specs = [one_stage("thinker")]
     with pytest.raises(ValueError, match=r"its worker gave no sign of life for 0\.01 s, before it"):
-        starting.wait()
+        remote_stage(shape, specs, lambda _, __, on_end: _Silent(on_end), stall_timeout_s=0.01)

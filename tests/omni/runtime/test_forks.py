@@ -44,7 +44,7 @@ def hold(lock, is_held, may_go):
 
 is_held, may_go = threading.Semaphore(0), threading.Event()
 locks = [
-    omni._runner._changed,
+    omni._driver._changed,
     omni.pipeline.ownership._claiming,
     ownership._TURNS.lock_of(omni),
     ownership._TURNS._adding,

@@ -15,19 +15,18 @@ import pytest
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, SamplingParams
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
-from omni.runtime.driver import Driver
-from omni.runtime.runner import Ticket
+from omni.runtime.driver import Driver, Ticket
 from stages import StageOutput
-from tests.support.apart_threads import omni_apart
 from tests.support.fake_stage import FakeStage
 from tests.support.patience import PATIENCE_S
+from tests.support.shared_worker import omni_apart
 
 ENDLESS = 10**9
 
 
 Make: TypeAlias = Callable[..., Omni]
 
-# What is apart ends by itself: see test_apart.
+# A worker ends by itself: see test_shared_worker.
 inline_only = pytest.mark.parametrize("make", ["inline"], indirect=True)
 
 
@@ -89,7 +88,8 @@ def test_generate_tells_its_progress(omni: Omni) -> None:
     seen: list[OmniOutput] = []
     omni.generate(["x", "y"], on_progress=seen.append)
     assert sum(output.finished for output in seen) == 2
-    assert len(seen) == 6, "three pieces for each of two requests"
+    deltas = [output.stages["b"].delta for output in seen if output.stages]
+    assert sorted("".join(deltas)) == sorted("b(a(x))b(a(y))")
 
 
 def test_a_bad_request_has_its_error_and_its_neighbours_finish(omni: Omni) -> None:
@@ -124,10 +124,15 @@ def test_an_exception_in_the_callback_aborts_the_rest(make: Make) -> None:
         check_nothing_is_held(omni)
 
 
-def test_stream_shows_every_piece(omni: Omni) -> None:
+def test_the_pieces_of_a_stream_make_up_the_whole(omni: Omni) -> None:
     outputs = list(omni.stream("x"))
     assert "".join(output.stages["b"].delta for output in outputs) == "b(a(x))"
-    assert [output.finished for output in outputs] == [False, False, True]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+@inline_only
+def test_a_stream_shows_every_piece(omni: Omni) -> None:
+    assert len(list(omni.stream("x"))) == 3, "a worker may be faster than whoever shows them"
 
 
 def test_leaving_a_stream_early_aborts_its_requests(make: Make) -> None:
@@ -264,7 +269,8 @@ def test_close_fails_what_is_running_and_closes_the_stages(make: Make) -> None:
         (output,) = waiting.result(PATIENCE_S)
     assert "closed before it finished" in str(output.error)
     assert stage.closed
-    stage.check_integrity()
+    if omni.pipeline.stages["b"] is stage:  # a worker ends with what it holds
+        stage.check_integrity()
     omni.close()
     with pytest.raises(RuntimeError, match="closed"):
         omni.generate("x")
@@ -335,7 +341,7 @@ def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
         def refuse(output: OmniOutput | BaseException) -> None:
             raise RuntimeError("Event loop is closed")
 
-        omni._runner.submit(OmniRequest("x"), "gone", refuse)
+        omni._driver.submit(OmniRequest("x"), "gone", refuse)
         (output,) = omni.generate(OmniRequest("y", sampling={"nowhere": {}}))
         assert output.error is not None, "requests beside it are still answered"
         check_nothing_is_held_soon(omni)
@@ -354,13 +360,13 @@ def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
             assert left.wait(PATIENCE_S)
             raise RuntimeError("Event loop is closed")
 
-        ticket = omni._runner.submit(OmniRequest("x"), "gone", refuse)
+        ticket = omni._driver.submit(OmniRequest("x"), "gone", refuse)
         assert first.wait(PATIENCE_S)
         if told:
-            omni._runner.discard([ticket])
+            omni._driver.discard([ticket])
         left.set()
         check_nothing_is_held_soon(omni)
-        assert not getattr(omni._runner, "_unwanted", None)
+        assert not getattr(omni._driver, "_unwanted", None)
     assert ("the outputs of request 'gone' are not taken" in caplog.text) is not told
 
 

@@ -223,26 +223,57 @@ def test_workers_end_with_whoever_started_them() -> None:
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def apart_pid(omni: Omni) -> int:
-    pid: int | None = omni._runner._life.pid  # type: ignore[attr-defined]
-    assert pid not in (None, os.getpid())
-    return pid or 0
+SHARED = {
+    "stages.writer.placement.worker": "both",
+    "stages.reader.placement.worker": "both",
+    "runtime.kind": "processes",
+}
 
 
-def test_one_process_for_all_stages_answers_as_this_one_and_is_started_again(
-    texts: list[OmniOutput],
+@pytest.mark.parametrize(
+    "options", [{"apart": True}, {"overrides": SHARED}], ids=["apart", "by name"]
+)
+def test_stages_that_share_a_worker_answer_as_those_of_one_process_whatever_dies(
+    options: dict[str, Any], texts: list[OmniOutput]
 ) -> None:
-    with Omni("two_step", apart=True) as omni:
+    with Omni("two_step", **options) as omni:
+        (first,) = {*pids_of(omni, "writer"), *pids_of(omni, "reader")}
+        assert first != os.getpid()
         assert_same(omni.generate(PROMPTS), texts)
         hits = omni.generate(PROMPTS)
         assert_same(hits, texts)
         assert hits[0].stages["reader"].num_cached_tokens > 0
-        first = apart_pid(omni)
-        os.kill(first, signal.SIGKILL)
-        wait_for(lambda: omni.worker_states()["writer"][0].num_restarts == 1)
-        wait_for(lambda: omni.worker_states()["writer"][0].state == "up")
-        assert_same(omni.generate(PROMPTS), texts)
-        (state,) = omni.worker_states()["reader"]
-        assert state.last_end == "was killed by SIGKILL"
-        second = apart_pid(omni)
+        assert verify(omni, PROMPTS).equal
+        last: dict[str, OmniOutput] = {}
+        for number, output in enumerate(omni.stream([OmniRequest(each, each) for each in PROMPTS])):
+            if number == 3:
+                os.kill(first, signal.SIGKILL)
+            if output.finished:
+                last[output.request_id] = output
+        assert_same([last[each] for each in PROMPTS], texts)
+        (second,) = {*pids_of(omni, "writer"), *pids_of(omni, "reader")}
+        assert second != first
+        for name in ("writer", "reader"):
+            (state,) = omni.worker_states()[name]
+            assert (state.num_restarts, state.last_end) == (1, "was killed by SIGKILL")
     wait_for(lambda: not is_alive(first) and not is_alive(second))
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_speech_from_a_shared_worker_that_is_killed_is_that_of_one_process(
+    after: int, speeches: list[OmniOutput]
+) -> None:
+    """The talker streams to code2wav within the worker; the thinker has one of its own."""
+    shared = {f"stages.{name}.placement.worker": "voice" for name in ("talker", "code2wav")}
+    config = PipelineConfig.load("omni_speech", shared | {"runtime.kind": "processes"})
+    with Omni(config) as omni:
+        (voice,) = pids_of(omni, "talker")
+        assert pids_of(omni, "code2wav") == [voice] != pids_of(omni, "thinker")
+        assert_same(streamed(omni, SPOKEN), speeches)
+        last: dict[str, OmniOutput] = {}
+        for number, output in enumerate(omni.stream([OmniRequest(t, t) for t in SPOKEN])):
+            if number == after:
+                os.kill(voice, signal.SIGKILL)
+            if output.finished:
+                last[output.request_id] = output
+        assert_same([last[text] for text in SPOKEN], speeches)

@@ -12,9 +12,9 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.schema_error import dotted
 from omni import Omni, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
-from tests.support.apart_threads import omni_apart
 from tests.support.fake_stage import FakeStage
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
+from tests.support.shared_worker import omni_apart
 
 ASKED = Conversation((Turn(0),))
 

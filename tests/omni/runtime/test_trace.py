@@ -26,8 +26,7 @@ from omni.runtime.trace import Trace, TraceError
 from omni.runtime.traced_link import TracedLink
 from stages import Stage
 from stages.remote import worker_life
-from stages.remote.control import WorkerSpec
-from stages.remote.remote_stage import StartingStage, WorkerPolicy
+from stages.remote.control import StageSpec
 from stages.trace_events import StageEvent, Traced, this_clock
 from stages.worker.messages import Enter
 from stages.worker.stage_link import StageLink
@@ -36,6 +35,7 @@ from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
+from tests.support.remote_stages import one_stage, remote_stage
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, told, until
 from tests.support.thread_workers import ThreadWorkers
 from tests.support.trace_file import check_trace, names_of, read_prefix, read_trace
@@ -210,7 +210,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
     monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
     made: list[FakeSpeechStage] = []
 
-    def build(spec: WorkerSpec) -> tuple[Stage, Any]:
+    def build(spec: StageSpec) -> tuple[Stage, Any]:
         (stage,) = (each for each in speech_stages() if each.name == spec.name)
         made.append(stage)
         return stage, plain.transforms.get(spec.name)
@@ -218,16 +218,12 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
     shapes = speech_stages()
     plain = Pipeline(shapes)
     edges, workers = streamed_edges(plain), ThreadWorkers(build)
-    starting = [
-        StartingStage(
-            shape,
-            [WorkerSpec(shape.name, "", "", None, edges[shape.name], is_traced=True)],
-            workers.connect,
-            WorkerPolicy(),
+    stages = [
+        remote_stage(
+            shape, [one_stage(shape.name, edges[shape.name], is_traced=True)], workers.connect
         )
         for shape in shapes
     ]
-    stages = [each.wait() for each in starting]
     pipeline, file = Pipeline(stages), tmp_path / "out.json"
     (talker,) = (stage for stage in made if stage.name == "talker")
     with Trace(file, pipeline.order) as trace:

@@ -399,7 +399,7 @@ def test_what_does_not_end_is_cut_off_when_the_server_stops():
 
 def test_a_pipeline_that_cannot_go_on_is_told_by_health(monkeypatch: pytest.MonkeyPatch):
     with LiveServer([gated_pipeline("crashing")]) as server:
-        orchestrator = server.omni()._runner._orchestrator  # type: ignore[attr-defined]
+        orchestrator = server.omni()._driver._orchestrator  # type: ignore[attr-defined]
 
         def crash() -> None:
             raise SystemExit("all is lost")  # of an Exception only the live requests would end

@@ -10,20 +10,18 @@ import pytest
 from omni import Omni
 from omni.pipelines.pipeline import Pipeline
 from stages.cluster import actor_connection
-from stages.remote.control import WorkerSpec
-from stages.remote.remote_stage import StartingStage, WorkerPolicy
 from tests.support.fake_stage import FakeStage
 from tests.support.ray_cluster import SessionCluster
 from tests.support.ray_relay import RelayedWorkers
+from tests.support.remote_stages import one_stage, remote_stage
 
 
 @contextmanager
 def lossy(cluster: SessionCluster, loses: Callable[[str, int], bool]) -> Iterator[Omni]:
     """A stage whose worker is reached by calls some of which are lost."""
     workers = RelayedWorkers(cluster.relay, lambda spec: (FakeStage("a"), None), loses)
-    spec = WorkerSpec("a", "", "", None, ())
-    starting = StartingStage(FakeStage("a"), [spec], workers.connect, WorkerPolicy(max_retries=0))
-    with Omni(Pipeline([starting.wait()])) as omni:
+    stage = remote_stage(FakeStage("a"), [one_stage("a")], workers.connect, max_retries=0)
+    with Omni(Pipeline([stage])) as omni:
         yield omni
     workers.join()
 
@@ -61,7 +59,7 @@ def test_an_actor_that_gets_nothing_is_given_up(
 
 def test_one_that_is_killed_before_it_has_said_a_word_ends(ray_cluster: SessionCluster) -> None:
     workers = RelayedWorkers(ray_cluster.relay, lambda spec: (FakeStage("a"), None))
-    spec = WorkerSpec("a", "", "", None, ())
+    spec = one_stage("a")
     for end in (lambda each: each.close(0.0), lambda each: each.kill("it is not needed")):
         end(workers.connect(spec, lambda message: None, lambda reason: None))
     workers.join()

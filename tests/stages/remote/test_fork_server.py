@@ -24,12 +24,12 @@ from stages.remote import fork_server as module
 from stages.remote import process_connection
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
-from stages.remote.control import WorkerSpec
 from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
 from stages.remote.segments import SegmentPool
 from stages.stage import StageOutput
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
+from tests.support.remote_stages import one_stage
 
 TARGETS = "tests.support.worker_targets"
 
@@ -207,7 +207,7 @@ def test_a_worker_that_nobody_can_speak_to_is_ended(
 
     monkeypatch.setattr(process_connection, "start_worker", lambda *_, **__: worker)
     monkeypatch.setattr(process_connection, "Channel", no_channel)
-    spec = WorkerSpec("stage", "", "", None, ())
+    spec = one_stage("stage")
     with pytest.raises(OSError, match="Too many open files"):
         process_connection.connect_process(spec, lambda _: None, lambda _: None)
     assert worker.sock.fileno() == -1

@@ -11,11 +11,15 @@ import pytest
 
 from stages.remote import worker_life
 from stages.remote.connection import Connection, WorkerGone
-from stages.remote.control import Built, Idle, StageFacts, WorkerSpec
+from stages.remote.control import Built, Idle, Orders, StageFacts, WorkerSpec
 from stages.remote.worker_life import WorkerLife
+from stages.worker.messages import Abort
 from tests.support.patience import wait_for
+from tests.support.remote_stages import one_stage
 
 BUILT = Built({"a": StageFacts(None, None, None, None, False, False, None, True, True, (), {})})
+
+FOR_THE_NEXT = Orders("a", (Abort("for the next one"),))
 
 
 class Noted(Connection):
@@ -40,10 +44,10 @@ class Lives:
 
     def __init__(self) -> None:
         self.connections: list[Noted] = []
-        self.life = WorkerLife(WorkerSpec("a", "", "", None, ()), self._connect, 60.0)
+        self.life = WorkerLife(one_stage("a"), self._connect, 60.0)
         self.life.start()
         self.connections[0].say(BUILT)
-        self.life.news()
+        self.port = self.life.ports["a"]
 
     def _connect(
         self, spec: WorkerSpec, say: Callable[[Any], None], end: Callable[[str], None]
@@ -71,10 +75,10 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
 def test_what_is_sent_before_the_next_worker_is_heard_of_reaches_neither(lives: Lives) -> None:
     lives.replace()
     with pytest.raises(WorkerGone):
-        lives.life.send("for the first one")
-    lives.life.news()
-    lives.life.send("for the next one")
-    assert [each.sent for each in lives.connections] == [[], ["for the next one"]]
+        lives.port.send((Abort("for the first one"),))
+    lives.port.messages()
+    lives.port.send((Abort("for the next one"),))
+    assert [each.sent for each in lives.connections] == [[], [FOR_THE_NEXT]]
 
 
 def test_the_last_word_of_a_worker_may_come_late(
@@ -89,6 +93,6 @@ def test_the_last_word_of_a_worker_may_come_late(
 
     monkeypatch.setattr(worker_life, "time", SimpleNamespace(monotonic=overtaken))
     lives.connections[0].say(Idle(1))
-    assert [type(each).__name__ for each in lives.life.news()] == ["Ended", "Built", "Idle"]
-    lives.life.send("for the next one")
-    assert [each.sent for each in lives.connections] == [[], ["for the next one"]]
+    assert [type(each).__name__ for each in lives.port.messages()] == ["Ended", "Built", "Idle"]
+    lives.port.send((Abort("for the next one"),))
+    assert [each.sent for each in lives.connections] == [[], [FOR_THE_NEXT]]

@@ -1,0 +1,40 @@
+"""Stages in workers of their own, without a pipeline's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stages import Stage
+from stages.remote.connection import Connect
+from stages.remote.control import StageSpec, WorkerSpec
+from stages.remote.remote_stage import RemoteStage
+from stages.remote.worker_life import start_workers
+from stages.worker.messages import StreamedEdge
+
+__all__ = ["one_stage", "remote_stage", "several_stages"]
+
+
+def several_stages(
+    name: str, stages: Sequence[tuple[str, tuple[StreamedEdge, ...]]], **options: Any
+) -> WorkerSpec:
+    """A worker of stages, which the test builds itself, by name with the edges that leave each."""
+    specs = tuple(StageSpec(stage, "", "", None, edges) for stage, edges in stages)
+    return WorkerSpec(name, specs, **options)
+
+
+def one_stage(name: str, edges: tuple[StreamedEdge, ...] = (), **options: Any) -> WorkerSpec:
+    """A worker of one stage, which the test builds itself."""
+    return several_stages(name, [(name, edges)], **options)
+
+
+def remote_stage(
+    shape: Stage,
+    specs: Sequence[WorkerSpec],
+    connect: Connect,
+    max_retries: int = 1,
+    stall_timeout_s: float = 120.0,
+) -> RemoteStage:
+    """Start workers of a stage, and wait until they have built it."""
+    workers = start_workers(specs, connect, stall_timeout_s)
+    return RemoteStage(shape.name, shape, workers, max_retries)

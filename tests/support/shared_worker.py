@@ -1,0 +1,76 @@
+"""Pipelines whose stages share one worker, in a thread of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from omni import Omni
+from omni.pipelines.pipeline import Pipeline
+from omni.pipelines.pipeline_config import PipelineConfig
+from omni.runtime.stage_links import streamed_edges
+from stages import Stage, Transform
+from stages.remote import process_connection
+from stages.remote.control import StageSpec
+from stages.remote.remote_stage import RemoteStage
+from stages.remote.worker_life import WorkerLife, start_workers
+from stages.remote.worker_main import build_stage
+from tests.support.channel_workers import ChannelWorkers
+from tests.support.patience import PATIENCE_S
+from tests.support.remote_stages import several_stages
+
+__all__ = ["apart", "omni_apart", "thread_workers", "worker_of"]
+
+
+@contextmanager
+def thread_workers() -> Iterator[ChannelWorkers]:
+    """Have workers be threads in the place of processes; afterwards they have ended."""
+    workers = ChannelWorkers(build_stage)
+    with patch.object(process_connection, "connect_process", workers.connect):
+        yield workers
+    workers.join()
+
+
+@contextmanager
+def apart(config: PipelineConfig) -> Iterator[tuple[Omni, ChannelWorkers]]:
+    """A pipeline whose stages share a worker, and all its workers so far."""
+    with thread_workers() as workers, Omni(config, apart=True) as omni:
+        yield omni, workers
+
+
+def omni_apart(
+    *stages: Stage, make: Callable[[], Sequence[Stage]] | None = None, max_retries: int = 0
+) -> Omni:
+    """An ``Omni`` whose stages share a worker.
+
+    Args:
+        stages: that the worker runs.
+        make: makes the stages that it runs, in their place, each time that it is started.
+        max_retries: how often a request is run again.
+    """
+    plain = Pipeline(stages)
+    edges = streamed_edges(plain)
+    left: list[Stage] = []
+
+    def build(spec: StageSpec) -> tuple[Stage, Transform | None]:
+        if not left:
+            left.extend(stages if make is None else make())
+        (stage,) = (each for each in left if each.name == spec.name)
+        left.remove(stage)
+        return stage, plain.transforms.get(spec.name)
+
+    spec = several_stages("made", [(name, edges[name]) for name in plain.order])
+    workers = start_workers([spec], ChannelWorkers(build).connect, PATIENCE_S)
+    return Omni(Pipeline([RemoteStage(each.name, each, workers, max_retries) for each in stages]))
+
+
+def worker_of(omni: Omni) -> WorkerLife:
+    """The worker of a pipeline whose stages share one."""
+    (worker,) = {
+        worker
+        for stage in omni.pipeline.stages.values()
+        if isinstance(stage, RemoteStage)
+        for worker in stage.workers
+    }
+    return worker
