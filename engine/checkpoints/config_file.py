@@ -6,19 +6,13 @@ read other files or build endless lists. Then come the values, in :mod:`config_v
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from copy import deepcopy
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from engine.checkpoints.config_values import check_values
 from engine.checkpoints.quiet_transformers import quiet_config_log
@@ -27,14 +21,10 @@ from engine.files.json_file import read_json_object
 __all__ = ["CONFIG_FILE", "describe", "load_config", "read_config_file"]
 
 CONFIG_FILE = "config.json"
-_ACTIVATIONS = "transformers.activations"
-_VALIDATORS = "transformers.utils.type_validators"
 
 # Lists as long as these are made before any value is looked at.
 _MOST_LAYERS = 4096
 _MOST_LABELS = 2**20
-# Configs of checkpoints, for the next who opens one of them.
-_MOST_KEPT = 16
 _REFUSED = {
     "configuration_files": "names other files to take this one's place, which is not supported",
     "quantization_config": "says that weights are quantized, which is not supported",
@@ -74,8 +64,6 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Make a config of transformers of a ``config.json`` that was read before.
 
-    Stages that share a checkpoint ask for the same one: it is made once, and copied.
-
     Args:
         folder: of the checkpoint.
         trust_remote_code: whether it may come with its own Python code.
@@ -84,59 +72,21 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
         ValueError: transformers does not know it, or a value of it cannot be; names the file.
     """
     file = folder / CONFIG_FILE
-    _import_validators()
     try:
-        if trust_remote_code:
-            return _made(folder, trust_remote_code=True)
-        content = file.read_bytes()
-        return deepcopy(_kept(folder, content, _class_of(content)))
+        with quiet_config_log():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder,
+                trust_remote_code=trust_remote_code,
+                local_files_only=not trust_remote_code,
+            )
+        # A stranger's choice could be code that is fetched from the hub.
+        config._attn_implementation = None
+        config._experts_implementation = None
+        check_values(config)
+        return config
     # Values of a wrong kind make transformers' classes raise whatever they stumble over.
     except Exception as error:
         raise ValueError(f"{file} cannot be used: {describe(error)}") from error
-
-
-def _import_validators() -> None:
-    """Import transformers' validators of configs without its activations.
-
-    Those import torch's compiler and distributed tensors, which would be 1.4 of the 4 s of CPU that
-    it takes to start a small model. Validators leave activations unchecked where the table of them
-    is empty; models check their own, see :func:`~engine.checkpoints.activation.check_activation`.
-    """
-    if _VALIDATORS in sys.modules or _ACTIVATIONS in sys.modules:
-        return
-    sys.modules[_ACTIVATIONS] = empty = ModuleType(_ACTIVATIONS)
-    vars(empty)["ACT2FN"] = {}
-    try:
-        with suppress(ImportError):  # it needs more of them, and is imported with all of it later
-            importlib.import_module(_VALIDATORS)
-    finally:
-        del sys.modules[_ACTIVATIONS]
-
-
-@lru_cache(_MOST_KEPT)
-def _kept(folder: Path, content: bytes, config_class: Any) -> PreTrainedConfig:
-    """What is made of such a file, as long as its text and the class for it are the same."""
-    return _made(folder, trust_remote_code=False)
-
-
-def _class_of(content: bytes) -> Any:
-    """What transformers has for the type that a config names; packages may register others."""
-    model_type = json.loads(content).get("model_type")
-    return CONFIG_MAPPING.get(model_type)
-
-
-def _made(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    with quiet_config_log():
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder,
-            trust_remote_code=trust_remote_code,
-            local_files_only=not trust_remote_code,
-        )
-    # A stranger's choice could be code that is fetched from the hub.
-    config._attn_implementation = None
-    config._experts_implementation = None
-    check_values(config)
-    return config
 
 
 def describe(error: Exception) -> str:
