@@ -40,7 +40,7 @@ from transformers import AutoFeatureExtractor, AutoTokenizer, Qwen2_5OmniForCond
 from transformers.utils import logging as transformers_logging
 
 from engine import ChatPrompt, EngineConfig, SamplingParams
-from engine.interface.generator_config import GenerationParams, GeneratorConfig
+from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import Omni, Pipeline
 from omni.seeded.checkpoints import resolve_model
 from stages import AutoregressiveStage, GeneratorStage, StageInputs

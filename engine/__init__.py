@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.interface.config import EngineConfig
-from engine.interface.cpu_threads import configure_openmp
-from engine.interface.engine import Engine
-from engine.interface.generator_config import (
+from engine.interface.config import (
+    EngineConfig,
     GenerationParams,
     GeneratorConfig,
     GeneratorSettings,
     StreamWindow,
 )
+from engine.interface.cpu_threads import configure_openmp
+from engine.interface.engine import Engine
 from engine.interface.outputs import (
     CompletionOutput,
     EncoderOutput,
@@ -51,22 +51,19 @@ from engine.interface.stats import EngineStats
 from engine.interface.waveform import Waveform
 
 if TYPE_CHECKING:
-    from engine.checkpoints.checkpoint import Checkpoint
-    from engine.checkpoints.checkpoint_parts import CheckpointPart
+    from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
     from engine.encoder.encoder_engine import EncoderEngine
     from engine.generator.generator_engine import GeneratorEngine
     from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
     from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
     from engine.llm.llm_engine import LLMEngine
-    from engine.models.base import CausalModel
+    from engine.models.base import CausalModel, CodeChunk, GeneratorModel, ModelSettings
     from engine.models.decoders.decoder import build_decoder, decoder_family
     from engine.models.decoders.decoder_config import DecoderConfig, LayerKind
     from engine.models.family import ModelFamily
-    from engine.models.generator_model import CodeChunk, GeneratorModel
-    from engine.models.model_settings import ModelSettings
     from engine.models.multimodal import ItemTower, MultiModalModel
     from engine.models.registry import register_model_family
-    from engine.requests.multimodal_input import Modality, MultiModalInput
+    from engine.requests.encoder_input import Modality, MultiModalInput
     from engine.resources.memory_plan import MemoryPlan
 
 __all__ = [
@@ -135,20 +132,20 @@ configure_openmp()
 _IMPORTED_ON_USE = {
     "CausalModel": "engine.models.base",
     "Checkpoint": "engine.checkpoints.checkpoint",
-    "CheckpointPart": "engine.checkpoints.checkpoint_parts",
-    "CodeChunk": "engine.models.generator_model",
+    "CheckpointPart": "engine.checkpoints.checkpoint",
+    "CodeChunk": "engine.models.base",
     "DecoderConfig": "engine.models.decoders.decoder_config",
     "EncoderEngine": "engine.encoder.encoder_engine",
     "GeneratorEngine": "engine.generator.generator_engine",
-    "GeneratorModel": "engine.models.generator_model",
+    "GeneratorModel": "engine.models.base",
     "ItemTower": "engine.models.multimodal",
     "LayerKind": "engine.models.decoders.decoder_config",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
     "ModelFamily": "engine.models.family",
-    "ModelSettings": "engine.models.model_settings",
-    "Modality": "engine.requests.multimodal_input",
-    "MultiModalInput": "engine.requests.multimodal_input",
+    "ModelSettings": "engine.models.base",
+    "Modality": "engine.requests.encoder_input",
+    "MultiModalInput": "engine.requests.encoder_input",
     "MultiModalModel": "engine.models.multimodal",
     "MultiModalPromptProcessor": "engine.inputs.multimodal_inputs",
     "PromptContent": "engine.inputs.prompt_processor",

@@ -6,7 +6,7 @@ tokenizer and no request queue.
 
 from __future__ import annotations
 
-from prefix_cache.blocks.block import KVCacheBlock, LargePage
+from prefix_cache.blocks.block import IntegrityError, KVCacheBlock, LargePage
 from prefix_cache.blocks.block_hash import (
     BlockHash,
     ContentSpan,
@@ -16,23 +16,32 @@ from prefix_cache.blocks.block_hash import (
     whole_input_hash,
 )
 from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.blocks.integrity_error import IntegrityError
 from prefix_cache.blocks.page_arena import PageArena
-from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks, PrefixMiss
-from prefix_cache.kv_cache.integrity import check_integrity, check_pool_integrity
-from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
-from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats
+from prefix_cache.kv_cache.integrity import (
+    check_integrity,
+    check_pool_integrity,
+    needed_bytes,
+    one_size_groups,
+    request_bytes,
+)
+from prefix_cache.kv_cache.kv_cache_manager import (
+    CachedPrefix,
+    EncoderBlocks,
+    GroupStats,
+    KVCacheManager,
+    KVCacheStats,
+    PendingBlocks,
+    PrefixMiss,
+)
 from prefix_cache.kv_cache.mirrored_outputs import ENCODER_HIDDEN_STATES
-from prefix_cache.kv_cache.page_accounting import needed_bytes, one_size_groups, request_bytes
-from prefix_cache.kv_cache.pending_blocks import PendingBlocks
 from prefix_cache.kv_cache.swap_space import SwapSpace
-from prefix_cache.layer_types.attention_manager import CrossAttentionManager, FullAttentionManager
-from prefix_cache.layer_types.chunk_stops import ChunkStops
-from prefix_cache.layer_types.coordinator import MANAGER_TYPES, KVCacheCoordinator
-from prefix_cache.layer_types.mamba_manager import MambaManager
-from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
-from prefix_cache.layer_types.window_manager import (
+from prefix_cache.layer_types.coordinator import MANAGER_TYPES, ChunkStops, KVCacheCoordinator
+from prefix_cache.layer_types.single_type_manager import (
     ChunkedLocalAttentionManager,
+    CrossAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
 from prefix_cache.specs.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
@@ -46,12 +55,11 @@ from prefix_cache.specs.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
     StateTensor,
+    spec_in_words,
 )
-from prefix_cache.specs.spec_words import spec_in_words
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats
 from prefix_cache.stores.paged_memory import LayerKVCache, PageCopy, PagedMemory
-from prefix_cache.stores.stage_output_cache import StageOutputCache
-from prefix_cache.stores.whole_input_cache import WholeInputCache
+from prefix_cache.stores.stage_output_cache import StageOutputCache, WholeInputCache
 
 __all__ = [
     "ENCODER_HIDDEN_STATES",

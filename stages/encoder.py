@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import EncoderEngine, LLMEngine, Prompt
-    from engine.encoder.pooling import Pooling
-    from engine.encoder.sentence_layout import SentenceLayout
+    from engine.encoder.sentence_layout import Pooling, SentenceLayout
 
 __all__ = ["EncoderStage", "EncoderStageConfig"]
 
@@ -130,8 +129,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     def _build_engine(self) -> EncoderEngine | LLMEngine:
         # Only here: configurations are checked without torch.
         from engine import EncoderEngine, LLMEngine
-        from engine.encoder.pooling import resolve_pooling
-        from engine.encoder.sentence_layout import read_sentence_layout
+        from engine.encoder.sentence_layout import read_sentence_layout, resolve_pooling
         from engine.models.model_loader import is_supported, open_checkpoint
 
         config, pooling = self._config, self._given_pooling
@@ -172,7 +170,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
         return self._params if request.sampling is None else request.sampling
 
     def _stage_output(self, output: RequestOutput | EncoderOutput) -> StageOutput:
-        from engine.encoder.pooling import pool  # only here, as in the constructor
+        from engine.encoder.sentence_layout import pool  # only here, as in the constructor
 
         finish_reason: FinishReason | None
         if isinstance(output, EncoderOutput):
@@ -199,7 +197,7 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
 
     def _embedding(self, row: Tensor) -> Tensor:
         """What a checkpoint makes of the pooled row, ``(D,)``."""
-        from engine.encoder.pooling import normalized  # only here, as in the constructor
+        from engine.encoder.sentence_layout import normalized  # only here, as in the constructor
 
         for projection in () if self._layout is None else self._layout.projections:
             row = projection.apply(row)

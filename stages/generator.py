@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from engine import FinishReason, GeneratorOutput
 from engine.interface.arguments import check_argument
-from engine.interface.generator_config import GenerationParams, GeneratorConfig, GeneratorSettings
+from engine.interface.config import GenerationParams, GeneratorConfig, GeneratorSettings
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_codes, speakers_in

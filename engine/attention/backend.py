@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.scoring import Scoring
+from engine.attention.metadata import AttentionMetadata, Scoring
 from prefix_cache import LayerKVCache
 
 __all__ = ["AttentionBackend", "LayerCall"]
@@ -61,7 +60,7 @@ class AttentionBackend(ABC):
         Token i of a request whose sequence is ``s`` long after this step and that has ``q``
         query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
         them those that ``metadata.window`` and ``metadata.chunk_size`` leave; see
-        :mod:`engine.attention.visibility`. Without ``metadata.causal`` it sees ``0 .. s - 1``.
+        :mod:`engine.attention.metadata`. Without ``metadata.causal`` it sees ``0 .. s - 1``.
 
         Returns:
             ``(num_tokens, num_heads, head_dim)``.

@@ -1,12 +1,215 @@
-"""What one step tells the layers of one KV-cache group: those that attend, and recurrent ones."""
+"""What one step tells the layers of one KV-cache group: those that attend, and recurrent ones.
+
+Which positions of its sequence a token sees, for every backend but the reference.
+
+From above it is always causality that ends what a token sees, its own position being the last.
+From below it is one position, which windows and chunks move up::
+
+    position        0 1 2 3 4 5 6 7 8
+    full            x x x x x x x q        first visible: 0
+    window of 3     . . . . . x x q        itself included
+    chunks of 4     . . . . x x x q        chunks begin at multiples of 4
+
+How a layer's products become scores: scaled, capped, and with a bias by distance.
+
+A soft cap bounds scores by ``softcap * tanh(score / softcap)`` before the mask and the softmax,
+which torch's fused attention does not know. Relative positions in buckets, and ALiBi, add a bias by
+how far a key lies behind. It is a table of one row per head and one column per distance, the
+query's own position being distance 0, and ends where the distance stops to matter: longer ones
+take its last column::
+
+    bias[h]       b0 b1 b2 b3
+
+    key           0  1  2  3  4  5  6
+    query 5      b3 b3 b3 b2 b1 b0  .
+    query 6      b3 b3 b3 b3 b2 b1 b0
+
+So a page of keys needs no page of biases, and a decode reads what a prefill did.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["AttentionMetadata", "StateMetadata"]
+from prefix_cache import LayerKVCache
+
+__all__ = [
+    "AttentionMetadata",
+    "Scoring",
+    "StateMetadata",
+    "bias_at",
+    "bias_of_tile",
+    "check_bias",
+    "chunk_bounds",
+    "first_visible",
+    "layer_chunks",
+    "soft_capped_attention",
+    "visible_blocks",
+    "write_kv",
+]
+
+
+def first_visible(positions: Tensor, window: int | None, chunk_size: int | None) -> Tensor:
+    """The first position that tokens see.
+
+    Args:
+        positions: integers of any shape.
+        window: how many positions a token sees at most, itself included; None: all before it.
+        chunk_size: a token sees its own chunk of so many positions only; None: no chunks.
+
+    Returns:
+        Integers of the same shape and type.
+    """
+    first = torch.zeros_like(positions)
+    if window is not None:
+        first = (positions - window + 1).clamp_(min=0)
+    if chunk_size is not None:
+        first = torch.maximum(first, positions - positions % chunk_size)
+    return first
+
+
+def chunk_bounds(start: int, end: int, chunk_size: int | None) -> list[int]:
+    """Cut positions ``start .. end - 1`` where chunks end.
+
+    Returns:
+        ``start``, all multiples of ``chunk_size`` in between, ``end``.
+    """
+    if chunk_size is None:
+        return [start, end]
+    return [start, *range((start // chunk_size + 1) * chunk_size, end, chunk_size), end]
+
+
+def write_kv(key: Tensor, value: Tensor, kv_cache: LayerKVCache, row_mapping: Tensor) -> None:
+    """Store this step's keys and values ``(num_tokens, num_kv_heads, head_dim)``."""
+    kv_cache.keys.index_copy_(0, row_mapping, key)
+    kv_cache.values.index_copy_(0, row_mapping, value)
+
+
+def layer_chunks(kv_cache: LayerKVCache) -> tuple[Tensor, Tensor]:
+    """One layer's key chunks and value chunks, both indexed by ``page * chunks_per_page``.
+
+    The shift of the layer is in the view, so that one index serves all layers of the group.
+
+    Returns:
+        Two views ``(chunks, block_size * num_kv_heads * head_dim)``.
+    """
+    chunks = kv_cache.chunks.flatten(1)
+    first = 2 * kv_cache.layer_index
+    return chunks[first:], chunks[first + 1 :]
+
+
+def visible_blocks(
+    block_table: Tensor, first_visible: Tensor, seq_lens: Tensor, block_size: int
+) -> Tensor:
+    """A block table of nothing but what is visible, so that no other page is ever read.
+
+    What lies before a window may be another request's by now, and the null block holds anything:
+    weights of 0 would not do, as 0 * NaN is NaN. Short rows repeat their own last block::
+
+        table      | a b c d e 0 0 |  visible from block 2 on   ->   | c d e |
+                   | f g h 0 0 0 0 |                from 1 on        | g h h |
+
+    Args:
+        block_table: ``(num_reqs, blocks)``.
+        first_visible: ``(num_reqs,)`` on the CPU: the first position that is visible.
+        seq_lens: ``(num_reqs,)`` on the CPU.
+        block_size: tokens per block.
+
+    Returns:
+        ``(num_reqs, most visible blocks)``.
+    """
+    first = first_visible.long() // block_size
+    last = (seq_lens.long() - 1) // block_size
+    columns = first[:, None] + torch.arange(int((last - first).max()) + 1)
+    columns = torch.minimum(columns, last[:, None])
+    return block_table.gather(1, columns.to(block_table.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer does to the products of its queries and keys before the softmax.
+
+    Attributes:
+        scale: factor on the products.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        bias: ``(num_heads, distances)`` float32, added to scores last, by how far behind its query
+            a key lies; causal attention only; see the module's picture.
+    """
+
+    scale: float
+    softcap: float | None = None
+    bias: Tensor | None = None
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether there is neither a soft cap nor a bias."""
+        return self.softcap is None and self.bias is None
+
+
+def check_bias(bias: Tensor, num_heads: int, metadata: AttentionMetadata) -> None:
+    """Raise ``ValueError`` unless it is a table of these heads for causal attention."""
+    fits = bias.ndim == 2 and bias.shape[0] == num_heads and bias.shape[1] > 0
+    if not fits or bias.dtype != torch.float32:
+        raise ValueError(
+            f"expected a float32 bias ({num_heads}, distances), got {bias.dtype} "
+            f"{tuple(bias.shape)}"
+        )
+    if not metadata.causal:
+        raise ValueError("a bias by distance needs causal attention: others have no distances")
+
+
+def bias_at(bias: Tensor, distances: Tensor) -> Tensor:
+    """The bias of every head at integer distances of any shape, ``(num_heads, *shape)``.
+
+    Keys behind their query, whose distance is negative, are hidden anyway and get any number.
+    """
+    return bias[:, distances.clamp(0, bias.shape[1] - 1)]
+
+
+def bias_of_tile(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """Of neighbouring queries, the last of which has the position of the last key.
+
+    One row holds all distances of the tile, and each query's biases are a stretch of it::
+
+        distance      6 5 4 3 2 1 0 -1      7 keys, 2 queries
+        last query  [ 6 5 4 3 2 1 0 ]
+        first         [ 5 4 3 2 1 0 -1 ]
+
+    Returns:
+        ``(num_heads, num_queries, num_keys)``.
+    """
+    distances = torch.arange(num_keys - 1, -num_queries, -1, device=bias.device)
+    return bias_at(bias, distances).unfold(1, num_keys, 1).flip(1)
+
+
+def soft_capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attend in float32 at least; all scores exist at once, so callers cut queries into tiles.
+
+    Args:
+        query: ``(batch, queries, num_heads, head_dim)``.
+        keys: ``(batch, keys, num_kv_heads, head_dim)``; grouped heads are not repeated.
+        values: as ``keys``.
+        mask: added to the capped scores; broadcast to ``(batch, num_kv_heads, num_heads per
+            num_kv_heads, queries, keys)``. None: every query sees every key.
+        scale: factor on the scores before they are capped.
+        softcap: what capped scores stay below.
+
+    Returns:
+        As ``query``.
+    """
+    exact = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(exact).unflatten(2, (keys.shape[2], -1))
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, keys.to(exact))
+    scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.add_(mask)
+    attended = torch.einsum("bhgqk,bkhd->bqhgd", scores.softmax(-1), values.to(exact))
+    return attended.flatten(2, 3).to(query.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import LayerCall
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.scoring import Scoring
+from engine.attention.metadata import AttentionMetadata, Scoring, first_visible
 from engine.attention.torch_backend import TorchBackend, new_output
-from engine.attention.visibility import first_visible
 from engine.native import NativeBuildError, PagedSpans, load_kernels
 from prefix_cache import LayerKVCache
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.paged_rows import write_kv
-from engine.attention.scoring import Scoring
+from engine.attention.metadata import AttentionMetadata, Scoring, write_kv
 from prefix_cache import LayerKVCache
 
 __all__ = ["ReferenceBackend", "visibility_mask"]

@@ -13,7 +13,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.xformers_backend import XformersBackend
 from engine.interface.log_fields import package_logger
 
-__all__ = ["BACKEND_NAMES", "get_backend", "resolve_backend_name"]
+__all__ = ["get_backend", "resolve_backend_name"]
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend

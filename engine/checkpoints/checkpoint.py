@@ -1,10 +1,22 @@
-"""A Hugging Face checkpoint: its config, and its weights one tensor at a time."""
+"""A Hugging Face checkpoint: its config, and its weights one tensor at a time.
+
+Checkpoints that hold several models, each of which a stage of its own runs.
+
+::
+
+    config.json              weights
+    first_config             first.layers.0...       one part
+    second_config            second.layers.0...      another
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +25,100 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from engine.checkpoints.checkpoint_parts import CheckpointPart, find_part
 from engine.checkpoints.config_file import CONFIG_FILE, load_config, read_config_file
 from engine.checkpoints.folder_files import check_files, load_generation_config
-from engine.checkpoints.model_sources import folder_of_source
 from engine.checkpoints.weight_files import WeightFiles, listed
 
-__all__ = ["Checkpoint"]
+__all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "folder_of_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """One model of several in a checkpoint.
+
+    Attributes:
+        name: by which users ask for it.
+        whole: ``model_type`` of the whole config.
+        config_name: its config's attribute in the whole config.
+        prefix: of its weights' names.
+        architecture: transformers' class for it; published configs name older ones.
+        has_generation_config: whether ``generation_config.json`` is about this part.
+    """
+
+    name: str
+    whole: str
+    config_name: str
+    prefix: str
+    architecture: str
+    has_generation_config: bool = False
+
+
+def find_part(
+    parts: Sequence[CheckpointPart], name: str | None, path: Path
+) -> CheckpointPart | None:
+    """The part of a checkpoint that a user asks for; None if it is one model and none is asked for.
+
+    Args:
+        parts: of the whole; none if it is one model.
+        name: of the part.
+        path: the checkpoint's, for messages.
+
+    Raises:
+        ValueError: there are several models and none was named, or there is none of that name.
+    """
+    by_name = {part.name: part for part in parts}
+    if not by_name:
+        if name is not None:
+            raise ValueError(f"{path} is one model without parts; got part={name!r}, leave it out")
+        return None
+    if name is None:
+        raise ValueError(f"{path} holds several models; say by part which: {', '.join(by_name)}")
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{path} has no part {name!r}, but {', '.join(by_name)}{hint}")
+    return by_name[name]
+
+
+ENTRY_POINTS = "omni_pipeline.model_sources"
+"""Group of the entry points by which packages bring names of models. An entry's name is what stands
+before the colon; its object is a function from the whole reference to a folder."""
+
+# Longer than the letter of a drive.
+_REFERENCE = re.compile(r"([A-Za-z][\w+-]+):.*", re.DOTALL)
+
+
+def folder_of_source(model: str) -> Path | None:
+    """Ask the package that brings such names for the folder of a model, which it may build.
+
+    Args:
+        model: as a user gives it.
+
+    Returns:
+        The folder; None for what has no such form, as hub ids have not.
+
+    Raises:
+        ValueError: no installed package brings such names, or it has no such model.
+    """
+    match = _REFERENCE.fullmatch(model)
+    if match is None:
+        return None
+    source = match[1]
+    for entry_point in entry_points(group=ENTRY_POINTS, name=source):
+        try:
+            locate = entry_point.load()
+        except Exception as error:  # whatever a package raises is this model's error
+            raise ValueError(
+                f"model {model!r}: {entry_point.value!r} cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return Path(locate(model))
+    known = sorted(f"{name}:" for name in entry_points(group=ENTRY_POINTS).names)
+    raise ValueError(
+        f"model {model!r}: no installed package brings models named {source}:...; known are "
+        f"{', '.join(known) or 'none'}. After an update of an editable install: pip install -e ."
+    )
+
 
 # Weights in the Hugging Face layout, configs, tokenizers and chat templates. Nothing pickled but
 # a speech model's voices, of which only tensors and numbers are read.

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from engine.checkpoints.config_file import describe
-from engine.files.folder_bounds import file_inside
-from engine.files.json_file import read_json_object
+from engine.files.json_file import file_inside, read_json_object
 from engine.interface.sampling_params import checkpoint_defaults
 
 __all__ = ["check_files", "load_generation_config"]

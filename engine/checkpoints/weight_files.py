@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.files.folder_bounds import file_inside
-from engine.files.json_file import read_json_object
+from engine.files.json_file import file_inside, read_json_object
 
 __all__ = ["WeightFiles", "listed"]
 

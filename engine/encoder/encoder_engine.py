@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,18 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.encoder.encoder_model import EncoderModel
-from engine.encoder.encoder_output_store import EncoderOutputStore, HeldInput
-from engine.encoder.encoder_queue import EncoderQueue
-from engine.encoder.encoder_request import EncoderRequest
-from engine.encoder.pooling import Pooling, pool, resolve_pooling
+from engine.encoder.sentence_layout import Pooling, pool, resolve_pooling
 from engine.inputs.fit_check import InputLimits, check_whole_input
-from engine.inputs.multimodal_data import refuse_items
+from engine.inputs.prompt_processor import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt, truncated
 from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import EncoderOutput
+from engine.interface.outputs import EncoderOutput, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
@@ -32,9 +30,246 @@ from engine.resources.device import resolve_device, resolve_dtype
 from engine.resources.finite_numbers import require_finite
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer, max_prompt_chars
-from prefix_cache import ContentSpan, content_hash, whole_input_hash
+from prefix_cache import (
+    BlockHash,
+    BlockPool,
+    ContentSpan,
+    KVCacheBlock,
+    KVCacheStats,
+    StageOutputCache,
+    WholeInputCache,
+    check_pool_integrity,
+    content_hash,
+    whole_input_hash,
+)
 
-__all__ = ["EncoderEngine"]
+__all__ = ["EncoderEngine", "EncoderQueue", "EncoderRequest"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderRequest:
+    """A validated input.
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        content: ``(n,)`` int64 token ids, or ``(n, hidden_size)`` embeddings; on the CPU.
+        input_hash: of everything that determines the output, salt included.
+        priority: lower first.
+        arrival_index: order among equal priorities.
+        arrival: when it came, by ``time.monotonic``.
+    """
+
+    request_id: str
+    content: Tensor
+    input_hash: BlockHash
+    priority: int
+    arrival_index: int
+    arrival: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, or embedding rows."""
+        return self.content.shape[0]
+
+    @property
+    def is_embeds(self) -> bool:
+        """Whether ``content`` takes the place of the model's own embeddings."""
+        return self.content.ndim == 2
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Sort key of the queue: priority first, then first come, first served."""
+        return (self.priority, self.arrival_index)
+
+    def output(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        started: float,
+        num_cached_tokens: int = 0,
+        error: str | None = None,
+    ) -> EncoderOutput:
+        """The result, given when the step that ran it began (by ``time.monotonic``)."""
+        return EncoderOutput(
+            request_id=self.request_id,
+            finished=True,
+            tensors=tensors,
+            num_prompt_tokens=self.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            prompt_token_ids=() if self.is_embeds else tuple(self.content.tolist()),
+            error=error,
+            metrics=RequestMetrics(
+                queue_s=started - self.arrival, total_s=time.monotonic() - self.arrival
+            ),
+        )
+
+
+class EncoderQueue:
+    """Waiting inputs, batched by length.
+
+    A batch is one padded rectangle, so its cost is ``longest * inputs``::
+
+        head  ■ ■ ■ ■ ■ ■          the first in the order is always in: no input starves
+        mate  ■ ■ ■ ■ ■ ■          then those nearest to it in length
+        mate  ■ ■ ■ ■ ■ ·
+        mate  ■ ■ ■ ■ · ·          at most half of the rectangle is padding
+
+    Args:
+        max_num_seqs: inputs of a batch.
+        max_num_batched_tokens: cells of a batch, padding included.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: list[EncoderRequest] = []
+
+    def clear(self) -> None:
+        """Forget every input."""
+        self._waiting.clear()
+
+    def add(self, request: EncoderRequest) -> None:
+        """Queue an input."""
+        insort(self._waiting, request, key=lambda r: r.queue_key)
+
+    def remove(self, request: EncoderRequest) -> None:
+        """Take an input out. ``ValueError`` if it does not wait."""
+        self._waiting.remove(request)
+
+    def waiting(self) -> tuple[EncoderRequest, ...]:
+        """All inputs, in the order of their turn."""
+        return tuple(self._waiting)
+
+    def next_batch(self, *, share: bool) -> list[EncoderRequest]:
+        """Choose what runs next; it stays in the queue until it is removed.
+
+        Args:
+            share: leave out equals of one of the batch: they find its outputs in the next step.
+
+        Returns:
+            The head of the order and its mates, all token ids or all embeddings.
+        """
+        if not self._waiting:
+            return []
+        head = self._waiting[0]
+        mates = sorted(
+            (r for r in self._waiting[1:] if r.is_embeds == head.is_embeds),
+            key=lambda r: (r.priority, abs(r.num_tokens - head.num_tokens), r.arrival_index),
+        )
+        batch = [head]
+        hashes = {head.input_hash}
+        for mate in mates:
+            if len(batch) == self._max_num_seqs:
+                break
+            if (share and mate.input_hash in hashes) or not self._fits([*batch, mate]):
+                continue
+            batch.append(mate)
+            hashes.add(mate.input_hash)
+        return batch
+
+    def _fits(self, batch: list[EncoderRequest]) -> bool:
+        cells = max(r.num_tokens for r in batch) * len(batch)
+        tokens = sum(r.num_tokens for r in batch)
+        return cells <= self._max_num_batched_tokens and cells <= 2 * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInput:
+    """An input that has blocks, for the length of one step."""
+
+    request: EncoderRequest
+    blocks: Sequence[KVCacheBlock]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table."""
+        return [block.block_id for block in self.blocks]
+
+
+class EncoderOutputStore:
+    """A pool of blocks with the rows beside them.
+
+    Args:
+        num_blocks: the null block included.
+        block_size: tokens per block.
+        names: outputs to keep.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
+        self._num_blocks, self._block_size, self._names = num_blocks, block_size, names
+        self._hit_tokens = 0
+        self._queried_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all inputs, held ones too, in whatever state an interrupted call left them."""
+        self._pool = BlockPool.uniform(self._num_blocks)
+        self._rows = StageOutputCache(
+            self._num_blocks, self._block_size, self._pool.generations(0), self._names
+        )
+        self._inputs = WholeInputCache(self._pool, self._rows, self._block_size)
+
+    def find(self, request: EncoderRequest) -> HeldInput | None:
+        """Hold an input whose rows are all there, or None."""
+        blocks = self._inputs.find(request.input_hash, request.num_tokens)
+        if blocks is None:
+            return None
+        self._hit_tokens += request.num_tokens
+        self._queried_tokens += request.num_tokens
+        return HeldInput(request, blocks)
+
+    def hold(self, request: EncoderRequest) -> HeldInput | None:
+        """Hold new blocks for an input, or None when too few are free in this step."""
+        if self._inputs.num_blocks_for(request.num_tokens) > self._pool.num_free():
+            return None
+        return HeldInput(request, self._inputs.allocate(request.num_tokens))
+
+    def write(self, held: Sequence[HeldInput], rows: dict[str, Tensor]) -> None:
+        """Write a batch: ``name -> (tokens of all inputs, ...)``, one scatter per name."""
+        slots = [
+            self._rows.slots(torch.tensor(item.block_ids))[: item.request.num_tokens]
+            for item in held
+        ]
+        self._rows.write(torch.cat(slots), rows)
+
+    def gather(self, item: HeldInput) -> dict[str, Tensor]:
+        """``name -> (num_tokens, ...)``, in memory of its own.
+
+        Raises:
+            RuntimeError: a name to keep was never written for this input.
+        """
+        rows = self._rows.gather(item.block_ids, item.request.num_tokens)
+        missing = self._rows.wanted - rows.keys()
+        if missing:
+            raise RuntimeError(f"the model gave no rows of {', '.join(sorted(missing))}")
+        return rows
+
+    def publish(self, item: HeldInput) -> None:
+        """Let an input be found, after its rows are written."""
+        self._queried_tokens += item.request.num_tokens
+        self._inputs.publish(item.request.input_hash, item.request.num_tokens, item.blocks)
+
+    def release(self, item: HeldInput) -> None:
+        """Give the blocks back; what was published can be found until it is evicted."""
+        self._inputs.release(item.blocks)
+
+    def reset(self) -> None:
+        """Forget all inputs."""
+        self._pool.reset()
+
+    def stats(self) -> KVCacheStats:
+        """The pool now, and how many tokens were found in it."""
+        found = KVCacheStats.of_pool(self._pool, self._hit_tokens, self._queried_tokens)
+        return replace(found, output_bytes=self._rows.nbytes)
+
+    def check_integrity(self) -> None:
+        """Check the pool between two steps, when nothing is held.
+
+        Raises:
+            IntegrityError: with the equation that failed.
+        """
+        check_pool_integrity(self._pool, tables=())
+
 
 logger = package_logger(__name__)
 
@@ -53,7 +288,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         config: what to run and with how much. ``max_num_batched_tokens`` bounds the padded size
             of a batch, and thereby the longest input: such an encoder cannot be chunked.
         output_names: give these outputs only (``hidden_states``, ``pooled``, ...); None gives all.
-        pooling: see :data:`engine.encoder.pooling.Pooling`.
+        pooling: see :data:`engine.encoder.sentence_layout.Pooling`.
 
     Attributes:
         tokenizer: of the checkpoint, or None.

@@ -8,22 +8,167 @@
       "2_Dense"      Dense          config.json, model.safetensors: a projection; there may be none
       "3_Normalize"  Normalize      to length 1
 
-Nothing of it is code: a module of another type is refused, never imported.
-"""
+Nothing of it is code: a module of another type is refused, never imported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
-from engine.encoder.pooling import Pooling
-from engine.encoder.projection import Projection, load_projection
-from engine.files.folder_bounds import file_inside
-from engine.files.json_file import read_json, read_json_object
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-__all__ = ["SentenceLayout", "read_sentence_layout"]
+from engine.files.json_file import file_inside, read_json, read_json_object
+from engine.resources.device import on_device
+from engine.resources.finite_numbers import require_finite
+
+__all__ = [
+    "Pooling",
+    "SentenceLayout",
+    "normalized",
+    "pool",
+    "read_sentence_layout",
+    "resolve_pooling",
+]
+
+Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
+"""``mean`` of all rows, the first (``cls``), the ``last``, or the checkpoint's own ``pooler``;
+``auto`` is the pooler of a checkpoint that has one, else the mean."""
+
+_BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
+    # In fp32: a bf16 sum of hundreds of rows loses what tells them apart.
+    "mean": lambda rows: rows.float().mean(dim=0).to(rows.dtype),
+    "cls": lambda rows: rows[0].clone(),
+    "last": lambda rows: rows[-1].clone(),
+}
+
+
+def resolve_pooling(pooling: Pooling, pooler: nn.Module | None) -> Pooling:
+    """Turn ``auto`` into what it stands for.
+
+    Raises:
+        ValueError: unknown name, or ``pooler`` without one that works on hidden states.
+    """
+    if pooling not in get_args(Pooling):
+        known = ", ".join(get_args(Pooling))
+        raise ValueError(f"unknown pooling {pooling!r}; known are {known}")
+    if pooling == "pooler" and pooler is None:
+        raise ValueError(
+            "pooling 'pooler' needs a checkpoint with pooler weights that work on its hidden "
+            "states; this one has none: take 'mean', 'cls' or 'last'"
+        )
+    if pooling == "auto":
+        return "mean" if pooler is None else "pooler"
+    return pooling
+
+
+def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
+    """Pool the rows of one input.
+
+    Args:
+        pooling: what :func:`resolve_pooling` gave.
+        rows: ``(n, hidden)`` on the CPU.
+        pooler: ``(1, n, hidden) -> (1, D)``, on any device.
+
+    Returns:
+        ``(D,)`` on the CPU.
+
+    Raises:
+        ValueError: what was pooled is not finite.
+    """
+    pooled = _pool(pooling, rows, pooler)
+    require_finite({"pooled": pooled})
+    return pooled
+
+
+def _pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
+    if pooling == "pooler":
+        if pooler is None:
+            raise ValueError("pooling 'pooler' was not resolved: there is no pooler")
+        device = next(pooler.parameters()).device
+        with on_device(device):
+            pooled: Tensor = pooler(rows[None].to(device))[0].cpu()
+        return pooled
+    return _BY_NAME[pooling](rows)
+
+
+def normalized(row: Tensor) -> Tensor:
+    """``(D,)`` of length 1, its direction kept; in fp32, and back in the type that came."""
+    return nn.functional.normalize(row.float(), dim=-1).to(row.dtype)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "torch.nn.modules.activation.Tanh": torch.tanh,
+    "torch.nn.modules.activation.ReLU": torch.relu,
+    "torch.nn.modules.activation.Sigmoid": torch.sigmoid,
+    "torch.nn.modules.activation.GELU": nn.functional.gelu,
+    "torch.nn.modules.linear.Identity": lambda rows: rows,
+}
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """A linear layer and an activation, in fp32 on the CPU.
+
+    Attributes:
+        weight: ``(out_features, in_features)``.
+        bias: ``(out_features,)``, or None.
+        activation: what comes behind it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Callable[[Tensor], Tensor]
+
+    def apply(self, row: Tensor) -> Tensor:
+        """``(in_features,)`` to ``(out_features,)``, in the type that came."""
+        out = nn.functional.linear(row.float(), self.weight, self.bias)
+        return self.activation(out).to(row.dtype)
+
+
+def load_projection(folder: Path, path: str, config: Mapping[str, Any]) -> Projection:
+    """Load one.
+
+    Args:
+        folder: of the checkpoint.
+        path: of its weights, in the folder.
+        config: its ``config.json``.
+
+    Raises:
+        ValueError: a key or a weight is missing, of another kind or shape, or not supported.
+    """
+    file = folder / path / "config.json"
+    name = config.get("activation_function")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ValueError(
+            f"{file}: activation_function is {name!r}, and what is supported is "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    if not (folder / path / _WEIGHTS).is_file():
+        raise ValueError(f"{folder / path} has no {_WEIGHTS}; pickled weights are not read")
+    weights = file_inside(folder, str(Path(path, _WEIGHTS)))
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{weights} cannot be read: {error}") from error
+    sides = [config.get(key) for key in ("out_features", "in_features")]
+    wanted = {"linear.weight": sides}
+    if config.get("bias", True):
+        wanted["linear.bias"] = sides[:1]
+    for key, shape in wanted.items():
+        if key not in tensors or list(tensors[key].shape) != shape:
+            found = list(tensors[key].shape) if key in tensors else "nothing"
+            raise ValueError(f"{weights}: {key} must be {shape} by {file}, got {found}")
+        if not tensors[key].is_floating_point():
+            raise ValueError(f"{weights}: {key} must be floating point, got {tensors[key].dtype}")
+    bias = tensors["linear.bias"].float() if "linear.bias" in wanted else None
+    return Projection(tensors["linear.weight"].float(), bias, _ACTIVATIONS[name])
+
 
 _MODULES = "modules.json"
 _TRANSFORMER_CONFIGS = tuple(

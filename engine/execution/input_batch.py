@@ -14,18 +14,305 @@ without a loop over tokens::
     positions            num_computed[row] + 0, 1, 2, ...  [0, 1, 2, 0, 1, 0, ...]
     token_indices        row * max_model_len + position    into the flattened token table
     block_table_indices  row * K + position // block_size  into the flattened block table
-    slot_mapping         block_number * block_size + position % block_size
-"""
+    slot_mapping         block_number * block_size + position % block_size"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-__all__ = ["GroupInputs", "InputBatch", "IntArray", "StepInputs"]
+from engine.attention.metadata import AttentionMetadata, StateMetadata
+from engine.models.base import CausalModel
+from engine.requests.request import Request
+from engine.scheduling.scheduler_output import ScheduledRequest
+from prefix_cache import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderCache,
+    KVCacheManager,
+    MambaSpec,
+    PagedMemory,
+    SlidingWindowSpec,
+)
+
+__all__ = ["InputBatch", "ModelInputBuilder", "ModelInputs", "StepInputs", "build_step_metadata"]
+
+GroupMetadata = AttentionMetadata | StateMetadata | None
+"""None for a group without layers."""
+
+
+def build_step_metadata(
+    inputs: StepInputs, memory: PagedMemory, device: torch.device
+) -> list[GroupMetadata]:
+    """One entry per group of ``memory``'s config, on the device where that says so."""
+    shared = _Shared.of(inputs)
+    metadata: list[GroupMetadata] = []
+    for group_id, group in enumerate(inputs.groups):
+        spec = memory.config.groups[group_id].spec
+        if isinstance(spec, AttentionSpec):
+            row_mapping = memory.row_mapping(group_id, group.slot_mapping)
+            metadata.append(_attention(shared, group, row_mapping, spec, device))
+        elif isinstance(spec, MambaSpec):
+            metadata.append(_states(inputs, shared, group, spec, device))
+        else:
+            metadata.append(None)
+    return metadata
+
+
+class _Shared(NamedTuple):
+    """What all groups are told alike; see :class:`AttentionMetadata`.
+
+    Attributes:
+        encoder_lens: ``(num_reqs,)`` int32 on the CPU, the ``seq_lens`` of cross-attention.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    encoder_lens: Tensor
+    num_decodes: int
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> _Shared:
+        query_lens = inputs.seq_lens - inputs.num_computed_tokens
+        return cls(
+            query_start_loc=torch.from_numpy(inputs.query_start_loc.astype(np.int32)),
+            seq_lens=torch.from_numpy(inputs.seq_lens.astype(np.int32)),
+            encoder_lens=torch.from_numpy(inputs.encoder_lens.astype(np.int32)),
+            num_decodes=int(np.count_nonzero(query_lens == 1)),
+        )
+
+
+def _attention(
+    shared: _Shared,
+    group: GroupInputs,
+    row_mapping: IntArray,
+    spec: AttentionSpec,
+    device: torch.device,
+) -> AttentionMetadata:
+    is_cross = isinstance(spec, CrossAttentionSpec)
+    return AttentionMetadata(
+        query_start_loc=shared.query_start_loc,
+        seq_lens=shared.encoder_lens if is_cross else shared.seq_lens,
+        block_table=torch.from_numpy(group.block_table).to(device, non_blocking=True),
+        slot_mapping=torch.from_numpy(group.slot_mapping).to(device, non_blocking=True),
+        row_mapping=torch.from_numpy(row_mapping).to(device, non_blocking=True),
+        num_decodes=shared.num_decodes,
+        block_size=spec.block_size,
+        window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
+        chunk_size=spec.chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
+        causal=not is_cross,
+    )
+
+
+def _states(
+    inputs: StepInputs, shared: _Shared, group: GroupInputs, spec: MambaSpec, device: torch.device
+) -> StateMetadata:
+    """The pages of each request's last computed token, and of this step's last token."""
+    computed, seq_lens = inputs.num_computed_tokens, inputs.seq_lens
+    has_state = computed > 0
+    requests = np.arange(len(seq_lens))
+    table = group.block_table.astype(np.int64)
+    read = table[requests, np.maximum(computed - 1, 0) // spec.block_size]
+    write = table[requests, (seq_lens - 1) // spec.block_size]
+    return StateMetadata(
+        query_start_loc=shared.query_start_loc,
+        num_decodes=shared.num_decodes,
+        read_pages=torch.from_numpy(np.where(has_state, read, 0)).to(device),
+        write_pages=torch.from_numpy(write).to(device),
+        has_state=None if has_state.all() else torch.from_numpy(has_state).to(device),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInputs:
+    """One step's inputs, on the device.
+
+    Attributes:
+        step: what was cut from the tables, on the host.
+        embeds: ``(num_tokens, hidden_size)``.
+        positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
+        encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
+        follows_encoder: see :class:`AttentionStep`.
+        shows_item: likewise.
+    """
+
+    step: StepInputs
+    embeds: Tensor
+    positions: Tensor
+    encoded: Tensor | None = None
+    follows_encoder: Tensor | None = None
+    shows_item: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputBuilder:
+    """Makes a step's inputs from the scheduled requests.
+
+    Attributes:
+        model: embeds token ids.
+        kv_cache_manager: gives block ids.
+        memory: the pages; new ones that are read before they are full are cleared.
+        batch: the persistent tables.
+        encoder_cache: rows of images and the like; None for a model that takes none.
+        device: where the model runs.
+    """
+
+    model: CausalModel
+    kv_cache_manager: KVCacheManager
+    memory: PagedMemory
+    batch: InputBatch
+    encoder_cache: EncoderCache | None
+    device: torch.device
+
+    def cut(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
+        """Bring the persistent tables up to date, and cut the step's inputs from them."""
+        for item in scheduled:
+            self._sync_tables(item)
+        return self.batch.prepare(
+            [item.request.request_id for item in scheduled],
+            [item.request.num_computed_tokens for item in scheduled],
+            [item.num_tokens for item in scheduled],
+            [item.request.num_visible_encoder_tokens for item in scheduled],
+            [_num_arriving(item) for item in scheduled],
+        )
+
+    def build(
+        self,
+        step: StepInputs,
+        scheduled: Sequence[ScheduledRequest] = (),
+        encoded: Tensor | None = None,
+    ) -> ModelInputs:
+        """Make what the model gets; the towers' rows that the step shows are in the cache."""
+        return ModelInputs(
+            step,
+            self._embeds(step, scheduled),
+            self._positions(step, scheduled),
+            encoded,
+            _follows_encoder(step, scheduled, self.device),
+            _shows_item(step, scheduled, self.device),
+        )
+
+    def _sync_tables(self, item: ScheduledRequest) -> None:
+        request_id = item.request.request_id
+        if request_id not in self.batch:
+            self.batch.add(request_id, item.request.token_ids)
+        for group_id, group in enumerate(self.memory.config.groups):
+            size = group.spec.block_size
+            is_cross = isinstance(group.spec, CrossAttentionSpec)
+            if is_cross:
+                blocks = item.request.encoder_blocks
+                first, end = 0, 0 if blocks is None else blocks.num_tokens
+            else:
+                first = item.request.num_computed_tokens
+                end = first + item.num_tokens
+            known = self.batch.num_blocks(request_id, group_id)
+            if known * size >= end:
+                continue
+            block_ids = self.kv_cache_manager.block_ids(request_id, group_id, known)
+            self.batch.append_blocks(request_id, block_ids, group_id)
+            # Of a new last block the first tokens come now; the rest is read, masked, too.
+            is_new = item.runs_encoder if is_cross else end // size * size >= first
+            if is_new and end % size and isinstance(group.spec, AttentionSpec):
+                self.memory.clear_page(group_id, block_ids[-1])
+
+    def _embeds(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Embeddings of the step's tokens, ``(num_tokens, hidden_size)``.
+
+        Token ids and given embeddings meet here: every position is looked up, then the positions
+        that a prompt gave as embeddings, or that show an image, are overwritten, and rows that
+        come beside the tokens are added. So all kinds share a batch.
+        """
+        token_ids = torch.from_numpy(step.token_ids).to(self.device, non_blocking=True)
+        embeds = self.model.embed(token_ids)
+        for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+            request = item.request
+            if not request.has_rows:
+                continue
+            chunk = embeds[start : start + item.num_tokens]
+            first = request.num_computed_tokens
+            given = request.prompt_embeds
+            if given is not None and first < given.shape[0]:
+                rows = given[first : first + item.num_tokens]
+                chunk[: rows.shape[0]] = rows.to(self.device)
+            self._merge_items(chunk, request, first)
+            if request.streamed_rows is not None:
+                request.streamed_rows.apply(chunk, first)
+        return embeds
+
+    def _merge_items(self, chunk: Tensor, request: Request, first: int) -> None:
+        """Overwrite what a chunk, whose first token is at ``first``, shows of the request's items.
+
+        ::
+
+            item               |<- offset ....... end ->|
+            chunk     |<- first ......... stop ->|         rows [0, stop - offset) come now
+        """
+        stop = first + chunk.shape[0]
+        for item in request.multimodal_inputs:
+            if self.encoder_cache is not None and item.overlaps(first, stop):
+                rows = self.encoder_cache.rows(item.content_hash)
+                begin, end = max(first, item.offset), min(stop, item.end)
+                chunk[begin - first : end - first] = rows[item.rows_in(first, stop)]
+
+    def _positions(self, step: StepInputs, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Where tokens lie, int64: ``(num_tokens,)``, or ``(axes, num_tokens)``.
+
+        On several axes, a token that nothing else is said of has its index on each of them.
+        """
+        positions = torch.from_numpy(step.positions)
+        num_axes = max((item.request.num_position_axes for item in scheduled), default=1)
+        if num_axes > 1:
+            positions = positions.repeat(num_axes, 1)
+            for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+                placed, first = item.request.positions, item.request.num_computed_tokens
+                if placed is not None:
+                    stop = start + item.num_tokens
+                    positions[:, start:stop] = placed.cut(first, first + item.num_tokens)
+        return positions.to(self.device, non_blocking=True)
+
+
+def _num_arriving(item: ScheduledRequest) -> int:
+    """Encoder tokens whose keys and values this step writes for a request."""
+    blocks = item.request.encoder_blocks
+    return blocks.num_tokens if item.runs_encoder and blocks is not None else 0
+
+
+def _follows_encoder(
+    step: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
+) -> Tensor | None:
+    """Per token, whether it comes after its request's encoder input; None if all do."""
+    starts = [
+        item.request.encoder_view.start if item.request.encoder_view else 0 for item in scheduled
+    ]
+    if not any(starts):
+        return None
+    first = np.repeat(starts, step.seq_lens - step.num_computed_tokens)
+    return torch.from_numpy(step.positions >= first).to(device)
+
+
+def _shows_item(
+    step: StepInputs, scheduled: Sequence[ScheduledRequest], device: torch.device
+) -> Tensor | None:
+    """Per token, whether an item's row stands in its place; None if none does."""
+    marks: Tensor | None = None
+    for item, start in zip(scheduled, step.query_start_loc.tolist(), strict=False):
+        first = item.request.num_computed_tokens
+        stop = first + item.num_tokens
+        for shown in item.request.multimodal_inputs:
+            if shown.overlaps(first, stop):
+                if marks is None:
+                    marks = torch.zeros(len(step.token_ids), dtype=torch.bool)
+                begin, end = max(first, shown.offset), min(stop, shown.end)
+                marks[start + begin - first : start + end - first] = True
+    return None if marks is None else marks.to(device)
+
 
 IntArray = npt.NDArray[np.int64]
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.inputs.fit_check import check_encoder_prompt
-from engine.inputs.input_windows import InputWindows
-from engine.inputs.multimodal_data import items_of
-from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_processor import PromptSources, items_of
 from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
 from engine.interface.config import MediaLimits
 from engine.interface.ownership import turn_of
@@ -27,9 +27,8 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.media.audio_samples import SampleReader
+from engine.media.audio_samples import SampleReader, SpectrogramExtractor
 from engine.media.image_file import image_features
-from engine.media.spectrogram_extractor import SpectrogramExtractor
 from engine.requests.encoder_input import EncoderInput, EncoderView
 from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
@@ -38,10 +37,37 @@ __all__ = [
     "EncoderInputMaker",
     "EncoderSide",
     "ImageEncoderInputs",
+    "InputWindows",
     "TextEncoderInputs",
     "describe_prompt",
     "features_hash",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class InputWindows:
+    """Features of the whole input, cut into windows where its reader wants one to begin.
+
+    Attributes:
+        features: ``(rows, frames)``.
+        window: frames that the encoder takes.
+        make: from ``(rows, window)`` to an input.
+    """
+
+    features: Tensor
+    window: int
+    make: Callable[[Tensor], EncoderInput]
+
+    @property
+    def num_frames(self) -> int:
+        """Of the whole input."""
+        return int(self.features.shape[-1])
+
+    def at(self, begin: int) -> EncoderInput:
+        """The window that begins at a frame, filled up with zeros where the input ends in it."""
+        part = self.features[:, begin : begin + self.window]
+        filled = torch.nn.functional.pad(part, (0, self.window - part.shape[-1]))
+        return self.make(filled.contiguous())
 
 
 class EncoderSide(Protocol):

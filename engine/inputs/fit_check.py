@@ -9,8 +9,8 @@ import torch
 from engine.interface.config import RequestLimits
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
-from engine.requests.prompt_positions import PromptPositions
-from engine.resources.byte_sizes import format_bytes
+from engine.requests.encoder_input import PromptPositions
+from engine.resources.memory_plan import format_bytes
 from prefix_cache import KVCacheManager
 
 __all__ = [

@@ -16,13 +16,10 @@ from engine.interface.engine import NewRequest
 from engine.interface.placed_error import PlacedError
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import RequestSeeds, SamplingParams, checkpoint_defaults
-from engine.requests.content_spans import encoder_spans
-from engine.requests.continuation import Sequel
-from engine.requests.encoder_input import EncoderInput
+from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
 from engine.requests.request import Request, RequestStatus, RequestTimes
-from engine.sampling.bad_words import BadWords
 from engine.sampling.sampler import SamplingState
-from engine.sampling.sampling_state import LogitsProcessor
+from engine.sampling.sampling_state import BadWords, LogitsProcessor
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 

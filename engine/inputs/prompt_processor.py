@@ -3,31 +3,99 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.fit_check import InputLimits
-from engine.inputs.multimodal_data import refuse_items
 from engine.inputs.prompt_tokens import resolve_prompt
 from engine.interface.config import MediaLimits
-from engine.interface.prompts import Prompt
-from engine.requests.content_spans import embeds_spans
-from engine.requests.continuation import Continuation
-from engine.requests.encoder_input import EncoderInput, EncoderView
-from engine.requests.multimodal_input import MultiModalInput
-from engine.requests.prompt_choice import PromptChoice
-from engine.requests.prompt_positions import PromptPositions
+from engine.interface.prompts import ExplicitEncoderDecoderPrompt, Prompt
+from engine.requests.encoder_input import (
+    Continuation,
+    EncoderInput,
+    EncoderView,
+    Modality,
+    MultiModalInput,
+    PromptChoice,
+    PromptPositions,
+    StreamedRows,
+    embeds_spans,
+)
 from engine.requests.request import Request
-from engine.requests.streamed_rows import StreamedRows
 from engine.sampling.sampling_state import LogitsProcessor
 from prefix_cache import ContentSpan
 
-__all__ = ["PlainPromptProcessor", "PromptContent", "PromptProcessor", "PromptSources"]
+__all__ = [
+    "PlainPromptProcessor",
+    "PromptContent",
+    "PromptProcessor",
+    "PromptSources",
+    "items_of",
+    "refuse_items",
+]
+
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
+"""All of them."""
+
+
+def items_of(
+    prompt: Prompt, modalities: Sequence[Modality] = MODALITIES
+) -> Mapping[Modality, Sequence[object]]:
+    """The items in a prompt's ``multi_modal_data``; every modality has its list, if an empty one.
+
+    Args:
+        prompt: of any form.
+        modalities: what may be shown.
+
+    Raises:
+        ValueError: ``multi_modal_data`` is no mapping, or shows something else, or not a list of
+            items.
+    """
+    # Text, chat messages and token ids have some; no other form of prompt does.
+    data: object = getattr(prompt, "multi_modal_data", {})
+    if not isinstance(data, Mapping):
+        raise ValueError(
+            "multi_modal_data must be a mapping of modalities to lists of items, such as "
+            f"{{'audio': ['question.wav']}}, got {type(data).__name__}"
+        )
+    unknown = sorted(set(data) - set(modalities))
+    if unknown:
+        raise ValueError(
+            f"multi_modal_data has {', '.join(map(repr, unknown))}; "
+            f"what can be shown is {', '.join(map(repr, modalities))}"
+        )
+    items: dict[Modality, Sequence[object]] = {}
+    for modality in modalities:
+        given = data.get(modality, ())
+        if isinstance(given, str | bytes | Path | Tensor) or not isinstance(given, Sequence):
+            raise ValueError(
+                f"multi_modal_data[{modality!r}] must be a list of items, each {modality} one, "
+                f"got {type(given).__name__}"
+            )
+        items[modality] = given
+    return items
+
+
+def refuse_items(prompt: Prompt) -> None:
+    """Raise ``ValueError`` if a prompt, or either side of one, shows anything."""
+    if isinstance(prompt, ExplicitEncoderDecoderPrompt):
+        refuse_items(prompt.encoder_prompt)
+        if prompt.decoder_prompt is not None:
+            refuse_items(prompt.decoder_prompt)
+        return
+    shown = [f"{len(items)} {name} items" for name, items in items_of(prompt).items() if items]
+    if shown:
+        raise ValueError(
+            f"the prompt shows {' and '.join(shown)} in multi_modal_data, but this model takes "
+            "none there; a model whose encoder reads images or speech takes one as its encoder "
+            "prompt, beside a decoder prompt"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ __all__ = [
     "AudioTask",
     "ChatPrompt",
     "CodecPrompt",
-    "Codes",
     "DecoderPrompt",
     "EmbedsPrompt",
     "EncoderPrompt",

@@ -30,7 +30,6 @@ __all__ = [
     "CHECKPOINT_FIELDS",
     "RequestSeeds",
     "SamplingParams",
-    "TokenBias",
     "checkpoint_defaults",
     "unsupported_generation",
 ]

@@ -2,13 +2,257 @@
 
 from __future__ import annotations
 
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.placed_error import KeyPath, PlacedError, suggest
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "dotted", "explain_validation_error", "explain_value_error", "place_of"]
+
+_WORDS = {
+    "a valid array": "a list",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+    "an object": "a mapping",
+    "a valid dictionary": "a mapping",
+    "a valid string": "text",
+}
+"""Pydantic speaks of JSON or Python where a user may have written YAML."""
+
+_SUBJECT = re.compile("^(Input|String|Tuple|List|Dictionary) (?=should )")
+"""What pydantic calls the value; the place names it already."""
+
+_COUNT = re.compile(" after validation, not [0-9]+$")
+"""How many items of a list were right; the value shows how many came."""
+
+_ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
+"""What pydantic tried before; what came is told behind it."""
+
+_MOST_TOLD = 10
+"""Mistakes that one message tells: each is compared with all that could have been meant."""
+
+_LONGEST_VALUE = 80
+"""Characters of a value that a message repeats."""
+
+
+def explain_validation_error(
+    error: ValidationError,
+    model: type[BaseModel],
+    data: Any,
+    *,
+    source: str | None = None,
+    lines: Mapping[KeyPath, int | str] | None = None,
+    within: KeyPath = (),
+) -> str:
+    """Describe every mistake that a validation found, one a line.
+
+    Args:
+        error: what pydantic raised.
+        model: the class that ``data`` was validated against.
+        data: what was validated: mappings, lists and scalars.
+        source: file that ``data`` came from, named before each message.
+        lines: line numbers by place, where they are known; for a place whose value does not come
+            from ``source``, text that says what it comes from, such as a flag.
+        within: where ``data`` itself stands, named before each place.
+
+    Returns:
+        Lines such as ``two.yaml:7: stages.writer.engine.blok_size: unknown key; did you mean
+        'block_size'?``.
+    """
+    messages = []
+    findings = error.errors(include_url=False)
+    locs = [finding["loc"] for finding in findings]
+    around_findings = {loc[:length] for loc in locs for length in range(len(loc))}
+    for finding in findings[:_MOST_TOLD]:
+        # Pydantic counts only what is right: a list of one wrong item is "too short" as well.
+        if finding["type"] == "too_short" and finding["loc"] in around_findings:
+            continue
+        place, message = _explain(finding, model, data)
+        line = _nearest_line(place, lines or {})
+        at = dotted(within + place)
+        if isinstance(line, str):
+            # A flag names its place already.
+            where = (line,) if line.endswith(at) else (line, at)
+        else:
+            where = (f"{source}:{line}" if line else source or "", at)
+            message += _beneath(place, lines or {})
+        messages.append(": ".join(part for part in (*where, message) if part))
+    left = len(findings) - _MOST_TOLD
+    return "\n".join(dict.fromkeys([*messages, *([f"and {left} more"] if left > 0 else [])]))
+
+
+def explain_value_error(error: ValidationError) -> str:
+    """Describe what is wrong with a single value, whose place is told elsewhere."""
+    return explain_validation_error(error, BaseModel, None)
+
+
+def dotted(place: KeyPath) -> str:
+    """Write a place as ``stages.writer.outputs[0]``."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def place_of(finding: ErrorDetails, data: Any) -> KeyPath:
+    """Where a mistake stands in the data, without pydantic's own words in between."""
+    loc = finding["loc"]
+    if finding["type"] == "missing":
+        # The key may be there all the same: with a null, which a model may take for none.
+        return (*_keys_of(loc[:-1], data), loc[-1])
+    cause = finding.get("ctx", {}).get("error")
+    return _keys_of(loc, data) + (cause.place if isinstance(cause, PlacedError) else ())
+
+
+def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[KeyPath, str]:
+    loc, context = finding["loc"], finding.get("ctx", {})
+    place = place_of(finding, data)
+    match finding["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return place, "unknown key" + _key_hint(str(loc[-1]), _model_at(model, loc[:-1], data))
+        case "missing":
+            return place, "missing; it must be given"
+        case "union_tag_not_found":
+            return (*place, "kind"), "missing; it must be given"
+        case "value_error":
+            return place, str(context["error"])
+        case "too_short" | "string_too_short" if not finding["input"]:
+            return place, _nothing_given(finding["type"], context["min_length"])
+        case _:
+            got = _shown(finding["input"]) + _number_hint(finding)
+            return place, f"{_wanted(finding['msg'])}, got {got}"
+
+
+def _wanted(message: str) -> str:
+    """Put what pydantic says of a value into a user's words."""
+    wanted = _ATTEMPT.sub("", _COUNT.sub("", _SUBJECT.sub("", message)))
+    for theirs, ours in _WORDS.items():
+        wanted = wanted.replace(theirs, ours)
+    return wanted
+
+
+def _nothing_given(finding_type: str, needed: int) -> str:
+    unit = "character" if finding_type == "string_too_short" else "item"
+    count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
+    return f"must not be empty; at least {count} needed"
+
+
+def _shown(value: Any) -> str:
+    """Write a value as it came, or its beginning: it may be a whole conversation."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _keys_of(loc: KeyPath, data: Any) -> KeyPath:
+    """Keep the parts of a pydantic location that are keys of the data.
+
+    Others name the member of a union, or say ``[key]`` where the key itself is wrong.
+    """
+    place: list[str | int] = []
+    for part in loc:
+        is_key = isinstance(data, dict) and part in data
+        is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_key or is_index:
+            data = data[part]
+            place.append(part)
+    return tuple(place)
+
+
+def _key_hint(key: str, model: type) -> str:
+    """Say what could have been meant by an unknown key of a model.
+
+    A model may have ``unknown_key_hints``: what to say of keys that users are known to try.
+    """
+    hints: Mapping[str, str] = getattr(model, "unknown_key_hints", {})
+    return f"; {hints[key]}" if key in hints else suggest(key, _annotations(model))
+
+
+def _model_at(model: type, loc: KeyPath, data: Any) -> type:
+    """Find the model of the mapping at ``loc``.
+
+    A model may have ``model_for``: from a mapping to the subclass that it is checked against.
+    """
+    annotation: Any = model
+    for part in loc:
+        is_key = bool(_keys_of((part,), data))
+        data = data[part] if is_key else data
+        if isinstance(part, int):
+            continue
+        if not is_key:  # it names the member of a union
+            annotation = next((m for m in _members(annotation) if part in _tags(m)), annotation)
+        elif typing.get_origin(annotation) is dict:
+            annotation = typing.get_args(annotation)[1]
+        else:
+            annotation = _annotations(_members(annotation)[0])[part]
+        if typing.get_origin(annotation) is not dict and isinstance(data, dict):
+            by_data = getattr(_members(annotation)[0], "model_for", None)
+            annotation = annotation if by_data is None else by_data(data)
+    return _members(annotation)[0]
+
+
+def _members(annotation: Any) -> list[type]:
+    """List the models among a union's members, or the one model that it is."""
+    if _is_model(annotation):
+        return [annotation]
+    return [member for part in typing.get_args(annotation) for member in _members(part)]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    )
+
+
+def _annotations(model: type) -> dict[str, Any]:
+    """The types of a model's fields, by their keys."""
+    if issubclass(model, BaseModel):
+        fields = model.model_fields
+    else:
+        hints = typing.get_type_hints(model, include_extras=True)
+        fields = {name: FieldInfo.from_annotation(hint) for name, hint in hints.items()}
+    return {field.alias or name: field.annotation for name, field in fields.items()}
+
+
+def _tags(member: type) -> tuple[str, ...]:
+    """List the values of ``kind`` that choose this member of a union."""
+    return typing.get_args(_annotations(member).get("kind"))
+
+
+def _number_hint(finding: ErrorDetails) -> str:
+    """Explain the numbers that YAML 1.1 reads as strings, such as ``1e-5``."""
+    value = finding["input"]
+    if not isinstance(value, str) or not finding["type"].startswith(("float", "int")):
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
+
+
+def _beneath(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
+    """Name what gave parts of a value: the mistake may be there as well."""
+    given = [
+        line
+        for part, line in lines.items()
+        if isinstance(line, str) and part[: len(place)] == place
+    ]
+    return f" (with {', '.join(given)})" if given else ""
+
+
+def _nearest_line(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> int | str | None:
+    while place:
+        if place in lines:
+            return lines[place]
+        place = place[:-1]
+    return None
 
 
 class Settings(BaseModel):

@@ -7,10 +7,9 @@ from engine.layers.layer_ops import LayerOps, NativeLayerOps
 from engine.layers.linear import Linear, can_pack
 from engine.layers.mamba import MambaConfig, MambaMixer
 from engine.layers.mamba2 import Mamba2Config, Mamba2Mixer
-from engine.layers.mlp import GatedMLP, PlainMLP
-from engine.layers.moe import SparseMoE
+from engine.layers.mlp import GatedMLP, PlainMLP, SparseMoE
 from engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from engine.layers.packed_layout import PackedLayout
+from engine.layers.recurrent_mixer import PackedLayout
 from engine.layers.rotary import (
     MultiAxisRotaryEmbedding,
     RotaryEmbedding,

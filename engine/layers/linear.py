@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.layer_ops import LayerOps
-from engine.layers.packed_weight import PackedWeight
+from engine.layers.layer_ops import LayerOps, PackedWeight
 
 __all__ = ["Linear", "can_pack"]
 

@@ -11,7 +11,7 @@ from engine.checkpoints.activation import activation_of
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 
-__all__ = ["GatedMLP", "PlainMLP"]
+__all__ = ["GatedMLP", "PlainMLP", "SparseMoE"]
 
 
 class PlainMLP(nn.Module):
@@ -84,4 +84,76 @@ class GatedMLP(PlainMLP):
     def forward(self, x: Tensor) -> Tensor:
         """``(rows, hidden_size)`` to the same shape."""
         output: Tensor = self.down(self.ops.gate(self.up(x), self.activation))
+        return output
+
+
+class SparseMoE(nn.Module):
+    """``sum over the top k experts e of softmax(router(x))[e] * e(x)``.
+
+    The weights are those of the softmax over all experts, not made to add up to one again.
+    Source: Jiang et al., "Mixtral of Experts", 2024, but for that.
+
+    Args:
+        hidden_size: width of input and output.
+        intermediate_size: width inside each expert.
+        num_experts: experts to choose from.
+        num_experts_per_token: experts that a token goes through.
+        activation: of the experts, by transformers' name.
+        dtype: of the weights.
+        device: of the weights.
+        ops: what computes the gating.
+
+    Raises:
+        ValueError: more experts per token than there are, or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        num_experts_per_token: int,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: LayerOps | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_experts_per_token <= num_experts:
+            raise ValueError(
+                f"a token takes 1 to {num_experts} experts, as many as there are; "
+                f"num_experts_per_tok is {num_experts_per_token}"
+            )
+        self.num_experts_per_token = num_experts_per_token
+        self.router = Linear(hidden_size, {"router": num_experts}, dtype=dtype, device=device)
+        self.experts = nn.ModuleList(
+            GatedMLP(
+                hidden_size, intermediate_size, activation, dtype=dtype, device=device, ops=ops
+            )
+            for _ in range(num_experts)
+        )
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the slice that its tensor is copied to."""
+        yield from self.router.targets(prefix)
+        for index, expert in enumerate(self.experts):
+            if isinstance(expert, GatedMLP):
+                yield from expert.targets(f"{prefix}experts.{index}.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(rows, hidden_size)`` to the same shape; each expert runs once, over its rows."""
+        scores = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self.num_experts_per_token, dim=-1)
+        # Choices sorted by expert: those of one expert lie side by side.
+        choices = chosen.flatten().argsort(stable=True)
+        rows = choices // self.num_experts_per_token
+        weights = weights.flatten()[choices].to(x.dtype).unsqueeze(1)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        output = torch.zeros_like(x)
+        for expert, mine, share in zip(
+            self.experts, rows.split(counts), weights.split(counts), strict=True
+        ):
+            if len(mine):
+                output.index_add_(0, mine, expert(x.index_select(0, mine)) * share)
         return output

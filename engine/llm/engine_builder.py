@@ -20,17 +20,15 @@ from engine.interface.config import EngineConfig
 from engine.interface.log_fields import package_logger
 from engine.interface.sampling_params import unsupported_generation
 from engine.layers import LayerOps, NativeLayerOps
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import (
     find_family,
     load_model,
     longest_sequence,
     open_checkpoint,
 )
-from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
-from engine.resources.device import resolve_device, resolve_dtype
-from engine.resources.malloc_thresholds import keep_freed_memory
+from engine.resources.device import keep_freed_memory, resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 from engine.scheduling.encoder_cache_manager import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler
@@ -51,7 +49,7 @@ from prefix_cache import (
     group_layers,
 )
 
-__all__ = ["EngineParts", "build_engine_parts"]
+__all__ = ["build_engine_parts"]
 
 logger = package_logger(__name__)
 

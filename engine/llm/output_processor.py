@@ -13,7 +13,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.outputs import FinishReason, RequestOutput
 from engine.interface.placed_error import described
 from engine.interface.stats import EngineStats
-from engine.requests.continuation import Sequel
+from engine.requests.encoder_input import Sequel
 from engine.requests.request import Request, RequestStatus
 from engine.requests.request_group import RequestGroup
 from engine.scheduling.scheduler import Scheduler

@@ -1,33 +1,231 @@
-"""Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile."""
+"""Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile.
+
+What the header of a WAV file states, where libsndfile takes it on trust.
+
+libsndfile reads what is left of a file that lost its end, and nothing of one that was written as a
+stream and states no samples. So it is looked up here how many bytes of samples there should be.
+
+A WAV file is a row of chunks. Each has a name, its size in bytes, its content, and one byte more if
+the size is odd, so that the next one begins at an even place::
+
+    RIFF size WAVE                                      the file
+      fmt  size  kind channels rate bytes/s align bits  of which sort the samples are
+                 [length valid speakers subformat]      only if kind is EXTENSIBLE
+      LIST size  ...                                    also fact, JUNK and others: passed over
+      data size  first sample of every channel, second of every channel, ...
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from soundfile import LibsndfileError, SoundFile
 
 from engine.interface.log_fields import package_logger
 from engine.media.media_source import MediaSource
-from engine.media.resampler import Resampler
-from engine.media.wav_header import WavHeader, WavHeaderError, read_wav_header
-
-if TYPE_CHECKING:
-    from engine.media.sound_stream import SoundStream
 
 __all__ = [
+    "LibsndfileError",
     "LongestSound",
+    "Resampler",
+    "SoundStream",
     "check_duration",
     "check_rate",
     "check_sound",
     "read_sound",
     "stated_duration",
 ]
+
+
+class SoundStream(SoundFile):
+    """A file of which one piece after the other is read.
+
+    soundfile seeks to where it is after every piece. That fails at the end of files that do not
+    know their length, and is inexact in MP3.
+    """
+
+    def seekable(self) -> bool:
+        """No: nothing here goes back."""
+        return False
+
+
+_STREAM_BYTES = 2**31 - 2**16
+"""What no honest header states: writers of streams put about 2**31 or 2**32 bytes there."""
+
+_MOST_CHUNKS = 1000
+"""Before the samples. A large file of zeros would otherwise be a very long row of empty chunks."""
+
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+_FORMAT = struct.Struct("<HHIIHH")
+_EXTENSION = struct.Struct("<HHII12s")
+_KIND_SUFFIX = bytes.fromhex("0000 1000 8000 00aa00389b71")
+"""How a subformat ends that is one of the plain kinds; the kind itself stands before it."""
+
+
+class WavHeaderError(ValueError):
+    """Why a file is no WAV file, without its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class WavHeader:
+    """Where the samples of a file are.
+
+    Attributes:
+        begin: place of the first sample.
+        num_bytes: of all samples; None in a file that was written as a stream, which cannot know.
+        frame_bytes: of one sample of all channels.
+        rate: samples per second of each channel.
+    """
+
+    begin: int
+    num_bytes: int | None
+    frame_bytes: int
+    rate: int
+
+
+def read_wav_header(file: BinaryIO) -> WavHeader:
+    """Look for the samples of a file that stands at its beginning, and begins with ``RIFF``.
+
+    Raises:
+        WavHeaderError: it ends before them, or the format in front of them contradicts itself.
+    """
+    head = file.read(12)
+    if len(head) < 12 or head[8:] != b"WAVE":
+        raise WavHeaderError("it does not begin as one")
+    frame: tuple[int, int] | None = None
+    for name, size in _chunks(file):
+        if name == b"fmt ":
+            frame = _frame(file.read(min(size, _FORMAT.size + _EXTENSION.size)))
+        elif name == b"data":
+            if frame is None:
+                raise WavHeaderError("its samples come before their format")
+            begin = file.tell()
+            known = _is_known(size, int.from_bytes(head[4:8], "little"), begin)
+            return WavHeader(begin, size if known else None, *frame)
+    raise WavHeaderError("it ends before its samples")
+
+
+def _is_known(size: int, riff_size: int, begin: int) -> bool:
+    """Whether the size of the samples, which begin at a place, was written when it was known.
+
+    A writer that cannot go back leaves a huge number or 0. But 0 is also what an empty file says,
+    and other chunks may follow there: then the size of the whole file counts them.
+    """
+    counts_more = begin < 8 + riff_size and riff_size < _STREAM_BYTES
+    return size < _STREAM_BYTES and (size > 0 or counts_more)
+
+
+def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Names and stated sizes of the chunks, with the file at the content of each."""
+    begin = file.tell()
+    for _ in range(_MOST_CHUNKS):
+        file.seek(begin)
+        head = file.read(8)
+        if len(head) < 8:
+            return
+        size = int.from_bytes(head[4:], "little")
+        yield head[:4], size
+        begin += 8 + size + size % 2
+    raise WavHeaderError(f"none of its first {_MOST_CHUNKS} chunks holds samples")
+
+
+def _frame(chunk: bytes) -> tuple[int, int]:
+    """Bytes of a frame, and frames of a second, by a ``fmt`` chunk.
+
+    What the samples are is libsndfile's to say, as far as it looks.
+    """
+    if len(chunk) < _FORMAT.size:
+        raise WavHeaderError("its format ends too early")
+    kind, channels, rate, _, align, bits = _FORMAT.unpack_from(chunk)
+    width = (bits + 7) // 8
+    if not channels or not width:
+        raise WavHeaderError(f"it states {channels} channels of {bits} bits")
+    if kind == _EXTENSIBLE:
+        kind = _plain_kind(chunk[_FORMAT.size :], 8 * width)
+    if kind == _FLOAT and bits not in (32, 64):
+        raise WavHeaderError(f"its samples are floats of {bits} bits")
+    # Compressed samples come in blocks of a size of their own.
+    if width * channels != align and kind in (_PCM, _FLOAT):
+        raise WavHeaderError(f"it states {align} bytes for {channels} channels of {width}")
+    return int(align) or width * channels, int(rate)
+
+
+def _plain_kind(extension: bytes, bits: int) -> int:
+    """The kind that an extensible header tells of, for samples that take a number of bits."""
+    if len(extension) < _EXTENSION.size:
+        raise WavHeaderError("its format ends too early")
+    _, valid, _, kind, suffix = _EXTENSION.unpack(extension)
+    if suffix != _KIND_SUFFIX:
+        raise WavHeaderError(f"its samples are of kind {extension[8:].hex()}")
+    if valid > bits:
+        raise WavHeaderError(f"it states {valid} valid bits of {bits}")
+    return int(kind)
+
+
+class Resampler:
+    """Takes mono samples of one rate, and gives those of another; however they are cut.
+
+    Args:
+        rate: samples per second that come.
+        wanted: samples per second that are given.
+    """
+
+    def __init__(self, rate: int, wanted: int) -> None:
+        self._rates = rate, wanted
+        self._stream: Any = None
+        self._num_fed = 0
+        self._parts: list[NDArray[np.float32]] = []
+        if rate != wanted:
+            import soxr  # only where there is something to do for it
+
+            self._stream = soxr.ResampleStream(rate, wanted, 1, dtype="float32")
+
+    def feed(self, samples: NDArray[np.float32]) -> None:
+        """Take the next samples, ``(n,)``, and keep what they give until the end."""
+        self._num_fed += len(samples)
+        self._parts.append(self.resampled(samples))
+
+    def finish(self, name: str) -> NDArray[np.float32]:
+        """Give all of them, ``(n * wanted / rate,)``, rounded.
+
+        Args:
+            name: of the sound, for the message.
+
+        Raises:
+            ValueError: so few came that none are left.
+        """
+        self._parts.append(self.rest())
+        samples = np.concatenate(self._parts)
+        if not len(samples):
+            rate, wanted = self._rates
+            raise ValueError(
+                f"{name} is too short: {self._num_fed} samples of {rate} per second are none of "
+                f"{wanted}"
+            )
+        return samples
+
+    def resampled(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Take the next samples, ``(n,)``, and give what they make certain; perhaps nothing."""
+        return self._through(samples, last=False)
+
+    def rest(self) -> NDArray[np.float32]:
+        """Give what was held back until nothing more comes."""
+        return self._through(np.zeros(0, np.float32), last=True)
+
+    def _through(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
+        if self._stream is None:
+            return samples
+        given: NDArray[np.float32] = self._stream.resample_chunk(samples, last=last)
+        return given
+
 
 logger = package_logger(__name__)
 
@@ -40,11 +238,11 @@ _MOST_CHANNELS = 64
 _SAMPLES_PER_S = 2 * 96_000
 """Of all channels together, in the longest sound that may be read; a shorter one may have more."""
 
-_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
+_SOUND_FILE_PCM = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")
 _KINDS: Mapping[str, tuple[str, ...]] = {
-    "WAV": _PCM,
-    "WAVEX": _PCM,
-    "FLAC": _PCM,
+    "WAV": _SOUND_FILE_PCM,
+    "WAVEX": _SOUND_FILE_PCM,
+    "FLAC": _SOUND_FILE_PCM,
     "OGG": ("VORBIS", "OPUS"),
     "MP3": ("MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"),
 }
@@ -220,7 +418,7 @@ def _with_stated_size(
 @contextmanager
 def _opened(file: BinaryIO, name: str) -> Iterator[SoundStream]:
     # Only where there is sound: a text model does not wait for it.
-    from engine.media.sound_stream import LibsndfileError, SoundStream
+    from engine.media.sound_file import LibsndfileError, SoundStream
 
     # The number of an open file spares a call of Python for every piece that is read.
     target = file if isinstance(file, BytesIO) else file.fileno()

@@ -3,20 +3,147 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from engine.attention.layer import Attention
-from engine.attention.state_layer import StateLayer
-from engine.attention.step import AttentionStep
+from engine.attention.layer import Attention, AttentionStep, StateLayer
+from engine.interface.config import GenerationParams
 from engine.layers import LayerOps, Linear
-from engine.requests.encoder_input import EncoderInput
-from engine.requests.multimodal_input import Modality, MultiModalInput
+from engine.requests.encoder_input import EncoderInput, Modality, MultiModalInput
 
-__all__ = ["CausalModel"]
+__all__ = ["CausalModel", "CodeChunk", "GeneratorModel", "ModelSettings"]
+
+
+class TensorOptions(TypedDict):
+    """What every weight of a model has in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _unknown(config: PreTrainedConfig) -> NoReturn:
+    raise ValueError(f"no family of decoders is known here, not of type {config.model_type!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """How a model is to be held in memory, and for how long sequences.
+
+    Attributes:
+        dtype: of weights, activations and the KV cache.
+        device: of the same.
+        block_size: tokens per block of the KV cache.
+        max_model_len: longest sequence that will run, in tokens.
+        ops: what computes norms, gates and rotations.
+        decoder_config_of: from the config of a plain decoder inside another model to what reads it;
+            ``ValueError`` for one that no family declares.
+        pack_weights: whether to hold weights in the CPU library's own layout, which is faster for
+            batches and the same up to rounding; None: where that is possible.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    max_model_len: int
+    ops: LayerOps = field(default_factory=LayerOps)
+    decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _unknown
+    pack_weights: bool | None = None
+
+    @property
+    def tensor_options(self) -> TensorOptions:
+        """As layers and ``torch.empty`` take them."""
+        return {"dtype": self.dtype, "device": self.device}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeChunk:
+    """Codes of one utterance that one pass turns into sound.
+
+    Attributes:
+        codes: ``(n,)`` int64, or ``(n, num_codebooks)`` where there are several codebooks.
+        start: place of the first in its utterance.
+        speaker: whose voice, by name; None of a model without voices.
+        state: what the pass before handed on for this utterance; of the first, and of models that
+            keep nothing, what :meth:`GeneratorModel.new_state` gives.
+    """
+
+    codes: Tensor
+    start: int
+    speaker: str | None
+    state: Any
+
+
+class GeneratorModel(nn.Module):
+    """Turns codes into sound, either way:
+
+    ::
+
+        windowed    codes around a chunk are computed with it and thrown away; nothing is kept
+        causal      sound depends on earlier codes alone; a state goes from chunk to chunk
+
+    Attributes:
+        device: where it runs.
+        sampling_rate: samples per second.
+        samples_per_code: of sound, for each place (a row of codes, where codebooks are several).
+        max_codes: places of the longest utterance.
+        num_codes: codes are below this.
+        num_codebooks: codes at one place.
+        codes_per_block: places after which a windowed model's arithmetic begins anew; windows
+            are made of such blocks.
+        speakers: names of the voices; none if there is nothing to choose.
+    """
+
+    device: torch.device
+    sampling_rate: int
+    samples_per_code: int
+    max_codes: int
+    num_codes: int
+    num_codebooks: int = 1
+    codes_per_block: int = 1
+    speakers: tuple[str, ...] = ()
+
+    def choose_speaker(self, name: str | None) -> str | None:
+        """The voice of that name; None takes the model's first choice.
+
+        Raises:
+            ValueError: there is no such voice.
+        """
+        if name is not None:
+            raise ValueError(f"unknown speaker {name!r}; this model has no voices to choose from")
+        return None
+
+    def new_state(self) -> Any:
+        """What a causal model knows before an utterance begins; None of one that keeps nothing.
+
+        States are never changed: a pass that failed is run again from the same one.
+        """
+        return None
+
+    @abstractmethod
+    def generate(
+        self, chunks: Sequence[CodeChunk], params: GenerationParams
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """Make sound of chunks of one length, each of another utterance.
+
+        Args:
+            chunks: at least one.
+            params: how.
+
+        Returns:
+            ``(len(chunks), n * samples_per_code)`` float32 on the CPU, in -1 to 1, and for each
+            chunk the state with which its utterance goes on.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
 
 
 @runtime_checkable

@@ -13,10 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.models.model_settings import ModelSettings
-from engine.requests.encoder_input import EncoderInput
+from engine.models.base import CausalModel, ModelSettings
+from engine.requests.encoder_input import EncoderInput, EncoderView
 
-__all__ = ["EncoderModule", "TextEncoder", "build_empty", "make_unplaced", "place"]
+__all__ = [
+    "EncoderDecoderModel",
+    "EncoderModule",
+    "TextEncoder",
+    "build_empty",
+    "make_unplaced",
+    "place",
+]
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -180,3 +187,40 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
         module.initialize_weights()
     module.requires_grad_(False).eval()
     return module
+
+
+class EncoderDecoderModel(CausalModel):
+    """A decoder over packed tokens that attends to what its encoder made of another input.
+
+    Attributes:
+        encoder: makes the rows.
+    """
+
+    encoder: EncoderModule
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most rows of one input."""
+        return self.encoder.max_len
+
+    def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
+        """Check a request, and say what its decoder sees of its encoder's output.
+
+        Args:
+            entry: the encoder's input, if there is one.
+            decoder_ids: the decoder's prompt.
+
+        Raises:
+            ValueError: the input cannot be encoded, or does not go with the prompt.
+        """
+        if entry is None:
+            raise ValueError("an encoder-decoder model needs an input for its encoder")
+        self.encoder.check_input(entry)
+        return EncoderView(0, entry.num_tokens, entry.num_tokens)
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """Run the encoder; see :meth:`CausalModel.encode`."""
+        for entry in inputs:
+            self.encoder.check_input(entry)
+        rows: Tensor = self.encoder(inputs)
+        return rows

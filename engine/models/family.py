@@ -10,14 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig
 
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.checkpoint_parts import CheckpointPart
+from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptProcessor, PromptSources
-from engine.models.base import CausalModel
-from engine.models.generator_model import GeneratorModel
-from engine.models.model_settings import ModelSettings
+from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 
-__all__ = ["Builder", "ModelFamily", "has_head"]
+__all__ = ["ModelFamily", "has_head"]
 
 Builder: TypeAlias = Callable[[Checkpoint, ModelSettings], CausalModel]
 """From a checkpoint and settings to a model without its weights yet. Raises ``ValueError`` if

@@ -10,11 +10,9 @@ import torch
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import can_pack
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.family import ModelFamily
-from engine.models.generator_model import GeneratorModel
-from engine.models.model_settings import ModelSettings
 from engine.models.registry import FAMILIES
 
 __all__ = [

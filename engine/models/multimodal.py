@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.attention.step import AttentionStep
-from engine.inputs.audio_in_video import AudioInVideo
+from engine.attention.layer import AttentionStep
+from engine.inputs.multimodal_inputs import AudioInVideo
 from engine.models.base import CausalModel
-from engine.requests.multimodal_input import Modality, MultiModalInput
+from engine.requests.encoder_input import Modality, MultiModalInput
 
-__all__ = ["ItemTower", "MultiModalModel", "decoder_targets", "unique_prefix"]
+__all__ = ["ItemTower", "MultiModalModel", "unique_prefix"]
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from engine.checkpoints.checkpoint_parts import CheckpointPart
+    from engine.checkpoints.checkpoint import CheckpointPart
     from engine.models.family import ModelFamily
 from engine.interface.log_fields import package_logger
 

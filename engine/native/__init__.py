@@ -9,8 +9,7 @@ import os
 from functools import cache
 
 from engine.interface.log_fields import package_logger
-from engine.native.build import NativeBuildError, compile_kernels
-from engine.native.kernels import NativeKernels, PagedSpans
+from engine.native.kernels import NativeBuildError, NativeKernels, PagedSpans, compile_kernels
 
 __all__ = ["NativeBuildError", "NativeKernels", "PagedSpans", "load_kernels"]
 

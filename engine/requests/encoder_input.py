@@ -1,15 +1,385 @@
-"""What the encoder of an encoder-decoder takes in for one request."""
+"""What the encoder of an encoder-decoder takes in for one request.
+
+Rows that come beside a sequence's tokens, some of them while it already runs.
+
+::
+
+    position    0 ......... n-1 | n | n+1 | ...        | last known | not known yet
+    input       row alone       | embedding of the token + row      | must not run
+                |<- replaced -->|                                   (or, once complete, the
+                                                                     filler row for ever)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
-from prefix_cache import BlockHash
+from engine.interface.outputs import FinishReason
+from engine.interface.sampling_params import SamplingParams
+from engine.sampling.sampling_state import SamplingState
+from prefix_cache import BlockHash, ContentSpan, content_hash
 
-__all__ = ["EncoderInput", "EncoderView"]
+__all__ = [
+    "Continuation",
+    "EncoderInput",
+    "EncoderView",
+    "Modality",
+    "MultiModalInput",
+    "PromptChoice",
+    "PromptPositions",
+    "Sequel",
+    "StreamedRows",
+    "embeds_spans",
+    "encoder_spans",
+    "item_spans",
+    "position_spans",
+]
+
+Modality: TypeAlias = Literal["image", "audio", "video"]
+"""What a prompt can show beside its text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MultiModalInput:
+    """What a tower gets for one image or the like, and the placeholders that its rows replace.
+
+    ::
+
+        token_ids  | a | b | * | * | * | * | c |     * = placeholder
+                           |<-- length -->|          row i of the tower's output goes to
+                           offset                    position offset + i
+
+    Rows of a video with its sound come in turns. Each piece is an input, with the features of the
+    whole; pieces of one item share its hash, so that its tower runs once for all of them::
+
+        tower's output  | rows_before | length | rows_after |      num_rows of them
+
+    Attributes:
+        modality: what it is.
+        offset: first placeholder position in the expanded prompt.
+        length: placeholder tokens, one for each of its rows.
+        content_hash: digest of everything that the tower's output depends on.
+        features: what the tower gets, by transformers' argument names, for this one item.
+        rows_before: rows of the tower's output that lie in earlier pieces.
+        rows_after: those that lie in later ones.
+        whole: of a piece, what it is a piece of, with the tokens around it.
+    """
+
+    modality: Modality
+    offset: int
+    length: int
+    content_hash: bytes
+    features: Mapping[str, Tensor]
+    rows_before: int = 0
+    rows_after: int = 0
+    whole: ContentSpan | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tower's output."""
+        return self.rows_before + self.length + self.rows_after
+
+    @property
+    def end(self) -> int:
+        """First position after the item."""
+        return self.offset + self.length
+
+    @property
+    def span(self) -> ContentSpan:
+        """What keys the blocks that the item lies in."""
+        return self.whole or ContentSpan(self.modality, self.offset, self.length, self.content_hash)
+
+    def piece(self, rows: range, offset: int, whole: ContentSpan) -> MultiModalInput:
+        """Some of the rows of a whole item, at another place."""
+        rows_after = self.num_rows - rows.stop
+        return replace(
+            self,
+            offset=offset,
+            length=len(rows),
+            rows_before=rows.start,
+            rows_after=rows_after,
+            whole=whole,
+        )
+
+    def rows_in(self, start: int, stop: int) -> slice:
+        """The rows of the tower's output for the item's positions in ``[start, stop)``."""
+        shift = self.rows_before - self.offset
+        return slice(max(start, self.offset) + shift, min(stop, self.end) + shift)
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether any of the item's rows lie in ``[start, stop)``."""
+        return self.offset < stop and self.end > start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPositions:
+    """Where the tokens of one request lie on each axis.
+
+    ::
+
+        prompt      a  b  [ image of 2 x 2 ]  c       generated
+        time        0  1   2  2  2  2         4        5  6 ...    the same on all axes, from the
+        height      0  1   2  2  3  3         4        5  6 ...    number on that follows those
+        width       0  1   2  3  2  3         4        5  6 ...    of the last prompt token
+
+    Attributes:
+        table: ``(axes, num_prompt_tokens)`` int64 on the host.
+        shift: what generated tokens' places in the sequence are off by.
+    """
+
+    table: Tensor
+    shift: int
+
+    @classmethod
+    def of(cls, table: Tensor) -> PromptPositions:
+        """Work out the shift from a prompt's table: what was generated may be prompt next time."""
+        return cls(table, int(table[:, -1].max()) + 1 - table.shape[1])
+
+    @property
+    def largest(self) -> int:
+        """Largest place of a prompt token on any axis."""
+        return int(self.table.max())
+
+    def cut(self, start: int, stop: int) -> Tensor:
+        """Positions ``(axes, stop - start)`` of the tokens from ``start`` on."""
+        axes, num_prompt_tokens = self.table.shape
+        prompt = self.table[:, start:stop]
+        generated = torch.arange(max(start, num_prompt_tokens), max(stop, num_prompt_tokens))
+        return torch.cat([prompt, (generated + self.shift).expand(axes, -1)], dim=1)
+
+
+def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block, so that two prompts share the blocks in which their rows agree.
+
+    Args:
+        prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
+        block_size: tokens per block.
+    """
+    rows = prompt_embeds.detach().to("cpu")
+    return tuple(
+        ContentSpan(
+            kind="prompt_embeds",
+            offset=block_index * block_size,
+            length=block_rows.shape[0],
+            content_hash=content_hash(block_rows),
+        )
+        for block_index, block_rows in enumerate(torch.split(rows, block_size))
+    )
+
+
+def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
+    """One span per block of a prompt whose places nothing else of its content tells.
+
+    None for blocks whose places are indices: those are the same as of a prompt without a table.
+    """
+    table = positions.table
+    moved = table - torch.arange(table.shape[1])
+    return tuple(
+        ContentSpan("positions", index * block_size, columns.shape[1], content_hash(columns))
+        for index, columns in enumerate(moved.split(block_size, dim=1))
+        if columns.any()
+    )
+
+
+def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
+    """What tells placeholders of one image from those of another."""
+    # Pieces of one video with its sound have one span together.
+    return tuple(dict.fromkeys(item.span for item in items))
+
+
+def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
+    """What keys a decoder's blocks by the encoder's input, on which all of them depend.
+
+    At the first position only: the hash of every later block covers that of the first.
+    """
+    return (ContentSpan("encoder_input", 0, 1, encoder_input.content_hash),)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequel:
+    """How a request goes on after one of its sequences.
+
+    Attributes:
+        num_kept: how many of the generated tokens, from the first on, are part of the output.
+        encoder_input: what the encoder gets for the next sequence; None if there is none.
+        continuation: what follows on the next one.
+    """
+
+    num_kept: int
+    encoder_input: EncoderInput | None = None
+    continuation: Continuation | None = None
+
+
+class Continuation(Protocol):
+    """Goes through an encoder's input that is longer than its window, a sequence for each window.
+
+    ::
+
+        input     |<---- window ---->|
+                          |<---- window ---->|           begins where the first one's text ended
+        output    | kept  | dropped  |
+                          | kept .......     |
+
+    The next sequence has the same prompt. Which of a sequence's tokens are kept is known when it
+    has ended, and the request puts out no others.
+    """
+
+    @property
+    def begin_s(self) -> float:
+        """Where the sequence's window begins in the input, in seconds."""
+
+    def follow(self, generated: Sequence[int], reason: FinishReason) -> Sequel:
+        """Say how the request goes on.
+
+        Args:
+            generated: by the sequence that has ended; at least one token.
+            reason: why it ended.
+        """
+
+
+class PromptChoice:
+    """How a prompt goes on: by the likeliest of some tokens, and then by given ones.
+
+    So a speech model finds out which language is spoken. The prompt begins with what is known, the
+    first step chooses, and what follows then is prompt as well::
+
+        <|startoftranscript|> | ?                | <|transcribe|> <|notimestamps|> | generated ...
+         known                  of ``candidates``  ``then``
+        |<- the first step --------------------->|<- the next goes on from here
+
+    Args:
+        candidates: ids to choose from.
+        then: ids behind the chosen one.
+
+    Attributes:
+        sampling: makes the sampler take the likeliest, whatever the request's own parameters say.
+    """
+
+    def __init__(self, candidates: Sequence[int], then: Sequence[int]) -> None:
+        self.candidates = tuple(candidates)
+        self.then = tuple(then)
+        self.sampling = SamplingState(
+            SamplingParams(temperature=0.0),
+            (),
+            0,
+            (),
+            max(self.candidates) + 1,
+            logits_processor=self,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """How much longer the prompt gets."""
+        return 1 + len(self.then)
+
+    def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
+        """Mask all but the candidates; see ``LogitsProcessor``."""
+        kept = torch.tensor(self.candidates, device=logits.device)
+        values = logits[kept]
+        logits.fill_(-torch.inf)
+        logits[kept] = values
+
+
+class StreamedRows:
+    """One row per position; several completions of one prompt share them.
+
+    Args:
+        rows: ``(num_rows, width)`` of the positions from 0 on, on the host; copied.
+        num_replaced: positions whose token counts for nothing: their row is all the input. At
+            later positions row and token embedding are added up.
+    """
+
+    def __init__(self, rows: Tensor, num_replaced: int) -> None:
+        self.num_replaced = num_replaced
+        self._num_rows = rows.shape[0]
+        self._rows = rows.clone()  # with room to grow behind the known rows
+        self._hashes: list[bytes] = []
+        self._filler: Tensor | None = None
+        self._filler_hash = b""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is known, however long the sequence gets."""
+        return self._filler is not None
+
+    def num_known(self, limit: int) -> int:
+        """Leading positions, of ``limit``, whose row is known."""
+        return limit if self.is_complete else min(limit, self._num_rows)
+
+    def extend(self, rows: Tensor) -> None:
+        """Add the next positions' rows, ``(n, width)`` in the type of the others.
+
+        Raises:
+            ValueError: all rows are known already.
+        """
+        if self.is_complete:
+            raise ValueError("the rows had ended, but more came")
+        num_rows = self._num_rows + rows.shape[0]
+        if num_rows > self._rows.shape[0]:
+            # Doubled, so that many small chunks do not copy all rows each time.
+            grown = self._rows.new_empty(max(num_rows, 2 * self._num_rows), self._rows.shape[1])
+            grown[: self._num_rows] = self._rows[: self._num_rows]
+            self._rows = grown
+        self._rows[self._num_rows : num_rows] = rows
+        self._num_rows = num_rows
+
+    def complete(self, filler: Tensor) -> None:
+        """Say that all positions to come have the row ``filler``, ``(width,)``.
+
+        Raises:
+            ValueError: that had been said.
+        """
+        if self.is_complete:
+            raise ValueError("the rows had ended already")
+        self._filler = filler.clone()
+        self._filler_hash = content_hash(filler)
+
+    def cut(self, start: int, stop: int) -> Tensor:
+        """Rows ``(stop - start, width)`` of positions that are known.
+
+        Raises:
+            ValueError: some are not.
+        """
+        if self.num_known(stop) < stop:
+            raise ValueError(f"rows [{start}, {stop}) were asked for, {self._num_rows} are known")
+        rows = self._rows[min(start, self._num_rows) : min(stop, self._num_rows)]
+        if self._filler is None or len(rows) == stop - start:
+            return rows
+        return torch.cat([rows, self._filler.expand(stop - start - len(rows), -1)])
+
+    def apply(self, embeds: Tensor, start: int) -> None:
+        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs.
+
+        Args:
+            embeds: changed in place.
+            start: position of the first.
+        """
+        rows = self.cut(start, start + embeds.shape[0]).to(embeds.device)
+        num_replaced = min(max(0, self.num_replaced - start), embeds.shape[0])
+        embeds[:num_replaced] = rows[:num_replaced]
+        embeds[num_replaced:] += rows[num_replaced:]
+
+    def spans(self, start: int, stop: int) -> tuple[ContentSpan, ...]:
+        """What keys the blocks in ``[start, stop)``, all of it known.
+
+        One span per position: a block's hash must not depend on chunks, nor on what follows.
+        """
+        for row in self._rows[len(self._hashes) : min(stop, self._num_rows)]:
+            self._hashes.append(content_hash(row))
+        return tuple(
+            ContentSpan(
+                "row_alone" if position < self.num_replaced else "row_added",
+                position,
+                1,
+                self._hashes[position] if position < self._num_rows else self._filler_hash,
+            )
+            for position in range(start, stop)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

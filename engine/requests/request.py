@@ -11,12 +11,15 @@ from torch import Tensor
 
 from engine.interface.outputs import RequestMetrics, TokenLogprobs
 from engine.interface.sampling_params import SamplingParams
-from engine.requests.continuation import Continuation
-from engine.requests.encoder_input import EncoderInput, EncoderView
-from engine.requests.multimodal_input import MultiModalInput
-from engine.requests.prompt_choice import PromptChoice
-from engine.requests.prompt_positions import PromptPositions
-from engine.requests.streamed_rows import StreamedRows
+from engine.requests.encoder_input import (
+    Continuation,
+    EncoderInput,
+    EncoderView,
+    MultiModalInput,
+    PromptChoice,
+    PromptPositions,
+    StreamedRows,
+)
 from engine.sampling.sampler import SamplingState
 from engine.text.stop_checker import CompletionText
 from prefix_cache import (

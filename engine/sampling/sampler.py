@@ -1,4 +1,20 @@
-"""Chooses the next token of every request of a batch."""
+"""Chooses the next token of every request of a batch.
+
+Changes to single logits of a batch: biases, masks and penalties, without a loop over tokens.
+
+Every row brings a short list of ids. All rows' lists are joined into one list of places in the
+flat ``(n * vocab,)`` view, so that a whole batch is one gather and one scatter::
+
+    row 0: ids 7, 9    row 2: ids 0, 7, 8        vocab = 10
+    places = [7, 9,            20, 27, 28]
+
+From logits to a drawn token: temperature, the filters, and the draw itself.
+
+Everything is float64 and row by row, so that a row's token does not depend on what else is in
+the batch: the last bits in which kernels may differ between batch sizes are then far too small
+to move a draw. The filters work with thresholds, not with ranks: equal logits stay or go
+together, and no result depends on the order in which a sort leaves ties.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +22,194 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.outputs import TokenLogprobs
-from engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
+from engine.interface.sampling_params import SamplingParams
 from engine.sampling.sampling_state import SamplingState
-from engine.sampling.token_draw import draw, shape_distribution
 
-__all__ = ["Sampler", "SamplerOutput", "SamplingState"]
+__all__ = [
+    "Sampler",
+    "SamplerOutput",
+    "SamplingState",
+    "apply_biases",
+    "apply_masks",
+    "apply_penalties",
+    "shape_distribution",
+]
+
+
+def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Add what requests want added to single tokens' logits, in place.
+
+    Args:
+        logits: ``(n, vocab)`` float32, contiguous.
+        states: one per row.
+    """
+    biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
+    if not biased:
+        return
+    places = _places([row for row, _ in biased], [bias.token_ids for _, bias in biased], logits)
+    values = np.concatenate([bias.values for _, bias in biased])
+    logits.view(-1)[places] += torch.from_numpy(values).to(logits.device)
+
+
+def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Set what must not be chosen to minus infinity, in place.
+
+    Args:
+        logits: ``(n, vocab)``, contiguous.
+        states: one per row.
+    """
+    masked = [
+        (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
+    ]
+    if masked:
+        places = _places([row for row, _ in masked], [ids for _, ids in masked], logits)
+        logits.view(-1).index_fill_(0, places, -torch.inf)
+
+
+def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply repetition, then frequency and presence penalties, in place.
+
+    The first looks at prompt and output (CTRL, Keskar et al. 2019), the others at the output only.
+
+    Args:
+        logits: ``(n, vocab)`` float32, contiguous.
+        states: one per row.
+    """
+    penalised = [
+        (row, state.params, state.counts)
+        for row, state in enumerate(states)
+        if state.counts is not None
+    ]
+    if not penalised:
+        return
+    ids = [counts.token_ids for _, _, counts in penalised]
+    places = _places([row for row, _, _ in penalised], ids, logits)
+    lengths = [len(row_ids) for row_ids in ids]
+
+    def per_token(values: list[float]) -> Tensor:
+        repeated = np.repeat(np.array(values, dtype=np.float32), lengths)
+        return torch.from_numpy(repeated).to(logits.device)
+
+    repetition = per_token([params.repetition_penalty for _, params, _ in penalised])
+    frequency = per_token([params.frequency_penalty for _, params, _ in penalised])
+    presence = per_token([params.presence_penalty for _, params, _ in penalised])
+    generated = torch.from_numpy(
+        np.concatenate([counts.generated for _, _, counts in penalised])
+    ).to(logits.device)
+
+    values = logits.view(-1)[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * generated + presence * (generated > 0)
+    logits.view(-1)[places] = values
+
+
+def _places(rows: list[int], ids: list[NDArray[np.int64]], logits: Tensor) -> Tensor:
+    vocab_size = logits.shape[1]
+    joined = np.concatenate(
+        [row * vocab_size + row_ids for row, row_ids in zip(rows, ids, strict=True)]
+    )
+    return torch.from_numpy(joined).to(logits.device)
+
+
+# Top-p nearly always keeps fewer tokens than this; a full sort costs some ten times more.
+_FIRST_LOOK = 1024
+
+
+def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply temperature, min-p, top-k and top-p, in this order.
+
+    Args:
+        logits: ``(n, vocab)`` floating point; each row's largest is finite. Left as it is.
+        params: one per row, none of them greedy.
+
+    Returns:
+        ``(n, vocab)`` float64 logits; what is not to be drawn is minus infinity.
+    """
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    shaped = logits.double()
+    # The largest becomes 0 first: a tiny temperature then overflows to minus infinity only.
+    shaped = shaped - shaped.amax(dim=-1, keepdim=True)
+    shaped /= column([p.temperature for p in params])
+    if any(p.min_p > 0.0 for p in params):
+        shaped = keep_min_p(shaped, column([p.min_p for p in params]))
+    if any(p.top_k > 0 for p in params):
+        shaped = keep_top_k(shaped, [p.top_k for p in params])
+    if any(p.top_p < 1.0 for p in params):
+        shaped = keep_top_p(shaped, column([p.top_p for p in params]))
+    return shaped
+
+
+def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep tokens at least ``min_p`` times as likely as the likeliest.
+
+    Args:
+        logits: ``(n, vocab)``, the largest of each row being 0.
+        min_p: ``(n, 1)`` in ``[0, 1]``; 0 keeps all.
+    """
+    return logits.masked_fill(logits < min_p.log(), -torch.inf)
+
+
+def keep_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    """Keep each row's ``top_k`` largest, and what equals the smallest of these.
+
+    Args:
+        logits: ``(n, vocab)``.
+        top_k: one per row; 0, or more than there are, keeps all.
+    """
+    vocab_size = logits.shape[1]
+    kept = torch.tensor([min(k, vocab_size) for k in top_k], device=logits.device)[:, None]
+    largest = logits.topk(min(max(top_k), vocab_size), dim=-1).values
+    threshold = largest.gather(1, (kept - 1).clamp(min=0))
+    return logits.masked_fill((logits < threshold) & (kept > 0), -torch.inf)
+
+
+def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
+
+    The token that crosses the border is kept, and so is what equals it.
+
+    Args:
+        logits: ``(n, vocab)`` float64, the largest of each row being 0.
+        top_p: ``(n, 1)`` in ``(0, 1]``; 1 keeps all.
+    """
+    vocab_size = logits.shape[1]
+    wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]
+    limited = top_p < 1.0
+    size = min(_FIRST_LOOK, vocab_size)
+    while True:
+        largest = logits.topk(size, dim=-1).values
+        reached = largest.exp().cumsum(dim=-1)
+        if size == vocab_size or bool(((reached[:, -1:] >= wanted) | ~limited).all()):
+            break
+        size = vocab_size
+    last_kept = (reached < wanted).sum(dim=-1, keepdim=True).clamp(max=size - 1)
+    threshold = largest.gather(1, last_kept)
+    return logits.masked_fill((logits < threshold) & limited, -torch.inf)
+
+
+def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution, in order of ids.
+
+    Args:
+        logits: ``(n, vocab)`` float64, the largest of each row being 0.
+        uniforms: one per row, in ``(0, 1]``.
+
+    Returns:
+        ``(n,)`` ids. The first whose cumulative weight reaches the row's number; as the number
+        is above 0 and at most 1, that token exists and has a weight.
+    """
+    reached = logits.exp().cumsum(dim=-1)
+    share = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+    return torch.searchsorted(reached, share * reached[:, -1:]).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)

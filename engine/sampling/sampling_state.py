@@ -3,19 +3,69 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, inf
 
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
-from engine.sampling.token_counts import TokenCounts
 
-__all__ = ["Bias", "LogitsProcessor", "SamplingState"]
+__all__ = ["BadWords", "LogitsProcessor", "SamplingState"]
+
+_SPARE = 64
+
+
+class TokenCounts:
+    """Sparse counts: one entry per distinct token of the prompt and the output.
+
+    Args:
+        prompt_token_ids: seen, but not counted as generated.
+    """
+
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
+        distinct = np.array(sorted(set(prompt_token_ids)), dtype=np.int64)
+        self._slots = {int(token_id): slot for slot, token_id in enumerate(distinct)}
+        self._ids = np.concatenate([distinct, np.zeros(_SPARE, dtype=np.int64)])
+        self._generated = np.zeros(len(self._ids), dtype=np.float32)
+
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Take note of more tokens of the prompt."""
+        for token_id in token_ids:
+            if token_id not in self._slots:
+                self._add(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Count one generated token."""
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._add(token_id)
+        self._generated[slot] += 1
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """``(num_distinct,)`` ids, each once."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        """``(num_distinct,)``: how often each was generated; 0 for one of the prompt only."""
+        return self._generated[: len(self._slots)]
+
+    def _add(self, token_id: int) -> int:
+        slot = len(self._slots)
+        if slot == len(self._ids):
+            # Doubled, so that appending stays cheap however long the output gets.
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._generated = np.concatenate([self._generated, np.zeros_like(self._generated)])
+        self._ids[slot] = token_id
+        self._slots[token_id] = slot
+        return slot
+
 
 _UNIFORM_BITS = 53  # what a float64 holds
 
@@ -214,3 +264,53 @@ def _uniform(seed: int, position: int) -> float:
     message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(message, digest_size=8).digest()
     return ((int.from_bytes(digest, "little") >> (64 - _UNIFORM_BITS)) + 1) * 2.0**-_UNIFORM_BITS
+
+
+class BadWords:
+    """Masks the last token of a bad word behind its others, as transformers' processor does.
+
+    Args:
+        words: token ids of each, as ``bad_words_ids`` of a generation config has them.
+        eos_token_ids: words that are one of these alone are allowed.
+
+    Attributes:
+        single_ids: words of one token, which are masked wherever they stand.
+        longest: tokens before the last of a word, at most.
+    """
+
+    def __init__(self, words: Collection[Sequence[int]], eos_token_ids: Collection[int]) -> None:
+        single = [word[0] for word in words if len(word) == 1]
+        self.single_ids = tuple(each for each in single if each not in eos_token_ids)
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for word in words:
+            if len(word) > 1:
+                self._ends[tuple(word[:-1])].append(word[-1])
+        self._lengths = sorted({len(begin) for begin in self._ends})
+        self.longest = max(self._lengths, default=0)
+
+    def behind(
+        self, prompt_token_ids: Sequence[int], rule: LogitsProcessor | None
+    ) -> LogitsProcessor | None:
+        """A processor for a request, which applies another rule as well; None if neither is."""
+        if not self._lengths:
+            return rule
+        return _Behind(self, tuple(prompt_token_ids[-self.longest :]), rule)
+
+    def mask(self, logits: Tensor, token_ids: tuple[int, ...]) -> None:
+        """Mask in the logits ``(vocab,)`` what would end a word that the ids have begun."""
+        for length in self._lengths:
+            ends = self._ends.get(token_ids[-length:], ())
+            logits[[each for each in ends if 0 <= each < len(logits)]] = -inf
+
+
+class _Behind:
+    def __init__(
+        self, words: BadWords, prompt: tuple[int, ...], rule: LogitsProcessor | None
+    ) -> None:
+        self._words, self._prompt, self._rule = words, prompt, rule
+
+    def apply(self, logits: Tensor, generated: Sequence[int]) -> None:
+        """See ``LogitsProcessor``."""
+        if self._rule is not None:
+            self._rule.apply(logits, generated)
+        self._words.mask(logits, (*self._prompt, *generated[-self._words.longest :]))

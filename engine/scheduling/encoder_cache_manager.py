@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request
 from prefix_cache import EncoderCache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request
 from engine.scheduling.encoder_cache_manager import EncodingBudget, ItemShare
 from prefix_cache import CachedPrefix, PageCopy

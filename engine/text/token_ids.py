@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from engine.text.job_processes import JobProcess, JobProcesses
-from engine.text.tokenizer import encodes_as_the_library, tokenizers_turn
-from engine.text.written_patterns import doubtful_patterns
+from engine.text.tokenizer import doubtful_patterns, encodes_as_the_library, tokenizers_turn
 
 __all__ = ["token_ids"]
 

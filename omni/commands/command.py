@@ -90,7 +90,7 @@ class _Command(TyperCommand):
         except typer.BadParameter as error:
             from pydantic import ValidationError
 
-            from engine.interface.schema_error import explain_value_error
+            from engine.interface.settings import explain_value_error
 
             # Newer versions of typer read values with pydantic.
             if isinstance(error.__cause__, ValidationError):

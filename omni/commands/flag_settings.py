@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.interface.sampling_params import SamplingParams
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from omni.pipelines.pipeline_config import PipelineConfig
 
 __all__ = ["with_sampling", "with_speaker"]

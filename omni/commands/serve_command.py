@@ -130,7 +130,7 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
 def _settings(options: ServeOptions) -> ServerSettings:
     from pydantic import SecretStr, ValidationError
 
-    from engine.interface.schema_error import explain_validation_error
+    from engine.interface.settings import explain_validation_error
     from omni.server.serving.settings import ServerLimits, ServerSettings
 
     keys = options.api_keys or os.environ.get(_KEY_VARIABLE, "").split(",")

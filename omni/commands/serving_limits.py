@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engine.resources.byte_sizes import format_bytes
+from engine.resources.memory_plan import format_bytes
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.settings import ServerLimits
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from omni.documents.document_error import ConfigError
 from omni.documents.document_limits import DocumentLimits
 from omni.documents.yaml_document import YamlDocument

@@ -13,7 +13,7 @@ from engine import SamplingParams
 from engine.interface.arguments import check_argument
 from engine.interface.ownership import Ownership
 from engine.interface.placed_error import PlacedError, suggest
-from engine.interface.schema_error import explain_validation_error, place_of
+from engine.interface.settings import explain_validation_error, place_of
 from omni.pipelines.graph_rules import check_graph, check_tensors, sources_of, topological_order
 from omni.pipelines.voices import Voices
 from stages import Stage, Transform

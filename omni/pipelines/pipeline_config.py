@@ -19,8 +19,7 @@ from pydantic import (
 )
 
 from engine.interface.placed_error import PlacedError, suggest
-from engine.interface.schema_error import explain_validation_error
-from engine.interface.settings import Settings
+from engine.interface.settings import Settings, explain_validation_error
 from omni.pipelines.config_file import load_config
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.runtime_config import (

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine import SamplingParams
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from omni.requests.json_lines import JsonLine, read_json_lines
 from omni.requests.request import OmniRequest
 from omni.requests.request_files import FolderFiles

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.media.regular_file import regular_file
+from engine.media.media_source import regular_file
 
 __all__ = ["FolderFiles", "RequestFiles", "only_embeds"]
 

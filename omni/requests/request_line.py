@@ -36,7 +36,7 @@ from engine import (
     VideoPrompt,
 )
 from engine.interface.placed_error import PlacedError, suggest
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 
 if TYPE_CHECKING:
     from omni.requests.request_files import RequestFiles

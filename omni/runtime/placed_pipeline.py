@@ -12,8 +12,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from engine.interface.cpu_threads import available_cores
-from engine.interface.schema_error import explain_validation_error
-from engine.interface.settings import Settings
+from engine.interface.settings import Settings, explain_validation_error
 from omni.pipelines.graph_rules import check_graph
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from engine.interface.placed_error import KeyPath, PlacedError
-from engine.interface.schema_error import dotted
+from engine.interface.settings import dotted
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import DONE, PipelineResponse, event

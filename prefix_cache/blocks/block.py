@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from prefix_cache.blocks.block_hash import BlockHash
 
-__all__ = ["EvictionKey", "KVCacheBlock", "LargePage"]
+__all__ = ["EvictionKey", "IntegrityError", "KVCacheBlock", "LargePage"]
+
+
+class IntegrityError(RuntimeError):
+    """Two records of the same fact differ; the message prints both with their numbers."""
+
 
 EvictionKey = tuple[int, int]
 """Priority, then time of last use: what compares smaller is evicted first."""

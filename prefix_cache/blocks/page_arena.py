@@ -12,21 +12,70 @@ A large page goes through these states; blocks follow inside of it::
 What can a group take? Its own *spare* blocks (free or cached, in held pages), one by one; and any
 free or unheld page, whole. So ``needs[g]`` blocks for every group g can be had exactly if ::
 
-    sum over g of ceil(max(0, needs[g] - spare[g]) / blocks per page[g])  <=  free + unheld pages
-"""
+    sum over g of ceil(max(0, needs[g] - spare[g]) / blocks per page[g])  <=  free + unheld pages"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from prefix_cache.blocks.block import KVCacheBlock, LargePage
-from prefix_cache.blocks.eviction_queue import EvictionQueue
+from prefix_cache.blocks.block import EvictionKey, KVCacheBlock, LargePage
 
-__all__ = ["GroupPages", "PageArena"]
+__all__ = ["EvictionQueue", "GroupPages", "PageArena"]
+
+NUM_PRIORITIES = 2
+"""Priority 0 is evicted before anything of priority 1, whatever their times."""
+
+
+class _Evictable(Protocol):
+    key: EvictionKey
+
+
+T = TypeVar("T", bound=_Evictable)
+
+
+class EvictionQueue(Generic[T]):
+    """Members by their key. Keys must grow within a priority from one ``append`` to the next.
+
+    Every operation is O(1), removal from the middle, as by a hit, included.
+    """
+
+    def __init__(self) -> None:
+        self._queues: tuple[OrderedDict[int, T], ...] = tuple(
+            OrderedDict() for _ in range(NUM_PRIORITIES)
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def __iter__(self) -> Iterator[T]:
+        """From what is evicted first to what is evicted last."""
+        for queue in self._queues:
+            yield from queue.values()
+
+    def __contains__(self, member: T) -> bool:
+        return id(member) in self._queues[member.key[0]]
+
+    @property
+    def first(self) -> T | None:
+        """What is evicted next, or None."""
+        for queue in self._queues:
+            if queue:
+                return next(iter(queue.values()))
+        return None
+
+    def append(self, member: T) -> None:
+        """Put a member last in its priority."""
+        self._queues[member.key[0]][id(member)] = member
+
+    def remove(self, member: T) -> None:
+        """Take a member from wherever it is. ``KeyError`` when it is not here."""
+        del self._queues[member.key[0]][id(member)]
 
 
 @dataclass(slots=True)

@@ -3,24 +3,335 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from prefix_cache.blocks.block import KVCacheBlock
-from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block_hash import BlockHash, whole_input_block_hashes
 from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.kv_cache.cached_prefix import CachedPrefix, EncoderBlocks
-from prefix_cache.kv_cache.kv_cache_stats import KVCacheStats
 from prefix_cache.kv_cache.mirrored_outputs import MirroredOutputs
-from prefix_cache.kv_cache.pending_blocks import PendingBlocks
-from prefix_cache.kv_cache.prefix_finder import PrefixFinder
-from prefix_cache.layer_types.chunk_stops import ChunkStops
-from prefix_cache.layer_types.coordinator import KVCacheCoordinator
+from prefix_cache.layer_types.coordinator import ChunkStops, KVCacheCoordinator
 from prefix_cache.specs.kv_cache_config import KVCacheConfig
+from prefix_cache.specs.kv_cache_spec import spec_in_words
 
-__all__ = ["KVCacheManager"]
+__all__ = [
+    "CachedPrefix",
+    "EncoderBlocks",
+    "GroupStats",
+    "KVCacheManager",
+    "KVCacheStats",
+    "PendingBlocks",
+    "PrefixMiss",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats:
+    """What one group of layers has of the pool.
+
+    Attributes:
+        kind: what its layers keep, in words.
+        held: blocks that are in at least one request's table.
+        cached: blocks that no request holds, findable by content until they are evicted.
+        block_bytes: of one block on the device; 0 for a group of the host.
+    """
+
+    kind: str
+    held: int
+    cached: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheStats:
+    """A snapshot. ``free + held + cached + 1 (null) == num_blocks``.
+
+    These count large pages of the device; with one group of layers those are its blocks.
+
+    Attributes:
+        num_blocks: of the pool, the null block included.
+        free: pages without content.
+        held: pages of which a block is in at least one request's table.
+        cached: pages that no request holds, with blocks findable by content until they are evicted.
+        evictions: cached blocks given up for others, since the start.
+        hit_tokens: tokens that admitted requests found cached, since the start.
+        queried_tokens: tokens in full blocks of admitted requests, since the start.
+        nbytes: reserved for the pool on the device; 0 for a pool without memory of its own.
+        output_bytes: reserved on the host for the outputs that are mirrored.
+        groups: what each group of layers has of it, in their order; none for such a pool.
+    """
+
+    num_blocks: int
+    free: int
+    held: int
+    cached: int
+    evictions: int
+    hit_tokens: int
+    queried_tokens: int
+    nbytes: int = 0
+    output_bytes: int = 0
+    groups: tuple[GroupStats, ...] = ()
+
+    @classmethod
+    def of_pool(cls, pool: BlockPool, hit_tokens: int, queried_tokens: int) -> KVCacheStats:
+        """Where the pages are now; the counts of tokens are the caller's."""
+        device = pool.arenas[0]
+        return cls(
+            num_blocks=len(device.pages),
+            free=len(device.free_pages),
+            held=len(device.pages) - 1 - device.num_available,
+            cached=len(device.unheld),
+            evictions=pool.num_evictions,
+            hit_tokens=hit_tokens,
+            queried_tokens=queried_tokens,
+        )
+
+    def in_groups(self, pool: BlockPool, config: KVCacheConfig, output_bytes: int) -> KVCacheStats:
+        """The same with what each group of layers has of the pool, and the outputs' bytes."""
+        of_pool = {g: pages for arena in pool.arenas for g, pages in arena.groups.items()}
+        groups = tuple(
+            GroupStats(
+                spec_in_words(group.spec),
+                of_pool[index].num_held,
+                len(of_pool[index].cached),
+                group.page_bytes if group.on_device else 0,
+            )
+            for index, group in enumerate(config.groups)
+        )
+        nbytes = config.num_large_pages * config.large_page_bytes
+        return replace(self, nbytes=nbytes, output_bytes=output_bytes, groups=groups)
+
+    def beside(self, other: KVCacheStats) -> KVCacheStats:
+        """Both pools together, of engines that run the same model."""
+        return KVCacheStats(
+            self.num_blocks + other.num_blocks,
+            self.free + other.free,
+            self.held + other.held,
+            self.cached + other.cached,
+            self.evictions + other.evictions,
+            self.hit_tokens + other.hit_tokens,
+            self.queried_tokens + other.queried_tokens,
+            self.nbytes + other.nbytes,
+            self.output_bytes + other.output_bytes,
+            tuple(
+                replace(mine, held=mine.held + their.held, cached=mine.cached + their.cached)
+                for mine, their in zip(self.groups, other.groups, strict=True)
+            ),
+        )
+
+
+PrefixMiss: TypeAlias = Literal[
+    "off", "short", "last_token", "salt", "unseen", "evicted", "group", "rows"
+]
+"""Why a prefix was not hit further, by the block at which the hit ended.
+
+- ``off``: prefix caching is switched off.
+- ``short``: the prompt has no full block before its last token.
+- ``last_token``: the block is cached, but ends with the prompt's last token, which is always run.
+- ``salt``: nothing begins like the prompt under its ``cache_salt``; under others nobody looks.
+- ``unseen``: the block is not cached, nor known to have been.
+- ``evicted``: it was cached, and gave way to others.
+- ``group``: it is cached, but not what another group of layers (windows, states) needs to go on.
+- ``rows``: it is cached without rows of an output that is wanted.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBlocks:
+    """The encoder sequence of a request, as cross-attention keeps it.
+
+    Attributes:
+        num_tokens: of the encoder's output.
+        hashes: one per block, the partial last one included.
+    """
+
+    num_tokens: int
+    hashes: tuple[BlockHash, ...]
+
+    @classmethod
+    def of(cls, content_hash: BlockHash, num_tokens: int, block_size: int) -> EncoderBlocks:
+        """The blocks of an encoder input whose output has ``num_tokens`` rows."""
+        hashes: Iterator[BlockHash] = whole_input_block_hashes(content_hash, num_tokens, block_size)
+        return cls(num_tokens, tuple(hashes))
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What of a prompt is computed already. No reference is held: valid until the next change.
+
+    Attributes:
+        blocks: per group, what holds the prefix; of cross-attention all the encoder's, or none.
+        num_tokens: its length, whole blocks, at most one token less than the prompt.
+        in_flight: a running request computes the next block, or the encoder's, now: wait a step.
+        stops: where the rest of the prefill should end its chunks.
+        encoder_cached: whether all that is wanted of the encoder sequence, if any, is there.
+        miss: why it is no longer; None if all that can be hit of these tokens is.
+    """
+
+    blocks: tuple[tuple[KVCacheBlock, ...], ...]
+    num_tokens: int
+    in_flight: bool
+    stops: ChunkStops | None = None
+    encoder_cached: bool = True
+    miss: PrefixMiss | None = field(default=None, compare=False)
+
+
+class PendingBlocks:
+    """Which hashes are being computed, and by whom.
+
+    A request that needs such a block does better to wait a step than to compute it again.
+
+    Attributes:
+        owners: hash to the ids of the requests that compute it, never empty; for reading only.
+    """
+
+    def __init__(self) -> None:
+        self.owners: dict[BlockHash, set[str]] = {}
+        self._hashes: dict[str, set[BlockHash]] = {}
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self.owners
+
+    def add(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
+        """Note that a request computes these blocks."""
+        hashes = self._hashes.setdefault(request_id, set())
+        for block_hash in block_hashes:
+            hashes.add(block_hash)
+            self.owners.setdefault(block_hash, set()).add(request_id)
+
+    def remove(self, request_id: str, block_hashes: Iterable[BlockHash]) -> None:
+        """Note that a request has computed these blocks; unknown ones are passed over."""
+        pending = self._hashes.get(request_id)
+        if not pending:
+            return
+        for block_hash in pending.intersection(block_hashes):
+            pending.discard(block_hash)
+            owners = self.owners[block_hash]
+            owners.discard(request_id)
+            if not owners:
+                del self.owners[block_hash]
+
+    def drop_request(self, request_id: str) -> None:
+        """Note that a request will compute nothing more."""
+        self.remove(request_id, tuple(self._hashes.get(request_id, ())))
+        self._hashes.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.owners.clear()
+        self._hashes.clear()
+
+
+class PrefixFinder:
+    """Looks for prefixes; changes and counts nothing, and takes no reference.
+
+    Args:
+        coordinator: the blocks that can be found, per group.
+        outputs: the rows beside them; a hit whose wanted rows are not there is shortened.
+        pending: blocks that running requests compute.
+    """
+
+    def __init__(
+        self, coordinator: KVCacheCoordinator, outputs: MirroredOutputs, pending: PendingBlocks
+    ) -> None:
+        self._coordinator = coordinator
+        self._outputs = outputs
+        self._pending = pending
+        self._block_size = coordinator.block_size
+
+    def nothing(self, miss: PrefixMiss, *, encoder_cached: bool) -> CachedPrefix:
+        """The prefix of a request of which nothing is found."""
+        blocks = ((),) * len(self._coordinator.managers)
+        return CachedPrefix(blocks, 0, in_flight=False, encoder_cached=encoder_cached, miss=miss)
+
+    def find(
+        self, block_hashes: Sequence[BlockHash], num_tokens: int, encoder: EncoderBlocks | None
+    ) -> CachedPrefix:
+        """See :meth:`KVCacheManager.find_cached_prefix`."""
+        prefix = self._find_tokens(block_hashes, num_tokens)
+        return prefix if encoder is None else self._with_encoder(prefix, encoder)
+
+    def check(
+        self, prefix: CachedPrefix, num_tokens: int, block_hashes: Sequence[BlockHash]
+    ) -> None:
+        """Raise ``ValueError`` unless a prefix fits these tokens and is cached still."""
+        if prefix.num_tokens > num_tokens:
+            raise ValueError(
+                f"a prefix of {prefix.num_tokens} tokens does not fit into {num_tokens} tokens"
+            )
+        expected = block_hashes[: prefix.num_tokens // self._block_size]
+        for manager in self._coordinator.managers:
+            if not manager.follows_tokens:
+                continue
+            blocks = prefix.blocks[manager.group_id]
+            pairs = zip(blocks, expected, strict=False)
+            current = all(b.large_page is None or b.block_hash == h for b, h in pairs)
+            if not current or len(blocks) not in (0, len(expected)):
+                raise ValueError(
+                    f"the prefix of {prefix.num_tokens} tokens is not (or no longer) cached "
+                    f"under the {len(block_hashes)} block hashes given: find it again"
+                )
+
+    def _find_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> CachedPrefix:
+        max_num_tokens = num_tokens - 1
+        if max_num_tokens < 1:
+            return self.nothing("short", encoder_cached=True)
+        blocks = self._coordinator.find_longest_cache_hit(block_hashes, max_num_tokens)
+        num_valid = self._outputs.num_valid_blocks(blocks)
+        lacks_rows = num_valid < len(blocks[self._outputs.group_id])
+        if lacks_rows:
+            # Asked again, not cut: other groups may have no hit of just this length.
+            blocks = self._coordinator.find_longest_cache_hit(
+                block_hashes, num_valid * self._block_size
+            )
+        num_hit_blocks = len(blocks[self._outputs.group_id])
+        end = min(max_num_tokens // self._block_size, len(block_hashes))
+        in_flight = num_hit_blocks < end and block_hashes[num_hit_blocks] in self._pending
+        num_hit_tokens = num_hit_blocks * self._block_size
+        stops = self._plan_stops(block_hashes, num_tokens, num_hit_tokens)
+        miss = self._miss(block_hashes, num_hit_blocks, end, lacks_rows=lacks_rows)
+        return CachedPrefix(blocks, num_hit_tokens, in_flight, stops, miss=miss)
+
+    def _miss(
+        self, block_hashes: Sequence[BlockHash], num_hit_blocks: int, end: int, *, lacks_rows: bool
+    ) -> PrefixMiss | None:
+        """Why a hit ends before a block; ``end`` is that before which hits end at the latest."""
+        pool = self._coordinator.pool
+        following = block_hashes[num_hit_blocks : num_hit_blocks + 1]
+        is_cached = self._outputs.num_blocks_found(following) > 0
+        if num_hit_blocks == end:
+            return "last_token" if is_cached else "short" if end == 0 else None
+        if is_cached:
+            return "rows" if lacks_rows else "group"
+        return "evicted" if pool.was_evicted(following[0]) else "unseen"
+
+    def _with_encoder(self, prefix: CachedPrefix, encoder: EncoderBlocks) -> CachedPrefix:
+        blocks = list(prefix.blocks)
+        cached = True
+        for manager in self._coordinator.encoder_managers:
+            hit = manager.find_longest_cache_hit(encoder.hashes, encoder.num_tokens)
+            blocks[manager.group_id] = tuple(hit)
+            cached &= len(hit) == len(encoder.hashes)
+        if cached and self._outputs.has_encoder_rows(blocks, encoder.num_tokens):
+            return replace(prefix, blocks=tuple(blocks))
+        in_flight = prefix.in_flight or encoder.hashes[0] in self._pending
+        return replace(prefix, in_flight=in_flight, encoder_cached=False)
+
+    def _plan_stops(
+        self, block_hashes: Sequence[BlockHash], num_tokens: int, num_hit_tokens: int
+    ) -> ChunkStops | None:
+        """Where states of this request are worth keeping: none without recurrent layers."""
+        if not self._coordinator.state_managers:
+            return None
+        last = (num_tokens - 1) // self._block_size * self._block_size
+        parting = self._coordinator.longest_hit_but_for_states(block_hashes, num_tokens - 1)
+        ends = sorted({end for end in (parting, last) if end > num_hit_tokens})
+        return ChunkStops(self._block_size, tuple(ends))
+
 
 _NO_LIMIT = 2**40
 

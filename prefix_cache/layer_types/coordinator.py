@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.layer_types.attention_manager import CrossAttentionManager, FullAttentionManager
-from prefix_cache.layer_types.chunk_stops import ChunkStops
-from prefix_cache.layer_types.mamba_manager import MambaManager
-from prefix_cache.layer_types.single_type_manager import SingleTypeKVCacheManager
-from prefix_cache.layer_types.window_manager import (
+from prefix_cache.layer_types.single_type_manager import (
     ChunkedLocalAttentionManager,
+    CrossAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
 from prefix_cache.specs.kv_cache_config import KVCacheConfig
@@ -26,7 +27,42 @@ from prefix_cache.specs.kv_cache_spec import (
     SlidingWindowSpec,
 )
 
-__all__ = ["MANAGER_TYPES", "KVCacheCoordinator"]
+__all__ = ["MANAGER_TYPES", "ChunkStops", "KVCacheCoordinator"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStops:
+    """Ends of chunks for models whose layers keep states.
+
+    A state is known only after the last token of a step. A request of 20 tokens in blocks of 4,
+    whose first 12 another request has in common, with a budget of 10 tokens a step::
+
+        tokens  | 0 . . . . . . . | 8 . . . | 12 . . . | 16 . . . |
+        chunks  | 8               | 4       | 4        | 4        |
+                  whole blocks      shared    last whole block that leaves a token to run
+
+    Attributes:
+        block_size: tokens per block; states are found at the ends of blocks.
+        ends: numbers of tokens, whole blocks, after which a chunk must end.
+    """
+
+    block_size: int
+    ends: tuple[int, ...]
+
+    def clip(self, start: int, num_tokens: int, total: int) -> int:
+        """How many of ``num_tokens`` tokens from ``start`` on to run now, at least 1.
+
+        Args:
+            start: tokens computed.
+            num_tokens: that the budget allows.
+            total: tokens of the sequence so far; a chunk that does not reach it ends with a block.
+        """
+        end = start + num_tokens
+        if end < total:
+            whole = end // self.block_size * self.block_size
+            end = whole if whole > start else end
+        return min([end, *(stop for stop in self.ends if stop > start)]) - start
+
 
 MANAGER_TYPES: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,

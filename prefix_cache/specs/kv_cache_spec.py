@@ -17,6 +17,7 @@ __all__ = [
     "MambaSpec",
     "SlidingWindowSpec",
     "StateTensor",
+    "spec_in_words",
 ]
 
 # States of different types lie side by side in a page; each begins at a multiple of this.
@@ -191,3 +192,25 @@ class HostOnlySpec(KVCacheSpec):
     def layer_page_bytes(self) -> int:
         """Nothing on the device."""
         return 0
+
+
+def spec_in_words(spec: KVCacheSpec) -> str:
+    """What layers of a spec keep, such as ``sliding window of 4096``.
+
+    Raises:
+        NotImplementedError: there are no words for such a spec here yet.
+    """
+    match spec:
+        case SlidingWindowSpec():
+            return f"sliding window of {spec.window}"
+        case ChunkedLocalAttentionSpec():
+            return f"attention in chunks of {spec.chunk_size}"
+        case CrossAttentionSpec():
+            return "cross-attention"
+        case AttentionSpec():
+            return "full attention"
+        case MambaSpec():
+            return "recurrent"
+        case HostOnlySpec():
+            return "on the host"
+    raise NotImplementedError(f"no words for {type(spec).__name__}")

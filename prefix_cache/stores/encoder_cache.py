@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from prefix_cache.blocks.integrity_error import IntegrityError
+from prefix_cache.blocks.block import IntegrityError
 
 __all__ = ["EncoderCache", "EncoderCacheStats"]
 

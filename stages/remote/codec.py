@@ -51,7 +51,7 @@ from engine.interface.prompts import (
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.stats import EngineStats
 from engine.interface.waveform import Waveform
-from prefix_cache.kv_cache.kv_cache_stats import GroupStats, KVCacheStats
+from prefix_cache.kv_cache.kv_cache_manager import GroupStats, KVCacheStats
 from prefix_cache.stores.encoder_cache import EncoderCacheStats
 from stages.remote.segments import RemoteBytes, SharedTensor, SharedTensors
 from stages.stage import Completion, StageOutput, StageRequest

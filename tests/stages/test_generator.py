@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine import CodecPrompt, FinishReason, GenerationParams, GeneratorConfig
-from engine.resources.byte_sizes import format_bytes
+from engine.resources.memory_plan import format_bytes
 from stages import GeneratorStage, StageOutput, StageRequest
 from tests.support.vocoder_reference import VocoderReference, random_codes
 

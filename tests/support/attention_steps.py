@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.scoring import Scoring
+from engine.attention.metadata import AttentionMetadata, Scoring
 from prefix_cache import PagedMemory
 from tests.support.paged_batch import layer_of, memory_that_holds, metadata_for, random_block_table
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.scoring import Scoring
+from engine.attention.metadata import Scoring
 from prefix_cache import LayerKVCache
 from tests.support.paged_batch import (
     cross_metadata_for,

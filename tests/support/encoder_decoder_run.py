@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.attention.layer import AttentionStep
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.registry import get_backend
-from engine.attention.step import AttentionStep
-from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.encoder_module import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from prefix_cache import AttentionSpec, CrossAttentionSpec, PagedMemory, group_layers
 from tests.support.packed_model import scatter_pages

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.models.multimodal import MultiModalModel
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 from tests.support.greedy_reference import GreedyAnswer
 from tests.support.packed_model import PackedRun
 

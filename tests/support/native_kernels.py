@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from engine.native.build import NativeBuildError, find_compiler
+from engine.native.kernels import NativeBuildError, find_compiler
 
 __all__ = ["needs_compiler", "needs_kernels"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine import ChatPrompt, EngineConfig, SamplingParams
-from engine.interface.generator_config import GenerationParams, GeneratorConfig
+from engine.interface.config import GenerationParams, GeneratorConfig
 from omni import OmniOutput, OmniRequest, Pipeline
 from omni.seeded.omni import OMNI_SPEAKERS
 from stages import AutoregressiveStage, GeneratorStage, StageInputs, StageOutput

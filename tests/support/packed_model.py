@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.layer import Attention
+from engine.attention.layer import Attention, AttentionStep, StateLayer
 from engine.attention.metadata import AttentionMetadata, StateMetadata
 from engine.attention.registry import get_backend
-from engine.attention.state_layer import StateLayer
-from engine.attention.step import AttentionStep
 from engine.models.base import CausalModel
 from prefix_cache import (
     KVCacheConfig,

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import LLMEngine, TokensPrompt, VideoFeatures
-from engine.models.qwen2_5_omni.audio_tower import AudioTower
-from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
-from engine.requests.multimodal_input import Modality, MultiModalInput
+from engine.models.qwen2_5_omni.thinker import AudioTower
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower
+from engine.requests.encoder_input import Modality, MultiModalInput
 from tests.support.pictures import picture
 from tests.support.request_stream import Ask, Script, asks_of, streams_of
 from tests.support.thinker_reference import clip, tone

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.requests.streamed_rows import StreamedRows
+from engine.requests.encoder_input import StreamedRows
 from training.spoken_sums.mouth_sizes import TALKER
 from training.spoken_sums.sizes import omni_config
 from training.spoken_sums.talker import Renditions, Reply, codes_said, make_talker, rows_beside
@@ -31,7 +31,7 @@ def test_rows_are_where_a_speech_prompt_has_them():
 
     made = rows_beside(network, reply, renditions, "rms", codes)
 
-    # As engine/models/qwen2_5_omni/speech_prompt.py: start, reply, end, then pad for ever.
+    # As engine/models/qwen2_5_omni/speakers.py: start, reply, end, then pad for ever.
     start = torch.cat([reply.prompt_rows, renditions.voice_rows["rms"][None], reply.reply_rows])
     streamed = StreamedRows(start, num_replaced=5)
     streamed.extend(renditions.end_row[None])

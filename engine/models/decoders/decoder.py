@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.step import AttentionStep
+from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import Linear, RotaryEmbedding, rope_frequencies
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSettings
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer, build_norm
 from engine.models.family import ModelFamily, has_head
-from engine.models.model_settings import ModelSettings
 
 __all__ = ["DecoderModel", "build_decoder", "build_rotary", "decoder_family"]
 

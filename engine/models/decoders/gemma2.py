@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
 
-__all__ = ["FAMILY", "gemma2_config", "gemma_config"]
+__all__ = ["FAMILY", "gemma_config"]
 
 
 def gemma2_config(config: PreTrainedConfig) -> DecoderConfig:

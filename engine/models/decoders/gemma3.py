@@ -13,7 +13,7 @@ from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
 from engine.models.decoders.gemma2 import gemma_config
 
-__all__ = ["FAMILY", "gemma3_config"]
+__all__ = ["FAMILY"]
 
 _ROPES = ("sliding_attention", "full_attention")
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig
 
-__all__ = ["FAMILY", "llama_config"]
+__all__ = ["FAMILY"]
 
 
 def llama_config(config: PreTrainedConfig) -> DecoderConfig:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
 
-__all__ = ["FAMILY", "ministral_config"]
+__all__ = ["FAMILY"]
 
 
 def ministral_config(config: PreTrainedConfig) -> DecoderConfig:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from engine.models.decoders.decoder import decoder_family
 from engine.models.decoders.decoder_config import DecoderConfig, LayerKind
 
-__all__ = ["FAMILY", "mistral_config"]
+__all__ = ["FAMILY"]
 
 
 def mistral_config(config: PreTrainedConfig) -> DecoderConfig:

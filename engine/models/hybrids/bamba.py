@@ -11,16 +11,14 @@ from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import Mamba2Config, Mamba2Mixer
+from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_rotary
 from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import build_mlp
-from engine.models.decoders.self_attention import SelfAttention
+from engine.models.decoders.decoder_layer import SelfAttention, build_mlp
 from engine.models.family import ModelFamily, has_head
-from engine.models.hybrids.hybrid import HybridModel
-from engine.models.hybrids.hybrid_layer import HybridLayer
-from engine.models.model_settings import ModelSettings
+from engine.models.hybrids.hybrid import HybridLayer, HybridModel
 
-__all__ = ["FAMILY", "build_bamba"]
+__all__ = ["FAMILY"]
 
 
 def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> HybridModel:

@@ -15,14 +15,14 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
+from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
-from engine.requests.multimodal_input import Modality, MultiModalInput
+from engine.requests.encoder_input import Modality, MultiModalInput
 
-__all__ = ["FAMILY", "LlavaTower", "build_llava"]
+__all__ = ["FAMILY"]
 
 _PIXELS = "pixel_values"
 _TOWER = "clip_vision_model"

@@ -9,6 +9,14 @@ none. What a token sees is what transformers lets it see:
 - without an image, nothing: the image layers leave the token as it is.
 
 Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024; transformers' ``mllama``.
+
+A layer of Mllama's decoder that attends to the image in place of the text.
+
+::
+
+    residual ──norm──► q, norm per head ──► attention to the image ──► o ──► * gate ──┐
+        └───────────────────────────────── + ◄────────────────────────────────────────┘
+        └──norm──► MLP ──► * gate, 0 for tokens before the image ──► + (the next layer's norm)
 """
 
 from __future__ import annotations
@@ -17,26 +25,174 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
-from engine.inputs.decoder_prompt import DecoderPromptRule
-from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.attention.layer import Attention, AttentionStep
+from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import ImageEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
+from engine.layers import GatedMLP, Linear, RMSNorm
 from engine.media.image_file import load_image_processor
+from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.decoder_config import DecoderConfig
 from engine.models.decoders.decoder_layer import DecoderLayer
-from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.encoder_module import EncoderDecoderModel, EncoderModule, build_empty
 from engine.models.family import ModelFamily
-from engine.models.mllama.mllama_encoder import FEATURE_NAMES, ImageEncoder
-from engine.models.mllama.mllama_layer import ImageLayer
-from engine.models.model_settings import ModelSettings
 from engine.requests.encoder_input import EncoderInput, EncoderView
+from prefix_cache import CrossAttentionSpec
 
-__all__ = ["FAMILY", "MllamaModel", "MllamaPromptRule"]
+__all__ = ["FAMILY", "MllamaModel"]
+
+
+class ImageLayer(nn.Module):
+    """Gated cross-attention and gated MLP; see the module's picture."""
+
+    def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        self.head_dim, self.num_kv_heads = config.head_dim, config.num_kv_heads
+        hidden, options = config.hidden_size, settings.tensor_options
+        query_size, kv_size = config.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.query = Linear(hidden, {"q_proj": query_size}, **options)
+        self.key_value = Linear(hidden, {"k_proj": kv_size, "v_proj": kv_size}, **options)
+        self.output = Linear(query_size, {"o_proj": hidden}, **options)
+        eps, ops = config.rms_norm_eps, settings.ops
+        self.query_norm = RMSNorm(self.head_dim, eps, ops=ops, **options)
+        self.key_norm = RMSNorm(self.head_dim, eps, ops=ops, **options)
+        self.input_norm = RMSNorm(hidden, eps, ops=ops, **options)
+        self.mlp_norm = RMSNorm(hidden, eps, ops=ops, **options)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, config.activation, ops=ops, **options)
+        gates = torch.empty(2, 1, **options)
+        self.gates = nn.Parameter(gates, requires_grad=False)
+        spec = CrossAttentionSpec(
+            settings.block_size, self.num_kv_heads, self.head_dim, settings.dtype
+        )
+        self.attention = Attention(f"layers.{index}.cross_attn", spec, config.attention_scale)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for linear in (self.query, self.key_value, self.output):
+            yield from linear.targets(f"{prefix}cross_attn.")
+        yield from self.mlp.targets(f"{prefix}mlp.")
+        for name, norm in (
+            ("cross_attn.q_norm", self.query_norm),
+            ("cross_attn.k_norm", self.key_norm),
+            ("input_layernorm", self.input_norm),
+            ("post_attention_layernorm", self.mlp_norm),
+        ):
+            yield f"{prefix}{name}.weight", norm.weight.data
+        yield f"{prefix}cross_attn_attn_gate", self.gates.data[0]
+        yield f"{prefix}cross_attn_mlp_gate", self.gates.data[1]
+
+    def finish_loading(self) -> None:
+        """Turn the stored gates into factors; call once."""
+        self.gates.data.tanh_()
+
+    def attend(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """Attention of normed ``x`` ``(num_tokens, hidden_size)``, projected back to its shape."""
+        num_tokens = x.shape[0]
+        query = self._normed_heads(self.query(x), self.query_norm)
+        key: Tensor | None = None
+        value: Tensor | None = None
+        if step.encoder_hidden_states is not None:
+            key, value = self.key_value(step.encoder_hidden_states).chunk(2, dim=-1)
+            key = self._normed_heads(key, self.key_norm)
+            value = value.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        attended = self.attention(query, key, value, step)
+        projected: Tensor = self.output(attended.reshape(num_tokens, -1))
+        return projected
+
+    def _normed_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        heads: Tensor = norm(x.reshape(-1, self.head_dim))
+        return heads.view(x.shape[0], -1, self.head_dim)
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        step: AttentionStep,
+    ) -> Tensor:
+        """As :meth:`DecoderLayer.forward`; rows of an image have no positions to rotate by."""
+        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        attended = self.attend(normed, step).mul_(self.gates[0])
+        output: Tensor = self.mlp(self.mlp_norm.add(attended, residual)).mul_(self.gates[1])
+        if step.follows_encoder is not None:
+            output.mul_(step.follows_encoder[:, None])
+        return output
+
+
+FEATURE_NAMES = _PIXELS, _RATIO, _TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
+"""What the encoder takes, by the names of transformers' processor."""
+
+
+class ImageEncoder(EncoderModule):
+    """One image's tiles to rows, padding tiles included and last::
+
+        | tile 0: class, patches | tile 1 | ... | padding tile | padding tile |
+        └──────── what tokens see from the image on ──┘
+
+    The vision tower lets tiles and padding tiles see each other, and tokens before the image see
+    all of them: none can be left out.
+    """
+
+    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        vision = config.vision_config
+        self.module = build_empty(MllamaVisionModel, vision, settings)
+        projector = {"multi_modal_projector": config.text_config.hidden_size}
+        self.projector = Linear(
+            vision.vision_output_dim, projector, bias=True, **settings.tensor_options
+        )
+        # The patches of a tile, and one row for its class.
+        self.rows_per_tile: int = (vision.image_size // vision.patch_size) ** 2 + 1
+        self.max_len = vision.max_num_tiles * self.rows_per_tile
+        self.num_ratios = len(vision.supported_aspect_ratios)
+        self.shapes = {
+            _PIXELS: (1, vision.max_num_tiles, vision.num_channels, *[vision.image_size] * 2),
+            _RATIO: (1,),
+            _TILES: (1, vision.max_num_tiles),
+        }
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The tower's and the projection's weights."""
+        yield from super().targets(f"{prefix}vision_model.")
+        yield from self.projector.targets(prefix)
+
+    def check_input(self, entry: EncoderInput) -> None:
+        """The features of one image, as transformers' processor makes them."""
+        if entry.token_ids or entry.features.keys() != self.shapes.keys():
+            given = ", ".join(sorted(entry.features)) or "none"
+            raise ValueError(
+                f"Mllama's encoder takes the features {', '.join(self.shapes)} and no tokens; "
+                f"got the features {given} and {len(entry.token_ids)} tokens"
+            )
+        for name, expected in self.shapes.items():
+            shape = tuple(entry.features[name].shape)
+            if shape != expected:
+                raise ValueError(f"{name} of one image must be {expected}, got {shape}")
+        tiles = entry.features[_TILES][0].tolist()
+        if tiles != sorted(tiles, reverse=True) or not {1} <= set(tiles) <= {0, 1}:
+            raise ValueError(f"{_TILES} must be ones and then zeros, got {tiles}")
+        ratio = int(entry.features[_RATIO])
+        if not 1 <= ratio <= self.num_ratios:
+            raise ValueError(f"{_RATIO} must be 1 to {self.num_ratios}, got {ratio}")
+        self.check_num_tokens(entry, self.max_len)
+
+    def num_image_rows(self, entry: EncoderInput) -> int:
+        """Rows of the tiles that are no padding."""
+        return int(entry.features[_TILES].sum()) * self.rows_per_tile
+
+    def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
+        """See :meth:`EncoderModule.forward`."""
+        features = {name: self.stacked_feature(inputs, name) for name in self.shapes}
+        rows: Tensor = self.projector(self.module(**features).last_hidden_state.flatten(0, 3))
+        return rows
+
 
 # Rows of the embedding beyond the logits': the image token's and room for others.
 _EXTRA_EMBEDDINGS = 8

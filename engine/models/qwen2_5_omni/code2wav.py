@@ -2,35 +2,208 @@
 
 The networks are transformers'. What is ours around them keeps their arithmetic: noise comes from
 a request's own seed, requests of equal length run in one batch, a voice is encoded once instead
-of in every pass, and attention skips the blocks that its mask would have hidden.
-"""
+of in every pass, and attention skips the blocks that its mask would have hidden."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import lcm, prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAntiAliasedActivation1d,
+    Qwen2_5OmniSnakeBeta,
     Qwen2_5OmniToken2WavBigVGANModel,
     Qwen2_5OmniToken2WavDiTModel,
     RungeKutta4ODESolver,
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.interface.generator_config import GenerationParams
+from engine.interface.config import GenerationParams
+from engine.models.base import CodeChunk, GeneratorModel, ModelSettings
 from engine.models.checked_loading import Places, load_checked, told_of_config
 from engine.models.encoder_module import make_unplaced, place
-from engine.models.generator_model import CodeChunk, GeneratorModel
-from engine.models.model_settings import ModelSettings
-from engine.models.qwen2_5_omni.native_snake import use_native_snakes
-from engine.models.qwen2_5_omni.neighbour_attention import NEIGHBOUR_ATTENTION, NEIGHBOURS
 from engine.models.qwen2_5_omni.speakers import SPEAKERS_FILE, Speaker, load_speakers
+from engine.native import NativeBuildError, NativeKernels, load_kernels
 
-__all__ = ["Code2Wav", "flow_times", "initial_noise"]
+__all__ = [
+    "Code2Wav",
+    "NativeSnake",
+    "flow_times",
+    "initial_noise",
+    "neighbour_attention",
+    "use_native_snakes",
+]
+
+_RATIO, _TAPS = 2, 12
+
+
+class NativeSnake(nn.Module):
+    """Two samples for one, the snake, and one for two, in one pass over memory; for inference.
+
+    Args:
+        original: of transformers; what it computes from its parameters is read now.
+        kernels: the C kernels.
+    """
+
+    def __init__(
+        self, original: Qwen2_5OmniAntiAliasedActivation1d, kernels: NativeKernels
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        snake = original.act
+        self.up = nn.Buffer(_taps(original.upsample.filter), persistent=False)
+        self.down = nn.Buffer(_taps(original.downsample.filter), persistent=False)
+        with torch.no_grad():
+            # Parameters, since they stand for the checkpoint's: they count as its weights.
+            self.rates = nn.Parameter(snake.alpha.exp(), requires_grad=False)
+            scales = 1.0 / (snake.beta.exp() + snake.no_div_by_zero)
+            self.scales = nn.Parameter(scales, requires_grad=False)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """``(B, channels, n)`` to the same shape."""
+        return self._kernels.snake(
+            samples.contiguous(), self.up, self.down, self.rates, self.scales
+        )
+
+
+def use_native_snakes(network: nn.Module) -> None:
+    """Put the C kernel in the place of every snake of a network in float32 on a CPU.
+
+    Without a compiler, and where a snake is of another kind, transformers' own stays.
+    """
+    try:
+        kernels = load_kernels()
+    except NativeBuildError:
+        return  # told once, when they could not be had
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Qwen2_5OmniAntiAliasedActivation1d) and _fits(child):
+                setattr(module, name, NativeSnake(child, kernels))
+
+
+def _fits(snake: Qwen2_5OmniAntiAliasedActivation1d) -> bool:
+    up, down = snake.upsample, snake.downsample
+    return (
+        type(snake.act) is Qwen2_5OmniSnakeBeta
+        and (up.ratio, up.kernel_size) == (_RATIO, _TAPS)
+        and (down.stride, down.kernel_size) == (_RATIO, _TAPS)
+        and {snake.act.alpha.dtype, up.filter.dtype} == {torch.float32}
+        and snake.act.alpha.device.type == "cpu"
+    )
+
+
+def _taps(filters: Tensor) -> Tensor:
+    return filters.detach().flatten().contiguous()
+
+
+NEIGHBOUR_ATTENTION = "omni_neighbour_blocks"
+"""The name by which configs of transformers choose :func:`neighbour_attention`."""
+
+NEIGHBOURS = (-1, 0, 1)
+"""Blocks that a block may see, counted from itself."""
+
+_ITSELF = (NEIGHBOURS.index(0),)
+# To lay out a block's keys takes a CPU about as long as to score them once more.
+_COST_OF_CUTTING = 2
+# All layers and passes over one length share their masks; streams have few lengths.
+_KEPT_MASKS = 32
+
+
+def neighbour_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """What masked attention gives, at a cost that grows with the length, not with its square.
+
+    The sequence is cut into blocks, the last of which may be short. Each is a row of a batch::
+
+        query   [ block 0 ]   [ block 1 ]   [ block 2 ]
+        keys    [ - | 0 | 1 ] [ 0 | 1 | 2 ] [ 1 | 2 | - ]     where both neighbours are seen
+
+    Where there are few blocks, all their scores under a mask cost less.
+
+    Args:
+        module: has ``config.block_size``.
+        query: ``(B, heads, n, head_dim)``.
+        key: likewise.
+        value: likewise.
+        attention_mask: ``(3,)`` bool on the CPU, whether a block sees each of ``NEIGHBOURS``;
+            itself it always does.
+
+    Returns:
+        ``(B, n, heads, head_dim)``, and None for the weights, as transformers expects.
+    """
+    block_size: int = module.config.block_size  # type: ignore[union-attr, assignment]
+    seen = tuple(place for place, sees in enumerate(attention_mask.tolist()) if sees)
+    length = query.shape[2]
+    num_blocks = -(-length // block_size)
+    if num_blocks > _COST_OF_CUTTING * len(seen):
+        return _by_blocks((query, key, value), block_size, seen), None
+    mask = None if num_blocks == 1 else _seen_pairs(length, block_size, seen, query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2), None
+
+
+def _by_blocks(
+    tensors: tuple[Tensor, Tensor, Tensor], block_size: int, seen: tuple[int, ...]
+) -> Tensor:
+    """Query, key and value to ``(B, n, heads, head_dim)``, without scores that are not seen."""
+    query, key, value = (each.transpose(1, 2) for each in tensors)
+    batch, length = query.shape[:2]
+    mask = None
+    if length % block_size or seen != _ITSELF:
+        mask = _existing_keys(batch, length, block_size, seen, query.device)
+    blocks = F.scaled_dot_product_attention(
+        _cut(query, block_size, _ITSELF).transpose(1, 2),
+        _cut(key, block_size, seen).transpose(1, 2),
+        _cut(value, block_size, seen).transpose(1, 2),
+        attn_mask=mask,
+    )
+    attended = blocks.transpose(1, 2).reshape(batch, -1, *query.shape[2:])
+    return attended[:, :length]
+
+
+def _cut(rows: Tensor, block_size: int, seen: tuple[int, ...]) -> Tensor:
+    """``(B, n, ...)`` to ``(B * blocks, len(seen) * block_size, ...)``: what each block sees.
+
+    Zeros stand for what is before the first block, and behind the last row.
+    """
+    fill = -rows.shape[1] % block_size
+    around = 0 if seen == _ITSELF else block_size
+    if around or fill:
+        rows = F.pad(rows, (0, 0) * (rows.ndim - 2) + (around, fill + around))
+    blocks: Tensor = rows.unflatten(1, (-1, block_size))
+    if around:
+        num_blocks = blocks.shape[1] - 2
+        blocks = torch.cat([blocks[:, place : place + num_blocks] for place in seen], dim=2)
+    return blocks.flatten(0, 1)
+
+
+@lru_cache(_KEPT_MASKS)
+def _seen_pairs(
+    length: int, block_size: int, seen: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Which keys each query sees, ``(length, length)``."""
+    blocks = torch.arange(length, device=device) // block_size
+    distances = torch.tensor([NEIGHBOURS[place] for place in seen], device=device)
+    return torch.isin(blocks - blocks[:, None], distances)
+
+
+@lru_cache(_KEPT_MASKS)
+def _existing_keys(
+    batch: int, length: int, block_size: int, seen: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Which keys of a cut are of the sequence, ``(batch * blocks, 1, 1, keys)``."""
+    rows = torch.ones(batch, length, dtype=torch.bool, device=device)
+    return _cut(rows, block_size, seen)[:, None, None]
+
+
+AttentionInterface.register(NEIGHBOUR_ATTENTION, neighbour_attention)
+
 
 # Samples per second of this family; its configs do not tell. The published model makes 480 samples
 # of a codec token, and its codec has 50 tokens a second.

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.checkpoint_parts import CheckpointPart
+from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
 from engine.inputs.prompt_processor import PromptProcessor, PromptSources
+from engine.models.base import ModelSettings
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
-from engine.models.qwen2_5_omni.speakers import load_speakers
-from engine.models.qwen2_5_omni.speech_prompt import SpeechPromptProcessor
+from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, load_speakers
 
 if TYPE_CHECKING:
     from engine.models.qwen2_5_omni.code2wav import Code2Wav

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from engine.attention.step import AttentionStep
+from engine.attention.layer import AttentionStep
 from engine.layers import Linear, MultiAxisRotaryEmbedding
+from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderModel, build_rotary
 from engine.models.decoders.qwen2 import qwen2_config
-from engine.models.model_settings import ModelSettings
 
 __all__ = ["Qwen2_5OmniTalker"]
 

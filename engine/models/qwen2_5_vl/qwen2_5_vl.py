@@ -6,23 +6,247 @@ width, whichever is more: the same where a video ends sooner than that, and othe
 placed among the video's grids, from which their ``generate`` then jumps away.
 
 Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5_vl``.
+
+The vision tower of Qwen2.5-VL and Qwen2.5-Omni: patches of any number in, a row per square out.
+
+::
+
+    patches, 4 x 6     a a b b c c       rows, 2 x 3     A B C
+                       a a b b c c                       D E F
+                       d d e e f f
+                       d d e e f f
+
+A video has one such grid for every two of its frames; within a layer, patches of different grids
+never see each other.
+Source: Bai et al., "Qwen2.5-VL Technical Report", 2025; transformers' ``qwen2_5_vl``.
+
+Decoders that place each token by three numbers: time, height and width.
+
+Text counts all three up together. An item lies where its tower says, from the place on at which
+it begins, and what follows goes on after the largest number that it has::
+
+    token    | a | b | * | * | * | * | * | * | c |      an image of 2 x 3
+    time       0   1   2   2   2   2   2   2   5
+    height     0   1   2   2   2   3   3   3   5
+    width      0   1   2   3   4   2   3   4   5
+
+A video and the sound that is in step with it begin at one place. What follows goes on after the
+largest number of the last piece, be it or not the largest of all, and the tokens around the two lie
+at one place with their neighbours outside, as transformers has it::
+
+    token    | a | [ | ( | v | v | ~ | ~ | ) | ] | b |      "[", "]" around a video,
+    time       0   1   1   2  27   2   3   4   4   5        "(", ")" around it and its sound
+
+Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
+from engine.layers import MultiAxisRotaryEmbedding
+from engine.models.base import ModelSettings
+from engine.models.decoders.decoder import DecoderModel, build_decoder
+from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.qwen2 import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
-from engine.models.qwen2_5_vl.multi_axis import MultiAxisModel, build_multi_axis_decoder
-from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower, VideoTower
+from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
+from engine.requests.encoder_input import MultiModalInput
+from prefix_cache import ContentSpan
 
-__all__ = ["FAMILY", "build_qwen2_5_vl"]
+__all__ = ["FAMILY", "ImageTower", "MultiAxisModel", "VideoTower", "build_multi_axis_decoder"]
+
+_MOST_PLACES = 2**31
+
+
+class ImageTower(ItemTower):
+    """Patches of images to rows.
+
+    ``pixel_values`` are ``(patches, values of a patch)``, ``image_grid_thw`` ``(3,)``: 1, and the
+    height and width in patches.
+
+    Args:
+        module: transformers' tower; several of these may share one.
+        vision: its config.
+    """
+
+    feature_names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+    kind = "image"
+    has_frames = False
+
+    def __init__(self, module: PreTrainedModel, vision: PreTrainedConfig) -> None:
+        super().__init__()
+        self.module = module
+        self.merge_size: int = vision.spatial_merge_size
+        self.patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`ItemTower.targets`."""
+        prefix = unique_prefix(stored, "patch_embed.proj.weight")
+        for name, tensor in self.module.state_dict().items():
+            yield f"{prefix}{name}", tensor
+
+    def sides(self, features: Mapping[str, Tensor]) -> tuple[int, int, int]:
+        """Time, height and width of one item, in rows of the output.
+
+        Raises:
+            ValueError: the features are not those of one item.
+        """
+        self.require_features(features)
+        pixels, grid = self.feature_names[:2]
+        if features[grid].numel() != 3:
+            raise ValueError(
+                f"{grid} of one {self.kind} must have three numbers, "
+                f"got the shape {tuple(features[grid].shape)}"
+            )
+        time, height, width = features[grid].flatten().tolist()
+        times_fit = time >= 1 if self.has_frames else time == 1
+        if not times_fit or any(side < 1 or side % self.merge_size for side in (height, width)):
+            raise ValueError(
+                f"{grid} of one {self.kind} must be {'at least ' if self.has_frames else ''}1 "
+                f"and two multiples of {self.merge_size}, got {[time, height, width]}"
+            )
+        expected = (time * height * width, self.patch_values)
+        if features[pixels].shape != expected:
+            raise ValueError(
+                f"{pixels} of {time} x {height} x {width} patches must be {expected}, "
+                f"got {tuple(features[pixels].shape)}"
+            )
+        return time, height // self.merge_size, width // self.merge_size
+
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """See :meth:`ItemTower.num_rows`."""
+        time, height, width = self.sides(features)
+        return time * height * width
+
+    def places(self, features: Mapping[str, Tensor]) -> Tensor:
+        """See :meth:`ItemTower.places`; heights and widths count up, and so do times."""
+        time, height, width = self.sides(features)
+        times = self.times(time, features)
+        return torch.cartesian_prod(times, torch.arange(height), torch.arange(width)).T
+
+    def times(self, count: int, features: Mapping[str, Tensor]) -> Tensor:
+        """Places of grids in time, ``(count,)`` int64."""
+        return torch.arange(count)
+
+    def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
+        """See :meth:`ItemTower.forward`."""
+        device, (pixels, grid) = self.module.device, self.feature_names[:2]
+        values = torch.cat([item.features[pixels] for item in inputs])
+        grids = torch.stack([item.features[grid].flatten() for item in inputs])
+        output = self.module(values.to(device, self.module.dtype), grid_thw=grids.to(device))
+        return list(output.pooler_output.split([item.num_rows for item in inputs]))
+
+
+class VideoTower(ImageTower):
+    """Patches of videos to rows, placed by the time at which they are shown.
+
+    ``pixel_values_videos`` are ``(patches, values of a patch)``, ``video_grid_thw`` ``(3,)``: how
+    many grids, and their height and width in patches; ``video_second_per_grid`` is a number.
+
+    Args:
+        places_per_second: how far two grids that are a second apart are placed.
+    """
+
+    feature_names = ("pixel_values_videos", "video_grid_thw", "video_second_per_grid")
+    kind = "video"
+    has_frames = True
+
+    def __init__(
+        self, module: PreTrainedModel, vision: PreTrainedConfig, places_per_second: float
+    ) -> None:
+        super().__init__(module, vision)
+        self.places_per_second = places_per_second
+
+    def times(self, count: int, features: Mapping[str, Tensor]) -> Tensor:
+        """See :meth:`ImageTower.times`; in float32 and cut off, as transformers has it."""
+        seconds = torch.arange(count) * features["video_second_per_grid"].float()
+        places = seconds * self.places_per_second
+        if places[-1] >= _MOST_PLACES:
+            raise ValueError(
+                f"the video lasts for {float(seconds[-1]):g} s, which cannot be placed"
+            )
+        return places.long()
+
+
+class MultiAxisModel(MultiModalModel):
+    """A decoder with three numbers to a place; see the module's note."""
+
+    num_position_axes = MultiAxisRotaryEmbedding.num_axes
+
+    def position_ids(
+        self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
+    ) -> Tensor | None:
+        """``(3, len(prompt_ids))`` places; see :meth:`MultiModalModel.position_ids`."""
+        steps = _steps(len(prompt_ids), multimodal_inputs)
+        table = torch.empty(self.num_position_axes, len(prompt_ids), dtype=torch.int64)
+        begin = place = done = 0
+        whole: ContentSpan | None = None
+        for item in multimodal_inputs:
+            place = _place_text(table[:, done : item.offset], steps[done : item.offset], place)
+            if item.whole is None or item.whole != whole:
+                begin, whole = place, item.whole
+            places = self.towers[item.modality].places(item.features)
+            table[:, item.offset : item.end] = begin + places[:, item.rows_in(0, item.end)]
+            place = int(table[:, item.offset : item.end].max()) + 1
+            done = item.end
+        _place_text(table[:, done:], steps[done:], place)
+        return None if bool((table == torch.arange(len(prompt_ids))).all()) else table
+
+
+def _steps(num_tokens: int, multimodal_inputs: Sequence[MultiModalInput]) -> Tensor:
+    """How far each token of text lies from the one before it, ``(num_tokens,)``: 1, or 0."""
+    steps = torch.ones(num_tokens, dtype=torch.int64)
+    for item in multimodal_inputs:
+        if item.whole is not None:
+            steps[item.whole.offset] = 0
+            steps[item.whole.end : item.whole.end + 1] = 0
+    return steps
+
+
+def _place_text(columns: Tensor, steps: Tensor, start: int) -> int:
+    """Place tokens of text between two items, ``(axes, n)``; return the place after them."""
+    if not len(steps):
+        return start
+    # Nothing says how far the first lies from an item.
+    columns[:] = start + steps.cumsum(0) - steps[0]
+    return int(columns[0, -1]) + 1
+
+
+def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) -> DecoderModel:
+    """Build a Qwen2 that turns its channels by three numbers, its weights not yet loaded.
+
+    Args:
+        config: of the checkpoint, the text's part in it.
+        settings: types, places and lengths.
+
+    Raises:
+        ValueError: the config asks for something that is not supported.
+    """
+    text = config.text_config
+
+    def read_config(text_config: PreTrainedConfig) -> DecoderConfig:
+        # Whether the head is the embedding is a matter of the whole, not of its text part.
+        tied = bool(config.tie_word_embeddings)
+        return replace(qwen2_config(text_config), tie_word_embeddings=tied)
+
+    sections = (text.rope_parameters or {}).get("mrope_section")
+    if sections is None:
+        raise ValueError(f"rope_parameters of {type(text).__name__} has no mrope_section")
+    make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
+    return build_decoder(read_config, text, settings, make_rotary=make_rotary)
 
 
 def build_qwen2_5_vl(checkpoint: Checkpoint, settings: ModelSettings) -> MultiAxisModel:

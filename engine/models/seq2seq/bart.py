@@ -14,13 +14,12 @@ from transformers.models.bart.modeling_bart import BartEncoder
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
-from engine.models.seq2seq.seq2seq import Seq2SeqModel
-from engine.models.seq2seq.seq2seq_config import FAIRSEQ_NAMES, Seq2SeqConfig
+from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel
 
-__all__ = ["FAMILY", "bart_config", "build_bart"]
+__all__ = ["FAMILY"]
 
 _NAMES = replace(
     FAIRSEQ_NAMES,

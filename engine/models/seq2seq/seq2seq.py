@@ -1,23 +1,354 @@
-"""The encoder-decoder for text out, whatever its encoder reads."""
+"""The encoder-decoder for text out, whatever its encoder reads.
+
+One layer of a text decoder that also attends to an encoder's output.
+
+::
+
+    x ──► self-attention ──► + ──► cross-attention ──► + ──► MLP ──► +
+                                        ▲
+    encoder's rows, in the step in which the encoder ran; from then on their keys and values
+    are in the pages
+
+Each part has a norm: before it, inside the residual branch, or after its result was added to the
+stream.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from engine.attention.step import AttentionStep
-from engine.layers import Linear
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.encoder_module import EncoderModule
-from engine.models.model_settings import ModelSettings
-from engine.models.seq2seq.seq2seq_config import RelativeBias, Seq2SeqConfig
-from engine.models.seq2seq.seq2seq_layer import Seq2SeqLayer, build_norm
+from engine.attention.layer import Attention, AttentionStep
+from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
+from engine.models.base import ModelSettings
+from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
+from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
-__all__ = ["RelativeBiasTable", "Seq2SeqModel", "relative_buckets"]
+__all__ = [
+    "FAIRSEQ_NAMES",
+    "RelativeBias",
+    "Seq2SeqConfig",
+    "Seq2SeqModel",
+    "Seq2SeqNames",
+    "Sublayer",
+    "relative_buckets",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """How a checkpoint names a part of a decoder layer and the norm that belongs to it.
+
+    Attributes:
+        part: what comes before the names of the part's own weights.
+        norm: likewise of the norm's.
+    """
+
+    part: str
+    norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqNames:
+    """How a family's checkpoints name the decoder's weights.
+
+    Attributes:
+        embeddings: under which of these the token embedding may be stored, the usual one first.
+        head: the head's matrix, stored where it is not the embedding.
+        encoder: prefix of the encoder's weights.
+        decoder: prefix of the decoder's weights.
+        layers: prefix of the layers' weights, under ``decoder``, up to the layer's number.
+        self_attention: inside a layer.
+        cross_attention: inside a layer.
+        mlp: inside a layer.
+        projections: of an attention: query, key, value and output.
+        mlp_projections: in the order in which the data passes; three where the MLP is gated.
+        embedding_norm: after the embeddings, under ``decoder``; None where there is none.
+        final_norm: after the layers, under ``decoder``; None where there is none.
+        logits_bias: added to the logits, stored by some checkpoints; None in other families.
+        ignored: names that checkpoints may hold although nothing needs them.
+    """
+
+    embeddings: tuple[str, ...]
+    head: str
+    encoder: str
+    decoder: str
+    layers: str
+    self_attention: Sublayer
+    cross_attention: Sublayer
+    mlp: Sublayer
+    projections: tuple[str, str, str, str]
+    mlp_projections: tuple[str, ...]
+    embedding_norm: str | None = None
+    final_norm: str | None = None
+    logits_bias: str | None = None
+    ignored: tuple[str, ...] = ()
+
+
+FAIRSEQ_NAMES = Seq2SeqNames(
+    embeddings=("model.decoder.embed_tokens.weight",),
+    head="lm_head.weight",
+    encoder="model.encoder.",
+    decoder="model.decoder.",
+    layers="layers.",
+    self_attention=Sublayer("self_attn.", "self_attn_layer_norm."),
+    cross_attention=Sublayer("encoder_attn.", "encoder_attn_layer_norm."),
+    mlp=Sublayer("", "final_layer_norm."),
+    projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+    mlp_projections=("fc1", "fc2"),
+)
+"""What the models that began in fairseq have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """Biases on the scores of decoder self-attention by how far back a key lies.
+
+    Attributes:
+        num_buckets: learned values per head. The first half are for one distance each, the
+            others for ranges that grow with the distance.
+        max_distance: all distances from here on share the last bucket.
+        name: of the table, under the first layer's self-attention.
+    """
+
+    num_buckets: int
+    max_distance: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqConfig:
+    """A Hugging Face config, normalised.
+
+    Attributes:
+        hidden_size: width of the decoder's stream and of the encoder's rows.
+        intermediate_size: width inside the decoder's MLP.
+        num_layers: of the decoder.
+        num_heads: of the decoder's attention, self and cross.
+        head_dim: channels per head.
+        vocab_size: rows of the embedding, and logits.
+        max_position_embeddings: the longest decoder sequence.
+        max_encoder_len: the longest encoder output.
+        activation: of the MLP, by transformers' name.
+        norm_eps: of every norm.
+        rms_norm: whether norms neither shift nor centre.
+        norm_first: whether a part's norm comes before it, or after its result was added.
+        projection_biases: names of the attention's projections that have biases.
+        mlp_bias: whether the MLP's projections have biases.
+        attention_scale: factor on the scores before the softmax.
+        embedding_scale: factor on the embeddings of tokens.
+        position_offset: row of the position table that position 0 takes; None: no such table.
+        relative_bias: positions by biases on the scores; None: not in this family.
+        hidden_scale: factor on hidden states before the head.
+        names: of the weights.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    max_encoder_len: int
+    activation: str
+    norm_eps: float
+    rms_norm: bool
+    norm_first: bool
+    projection_biases: tuple[str, ...]
+    mlp_bias: bool
+    attention_scale: float
+    names: Seq2SeqNames
+    embedding_scale: float = 1.0
+    position_offset: int | None = None
+    relative_bias: RelativeBias | None = None
+    hidden_scale: float = 1.0
+
+    @classmethod
+    def of_fairseq(
+        cls, config: PreTrainedConfig, max_positions: int, max_encoder_len: int, **others: Any
+    ) -> Seq2SeqConfig:
+        """Read what the models that began in fairseq name alike.
+
+        Args:
+            config: of one of them.
+            max_positions: the longest decoder sequence.
+            max_encoder_len: the longest encoder output.
+            **others: the fields that they differ in.
+        """
+        head_dim = config.d_model // config.decoder_attention_heads
+        return cls(
+            hidden_size=config.d_model,
+            intermediate_size=config.decoder_ffn_dim,
+            num_layers=config.decoder_layers,
+            num_heads=config.decoder_attention_heads,
+            head_dim=head_dim,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=max_positions,
+            max_encoder_len=max_encoder_len,
+            activation=config.activation_function,
+            norm_eps=1e-5,
+            rms_norm=False,
+            mlp_bias=True,
+            attention_scale=head_dim**-0.5,
+            **others,
+        )
+
+
+def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> LayerNorm | RMSNorm:
+    """A norm of the family's kind."""
+    options = settings.tensor_options
+    if config.rms_norm:
+        return RMSNorm(config.hidden_size, config.norm_eps, ops=settings.ops, **options)
+    return LayerNorm(config.hidden_size, config.norm_eps, **options)
+
+
+class DecoderAttention(nn.Module):
+    """What both attentions of a layer have.
+
+    Args:
+        layer_name: unique in the model.
+        config: widths, heads and names.
+        settings: types, places and the block size.
+    """
+
+    spec_type: type[AttentionSpec]
+
+    def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.inner_size = config.num_heads * config.head_dim
+        output, options = config.names.projections[-1], settings.tensor_options
+        bias = output in config.projection_biases
+        self.output = Linear(self.inner_size, {output: config.hidden_size}, bias=bias, **options)
+        page = (settings.block_size, config.num_heads, config.head_dim, settings.dtype)
+        self.attention = Attention(layer_name, self.spec_type(*page), config.attention_scale)
+
+    def projection(
+        self, names: Sequence[str], config: Seq2SeqConfig, settings: ModelSettings
+    ) -> Linear:
+        """The projections to heads that go by these names, in one product."""
+        sizes, options = dict.fromkeys(names, self.inner_size), settings.tensor_options
+        bias = [name for name in names if name in config.projection_biases]
+        return Linear(config.hidden_size, sizes, bias=bias, **options)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for module in self.children():
+            if isinstance(module, Linear):
+                yield from module.targets(prefix)
+
+
+class DecoderSelfAttention(DecoderAttention):
+    """Causal attention over the decoder's own tokens."""
+
+    spec_type = FullAttentionSpec
+
+    def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
+        super().__init__(layer_name, config, settings)
+        self.qkv = self.projection(config.names.projections[:3], config, settings)
+
+    def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
+        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
+
+        Args:
+            x: the tokens.
+            step: attention metadata of this step.
+            bias: ``(num_heads, distances)`` added to the scores; see :class:`Attention`.
+        """
+        qkv = self.qkv(x).view(x.shape[0], 3, self.num_heads, self.head_dim)
+        query, key, value = qkv.unbind(1)
+        attended = self.attention(query, key, value, step, bias=bias)
+        output: Tensor = self.output(attended.reshape(x.shape[0], -1))
+        return output
+
+
+class DecoderCrossAttention(DecoderAttention):
+    """Attention of the decoder's tokens to all of the encoder's rows."""
+
+    spec_type = CrossAttentionSpec
+
+    def __init__(self, layer_name: str, config: Seq2SeqConfig, settings: ModelSettings) -> None:
+        super().__init__(layer_name, config, settings)
+        query, key, value, _ = config.names.projections
+        self.query = self.projection([query], config, settings)
+        self.key_value = self.projection([key, value], config, settings)
+
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
+
+        Keys and values are made and written in the step in which the encoder ran, once.
+        """
+        query = self.query(x).view(x.shape[0], self.num_heads, self.head_dim)
+        key: Tensor | None = None
+        value: Tensor | None = None
+        if step.encoder_hidden_states is not None:
+            rows = self.key_value(step.encoder_hidden_states)
+            key, value = rows.view(rows.shape[0], 2, self.num_heads, self.head_dim).unbind(1)
+        attended = self.attention(query, key, value, step)
+        output: Tensor = self.output(attended.reshape(x.shape[0], -1))
+        return output
+
+
+class Seq2SeqLayer(nn.Module):
+    """Self-attention, cross-attention and MLP with their norms; see the module's picture."""
+
+    def __init__(self, index: int, config: Seq2SeqConfig, settings: ModelSettings) -> None:
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.names = config.names
+        name = f"decoder.layers.{index}"
+        self.self_attention = DecoderSelfAttention(f"{name}.self_attn", config, settings)
+        self.cross_attention = DecoderCrossAttention(f"{name}.cross_attn", config, settings)
+        self.mlp = _build_mlp(config, settings)
+        self.self_norm = build_norm(config, settings)
+        self.cross_norm = build_norm(config, settings)
+        self.mlp_norm = build_norm(config, settings)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        names = self.names
+        yield from self.self_attention.targets(f"{prefix}{names.self_attention.part}")
+        yield from self.cross_attention.targets(f"{prefix}{names.cross_attention.part}")
+        yield from self.mlp.targets(f"{prefix}{names.mlp.part}")
+        for sublayer, norm in (
+            (names.self_attention, self.self_norm),
+            (names.cross_attention, self.cross_norm),
+            (names.mlp, self.mlp_norm),
+        ):
+            for name, tensor in norm.state_dict().items():
+                yield f"{prefix}{sublayer.norm}{name}", tensor
+
+    def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
+        """Run the layer over ``(num_tokens, hidden_size)``; the result has the same shape."""
+        if self.norm_first:
+            x = x + self.self_attention(self.self_norm(x), step, bias)
+            x = x + self.cross_attention(self.cross_norm(x), step)
+            x = x + self.mlp(self.mlp_norm(x))
+            return x
+        x = self.self_norm(x + self.self_attention(x, step, bias))
+        x = self.cross_norm(x + self.cross_attention(x, step))
+        x = self.mlp_norm(x + self.mlp(x))
+        return x
+
+
+def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> GatedMLP | PlainMLP:
+    sizes = (config.hidden_size, config.intermediate_size, config.activation)
+    names, options = config.names.mlp_projections, settings.tensor_options
+    if len(names) == 3:
+        gate, up, down = names
+        return GatedMLP(
+            *sizes, bias=config.mlp_bias, names=(gate, up, down), ops=settings.ops, **options
+        )
+    first, second = names
+    return PlainMLP(*sizes, names=(first, second), bias=config.mlp_bias, **options)
 
 
 class Seq2SeqModel(EncoderDecoderModel):

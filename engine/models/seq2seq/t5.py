@@ -14,16 +14,20 @@ from transformers import PreTrainedConfig, T5Config
 from transformers.models.t5.modeling_t5 import T5Stack
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.decoder_prompt import DecoderPromptRule
-from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
+from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecoderPromptProcessor
 from engine.interface.prompts import EncoderPrompt
+from engine.models.base import ModelSettings
 from engine.models.encoder_module import TextEncoder
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
-from engine.models.seq2seq.seq2seq import Seq2SeqModel
-from engine.models.seq2seq.seq2seq_config import RelativeBias, Seq2SeqConfig, Seq2SeqNames, Sublayer
+from engine.models.seq2seq.seq2seq import (
+    RelativeBias,
+    Seq2SeqConfig,
+    Seq2SeqModel,
+    Seq2SeqNames,
+    Sublayer,
+)
 
-__all__ = ["FAMILY", "TRAINED_LENGTH", "T5PromptRule", "build_t5", "t5_config"]
+__all__ = ["FAMILY", "T5PromptRule"]
 
 _NAMES = Seq2SeqNames(
     embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),

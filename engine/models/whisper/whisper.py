@@ -17,16 +17,15 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.encoder_decoder_inputs import EncoderDecoderPromptProcessor
 from engine.inputs.encoder_inputs import AudioEncoderInputs
 from engine.inputs.prompt_processor import PromptSources
-from engine.media.spectrogram_extractor import load_extractor
+from engine.media.audio_samples import load_extractor
+from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.family import ModelFamily
-from engine.models.model_settings import ModelSettings
-from engine.models.seq2seq.seq2seq import Seq2SeqModel
-from engine.models.seq2seq.seq2seq_config import FAIRSEQ_NAMES, Seq2SeqConfig
+from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel
 from engine.models.whisper.whisper_prompt import WhisperPromptRule
 from engine.requests.encoder_input import EncoderInput
 
-__all__ = ["FAMILY", "SpeechEncoder", "build_whisper", "whisper_config"]
+__all__ = ["FAMILY"]
 
 _NAMES = replace(FAIRSEQ_NAMES, head="proj_out.weight", final_norm="layer_norm")
 _FEATURES = "input_features"

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
 
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from omni.commands.bench.measured_request import LoadTarget, Send
 from omni.requests.json_lines import read_json_lines
 from omni.requests.request_line import RequestLine

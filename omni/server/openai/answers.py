@@ -144,7 +144,7 @@ class TokenPlaces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> None:
-        from engine.text.detokenizer import IncrementalDetokenizer  # as above
+        from engine.text.stop_checker import IncrementalDetokenizer  # as above
 
         self._texts = texts
         self._written = IncrementalDetokenizer(tokenizer)

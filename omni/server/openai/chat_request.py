@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, decoded, fetched
 from omni.server.serving.url_fetcher import UrlFetcher

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine import ChatPrompt, Waveform
-from engine.media.resampler import Resampler
+from engine.media.sound_file import Resampler
 from omni.server.openai.chat_request import StageFields, merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import PipelineResponse

@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from engine import AudioPrompt, AudioTask, ExplicitEncoderDecoderPrompt
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import stated_duration
 from omni.server.openai.answers import as_json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from engine.interface.placed_error import PlacedError
-from engine.interface.schema_error import dotted, explain_validation_error, place_of
+from engine.interface.settings import dotted, explain_validation_error, place_of
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
 

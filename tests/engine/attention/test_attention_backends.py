@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from engine.attention.backend import LayerCall
+from engine.attention.metadata import Scoring
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
-from engine.attention.scoring import Scoring
 from engine.attention.torch_backend import bucket_by_length
 from tests.support.attention_steps import BOUNDS, NUM_LAYERS, SHAPES, Bounds, run_steps
 from tests.support.materialised_xformers import MaterialisedXformers

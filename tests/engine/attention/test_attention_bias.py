@@ -14,11 +14,10 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.attention.backend import LayerCall
-from engine.attention.layer import Attention
+from engine.attention.layer import Attention, AttentionStep
+from engine.attention.metadata import Scoring, bias_at, bias_of_tile
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
-from engine.attention.scoring import Scoring, bias_at, bias_of_tile
-from engine.attention.step import AttentionStep
 from prefix_cache import FullAttentionSpec
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
 from tests.support.examples import examples

@@ -20,12 +20,10 @@ from transformers.masking_utils import (
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from engine.attention.backend import LayerCall
-from engine.attention.query_tiles import QueryTile, TileMask, lay_out_prefill
+from engine.attention.metadata import Scoring, chunk_bounds, first_visible
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
-from engine.attention.scoring import Scoring
-from engine.attention.torch_backend import TorchBackend
-from engine.attention.visibility import chunk_bounds, first_visible
+from engine.attention.torch_backend import QueryTile, TileMask, TorchBackend, lay_out_prefill
 from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
 from tests.support.examples import examples
 from tests.support.native_kernels import needs_kernels

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.backend import LayerCall
-from engine.attention.layer import Attention
+from engine.attention.layer import Attention, AttentionStep
+from engine.attention.metadata import Scoring
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
-from engine.attention.scoring import Scoring
-from engine.attention.step import AttentionStep
 from prefix_cache import CrossAttentionSpec
 from tests.support.cross_steps import CrossShape, assert_steps_equal_brute_force
 from tests.support.examples import examples

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.reference import visibility_mask
-from engine.attention.xformers_masks import (
+from engine.attention.xformers_backend import (
     decode_bias,
     prefill_bias,
     prefill_slots,

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.backend import AttentionBackend, LayerCall
+from engine.attention.metadata import Scoring
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
-from engine.attention.scoring import Scoring
-from engine.layers.packed_layout import Chunks
-from engine.layers.ssd_scan import SsdInputs, ssd_scan
+from engine.layers.mamba2 import SsdInputs, ssd_scan
+from engine.layers.recurrent_mixer import Chunks
 from tests.support.attention_steps import BOUNDS, Bounds, Shape
 from tests.support.examples import examples
 from tests.support.native_kernels import needs_kernels

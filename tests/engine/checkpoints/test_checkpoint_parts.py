@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from engine import EngineConfig, LLMEngine
 from engine.checkpoints import weight_files
 from engine.generator.generator_engine import GeneratorEngine
-from engine.interface.generator_config import GeneratorConfig
+from engine.interface.config import GeneratorConfig
 from engine.models.model_loader import open_checkpoint
 
 PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}

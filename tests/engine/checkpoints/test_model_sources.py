@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.checkpoints import model_sources
-from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.model_sources import ENTRY_POINTS, folder_of_source
+from engine.checkpoints import checkpoint
+from engine.checkpoints.checkpoint import ENTRY_POINTS, Checkpoint, folder_of_source
 from omni import AutoregressiveStage, Omni, Pipeline
 
 LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 32}
@@ -20,7 +19,7 @@ LIMITS: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 32
 def bring(monkeypatch: pytest.MonkeyPatch, **objects: str) -> None:
     """Install packages that bring names of models."""
     found = EntryPoints(EntryPoint(name, value, ENTRY_POINTS) for name, value in objects.items())
-    monkeypatch.setattr(model_sources, "entry_points", lambda **chosen: found.select(**chosen))
+    monkeypatch.setattr(checkpoint, "entry_points", lambda **chosen: found.select(**chosen))
 
 
 def locate(reference: str) -> str:

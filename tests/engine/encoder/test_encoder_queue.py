@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.encoder.encoder_queue import EncoderQueue
-from engine.encoder.encoder_request import EncoderRequest
+from engine.encoder.encoder_engine import EncoderQueue, EncoderRequest
 from prefix_cache import whole_input_hash
 
 MAX_SEQS = 3

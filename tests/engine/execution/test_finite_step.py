@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.execution.finite_step import FilledPage, PageContents
+from engine.execution.model_runner import FilledPage, PageContents
 from prefix_cache import (
     CrossAttentionSpec,
     FullAttentionSpec,

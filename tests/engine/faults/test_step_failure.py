@@ -17,11 +17,10 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.execution.input_batch import InputBatch
-from engine.execution.model_inputs import ModelInputs
+from engine.execution.input_batch import InputBatch, ModelInputs
 from engine.execution.model_runner import ModelRunner
 from engine.interface.engine import NewRequest
-from engine.models.qwen2_5_vl.qwen2_5_vision import ImageTower
+from engine.models.qwen2_5_vl.qwen2_5_vl import ImageTower
 from tests.support.faults import Faults
 from tests.support.pictures import picture
 from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.folder_bounds import file_inside
+from engine.files.json_file import file_inside
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.generator.generator_request import GeneratorRequest, WindowSizes
-from engine.generator.window_gathering import WindowGathering
+from engine.generator.generator_engine import GeneratorRequest, WindowGathering, WindowSizes
 from tests.support.examples import examples
 
 SIZES = WindowSizes(first=4, chunk=8, left=2, right=2)

@@ -12,8 +12,7 @@ from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
 from engine.inputs.encoder_inputs import AudioEncoderInputs
-from engine.media.audio_samples import SampleReader
-from engine.media.spectrogram_extractor import load_extractor
+from engine.media.audio_samples import SampleReader, load_extractor
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000

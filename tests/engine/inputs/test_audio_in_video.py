@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2_5OmniProcessor
 
-from engine.inputs.audio_in_video import AudioInVideo
-from engine.requests.multimodal_input import MultiModalInput
+from engine.inputs.multimodal_inputs import AudioInVideo
+from engine.requests.encoder_input import MultiModalInput
 
 WAY = AudioInVideo(begin_id=1, end_id=2, places_per_chunk=50)
 

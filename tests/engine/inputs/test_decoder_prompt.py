@@ -27,7 +27,7 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.inputs.decoder_prompt import DecoderPromptRule
+from engine.inputs.encoder_decoder_inputs import DecoderPromptRule
 from engine.inputs.fit_check import InputLimits
 from engine.models.seq2seq.t5 import T5PromptRule
 from engine.models.whisper.whisper_prompt import WhisperPromptRule

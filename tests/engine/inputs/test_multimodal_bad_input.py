@@ -19,10 +19,10 @@ from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, Sampling
 from engine.inputs.fit_check import InputLimits
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptSources
+from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
-from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
-from engine.requests.multimodal_input import Modality
+from engine.requests.encoder_input import Modality
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
 from tests.support.thinker_reference import Talk, ThinkerReference, clip, tone
@@ -362,7 +362,7 @@ def test_items_beyond_every_budget_take_turns(
 def test_a_tower_that_fails_leaves_nothing_behind(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.models.qwen2_5_omni.audio_tower import AudioTower
+    from engine.models.qwen2_5_omni.thinker import AudioTower
 
     def fail(tower: AudioTower, inputs: object) -> None:
         raise RuntimeError("out of memory")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.interface.schema_error import explain_validation_error
+from engine.interface.settings import explain_validation_error
 
 
 class Wheel(BaseModel):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
-from engine.layers.fused_state_update import fused_state_update
+from engine.layers.recurrent_mixer import fused_state_update
 
 PROMPTS = [TokensPrompt(tuple(range(20, 20 + n))) for n in (3, 11, 30)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -15,9 +15,8 @@ from transformers import BambaConfig, JambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
 
+from engine.attention.layer import AttentionStep, StateLayer
 from engine.attention.metadata import StateMetadata
-from engine.attention.state_layer import StateLayer
-from engine.attention.step import AttentionStep
 from engine.layers import (
     Mamba2Config,
     Mamba2Mixer,
@@ -26,9 +25,8 @@ from engine.layers import (
     PackedLayout,
     SparseMoE,
 )
-from engine.layers.causal_conv import CausalConv
-from engine.layers.packed_layout import Chunks, TimeOrder
-from engine.layers.ssd_scan import SsdInputs, ssd_scan
+from engine.layers.mamba2 import SsdInputs, ssd_scan
+from engine.layers.recurrent_mixer import CausalConv, Chunks, TimeOrder
 from prefix_cache import MambaSpec, StateTensor
 from tests.support.examples import examples
 

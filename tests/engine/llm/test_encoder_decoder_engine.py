@@ -28,7 +28,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.encoder_module import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
 from tests.support.encoder_decoder_requests import (
     Case,

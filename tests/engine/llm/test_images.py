@@ -24,7 +24,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.models.multimodal import MultiModalModel
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import SchedulerOutput
 from prefix_cache import EncoderCacheStats

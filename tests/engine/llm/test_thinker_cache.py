@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.requests.multimodal_input import Modality
+from engine.requests.encoder_input import Modality
 from prefix_cache import EncoderCacheStats
 from tests.support.examples import examples
 from tests.support.pictures import picture

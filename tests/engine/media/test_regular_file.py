@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.media.regular_file import open_regular_file, regular_file
+from engine.media.media_source import open_regular_file, regular_file
 
 BOTH = [regular_file, lambda *args, **limits: open_regular_file(*args, **limits).close()]
 Check = Callable[..., object]

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engine.checkpoints.quiet_transformers import hidden_progress_bars, quiet_config_log
+from engine.models.base import ModelSettings
 from engine.models.model_loader import is_supported, load_generator, load_model, open_checkpoint
-from engine.models.model_settings import ModelSettings
 from tests.support.published_layout import publish
 
 OMNI = "qwen2_5_omni"

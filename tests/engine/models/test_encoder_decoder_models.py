@@ -18,10 +18,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import LayerOps, NativeLayerOps
-from engine.models.encoder_decoder import EncoderDecoderModel
+from engine.models.base import ModelSettings
+from engine.models.encoder_module import EncoderDecoderModel
 from engine.models.mllama.mllama import MllamaModel
 from engine.models.model_loader import find_family, load_model
-from engine.models.model_settings import ModelSettings
 from engine.models.seq2seq.seq2seq import relative_buckets
 from engine.native import load_kernels
 from engine.requests.encoder_input import EncoderInput, EncoderView

@@ -9,8 +9,8 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniToken2WavBigVGANModel,
 )
 
+from engine.models.base import ModelSettings
 from engine.models.encoder_module import build_empty, make_unplaced, place
-from engine.models.model_settings import ModelSettings
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

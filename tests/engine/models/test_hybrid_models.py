@@ -19,9 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import NativeLayerOps
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import load_model
-from engine.models.model_settings import ModelSettings
 from engine.native import load_kernels
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import FullAttentionSpec, MambaSpec

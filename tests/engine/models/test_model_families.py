@@ -45,7 +45,7 @@ from engine import (
 )
 from engine.models.decoders.decoder_config import LayerKind
 from engine.models.registry import FAMILIES, FamilyRegistry
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64)

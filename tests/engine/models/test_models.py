@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import load_model
-from engine.models.model_settings import ModelSettings
 from engine.models.registry import FAMILIES
 from omni.seeded.language_models import build_causal_lm
 from tests.support.packed_model import run_packed

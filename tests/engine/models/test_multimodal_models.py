@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.models.base import ModelSettings
 from engine.models.model_loader import find_family, load_model
-from engine.models.model_settings import ModelSettings
 from engine.models.multimodal import MultiModalModel
-from engine.requests.multimodal_input import MultiModalInput
+from engine.requests.encoder_input import MultiModalInput
 from omni.seeded.multimodal import build_llava, build_qwen2_5_vl
 from tests.support.encoder_decoder_reference import assert_greedy_choices
 from tests.support.greedy_reference import GreedyAnswer, assert_greedy

@@ -13,9 +13,9 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 
 from engine import GenerationParams
-from engine.models.generator_model import CodeChunk
+from engine.models.base import CodeChunk
 from engine.models.model_loader import load_generator, open_checkpoint
-from engine.models.qwen2_5_omni.native_snake import NativeSnake, use_native_snakes
+from engine.models.qwen2_5_omni.code2wav import NativeSnake, use_native_snakes
 from engine.native import load_kernels
 from tests.support.native_kernels import needs_kernels
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.models.qwen2_5_omni.neighbour_attention import neighbour_attention
+from engine.models.qwen2_5_omni.code2wav import neighbour_attention
 
 
 @given(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import engine.native as native
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.layers import LayerOps, NativeLayerOps
-from engine.layers.packed_weight import OneDnnWeight
+from engine.layers.layer_ops import OneDnnWeight
 from engine.native import NativeBuildError, NativeKernels, PagedSpans, load_kernels
-from engine.native.build import compile_kernels
+from engine.native.kernels import compile_kernels
 from tests.support.native_kernels import needs_compiler, needs_kernels
 
 WIDTHS = [1, 7, 16, 33, 768]
@@ -186,9 +186,9 @@ def test_there_is_one_pool_of_threads():
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is tested what is built when, how fast the kernels are does not matter."""
-    flags = tuple("-O0" if flag == "-O3" else flag for flag in native.build._FLAGS)
-    assert flags != native.build._FLAGS
-    monkeypatch.setattr(native.build, "_FLAGS", flags)
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in native.kernels._FLAGS)
+    assert flags != native.kernels._FLAGS
+    monkeypatch.setattr(native.kernels, "_FLAGS", flags)
 
 
 @needs_compiler
@@ -202,8 +202,8 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
     assert compile_kernels() == first
     assert first.stat().st_mtime_ns == built
     changed = tmp_path / "kernels.c"
-    changed.write_bytes(native.build.SOURCES[0].read_bytes() + b"\n")
-    monkeypatch.setattr(native.build, "SOURCES", (changed, *native.build.SOURCES[1:]))
+    changed.write_bytes(native.kernels.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(native.kernels, "SOURCES", (changed, *native.kernels.SOURCES[1:]))
     assert compile_kernels() != first
     assert len(list((tmp_path / "native").glob("*/kernels.so"))) == 2
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.native import load_kernels
-from engine.native.build import compile_kernels, find_compiler
+from engine.native.kernels import compile_kernels, find_compiler
 from tests.support.import_graph import ROOT
 from tests.support.native_kernels import needs_kernels
 from tests.support.patience import PATIENCE_S

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from engine import EngineConfig, LLMEngine, SamplingParams, TextPrompt
-from engine.requests.prompt_positions import PromptPositions
+from engine.requests.encoder_input import PromptPositions
 from tests.support.pictures import PLACEHOLDER, picture
 
 NUM_TOKENS = 12

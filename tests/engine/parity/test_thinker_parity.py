@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
-from engine.models.model_settings import ModelSettings
 from tests.support.greedy_reference import NEAR_TIE
 from tests.support.pictures import picture
 from tests.support.thinker_reference import (

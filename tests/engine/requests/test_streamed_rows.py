@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.requests.content_spans import position_spans
-from engine.requests.prompt_positions import PromptPositions
-from engine.requests.streamed_rows import StreamedRows
+from engine.requests.encoder_input import PromptPositions, StreamedRows, position_spans
 
 ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 FILLER = torch.tensor([7.0, 8.0, 9.0])

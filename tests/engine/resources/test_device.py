@@ -97,7 +97,7 @@ def test_every_model_runs_inside_its_device(
     for user in (
         "engine.execution.model_runner",
         "engine.encoder.encoder_model",
-        "engine.encoder.pooling",
+        "engine.encoder.sentence_layout",
         "engine.generator.generator_engine",
     ):
         monkeypatch.setattr(f"{user}.on_device", recorded)

@@ -10,7 +10,7 @@ import pytest
 # Frees and asks again for 20 MiB, as a prefill's activations are; counts page faults of the second.
 SCRIPT = """
 import ctypes, resource, sys
-from engine.resources.malloc_thresholds import keep_freed_memory
+from engine.resources.device import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]

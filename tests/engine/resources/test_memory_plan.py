@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from engine import EngineConfig, LLMEngine
-from engine.resources.byte_sizes import format_bytes
-from engine.resources.kv_cache_report import report_kv_cache
-from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory
+from engine.resources.memory_plan import (
+    MemoryPlan,
+    ModelNeeds,
+    format_bytes,
+    plan_memory,
+    report_kv_cache,
+)
 from prefix_cache import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -50,7 +54,7 @@ def planned(
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     told = SimpleNamespace(available=num_bytes)
-    monkeypatch.setattr("engine.resources.free_memory.psutil.virtual_memory", lambda: told)
+    monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: told)
 
 
 def test_one_full_attention_group_is_told_in_blocks_and_tokens() -> None:

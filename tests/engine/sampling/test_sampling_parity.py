@@ -23,9 +23,8 @@ from transformers import (
 )
 
 from engine import SamplingParams
-from engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
+from engine.sampling.sampler import apply_biases, apply_masks, apply_penalties, shape_distribution
 from engine.sampling.sampling_state import SamplingState
-from engine.sampling.token_draw import shape_distribution
 from tests.support.examples import examples
 
 EOS = 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.requests.request import Request
-from engine.scheduling.waiting_queue import WaitingQueue, _Branch
+from engine.scheduling.request_queues import WaitingQueue, _Branch
 from prefix_cache import BlockHash
 from tests.support.examples import examples
 

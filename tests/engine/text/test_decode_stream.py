@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.stop_checker import IncrementalDetokenizer
 from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.stop_checker import IncrementalDetokenizer
 from tests.support.examples import examples
 from tests.support.tokenizers import TOKENIZERS, byte_level, llama_style, word_piece
 

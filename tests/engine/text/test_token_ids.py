@@ -16,11 +16,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from engine.text import written_patterns
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text import tokenizer as tokenizer_module
+from engine.text.stop_checker import IncrementalDetokenizer
 from engine.text.token_ids import token_ids
-from engine.text.tokenizer import PanicsAsErrors, load_tokenizer, tokenizers_turn
-from engine.text.written_patterns import doubtful_patterns, patterns_of_decoder
+from engine.text.tokenizer import (
+    PanicsAsErrors,
+    doubtful_patterns,
+    load_tokenizer,
+    patterns_of_decoder,
+    tokenizers_turn,
+)
 from tests.support.tokenizers import TOKENIZERS, byte_level
 
 CUBIC, EXPONENTIAL = "a*a*[cd]", "(a|aa)+c"
@@ -41,7 +46,7 @@ PUBLISHED = [
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
-    written_patterns._O200K,
+    tokenizer_module._O200K,
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig
-from engine.interface.generator_config import GenerationParams, GeneratorConfig
+from engine.interface.config import GenerationParams, GeneratorConfig
 from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import AutoregressiveStageConfig, GeneratorStageConfig

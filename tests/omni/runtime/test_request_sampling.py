@@ -9,7 +9,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.interface.placed_error import PlacedError
-from engine.interface.schema_error import dotted
+from engine.interface.settings import dotted
 from omni import Omni, OmniRequest
 from omni.runtime.orchestrator import Orchestrator
 from tests.support.fake_stage import FakeStage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefix_cache.layer_types.chunk_stops import ChunkStops
+from prefix_cache.layer_types.coordinator import ChunkStops
 
 
 def chunks(stops: ChunkStops, total: int, budget: int, start: int = 0) -> list[int]:

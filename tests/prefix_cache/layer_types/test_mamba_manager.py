@@ -52,7 +52,7 @@ class Recurrence:
         return end
 
     def run(self, request_id: str, token_ids: list[int], start: int, end: int) -> None:
-        """Read one page, write one page, then publish: as engine.attention.state_layer says."""
+        """Read one page, write one page, then publish: as engine.attention.layer says."""
         table = self.manager.block_ids(request_id, STATES)
         state: tuple[int, ...] = ()
         if start:
