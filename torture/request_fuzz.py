@@ -21,8 +21,7 @@ from importlib import resources
 from pathlib import Path
 from random import Random
 
-from engine.text.chat_template import render_chat
-from engine.text.template_process import TemplateLimits
+from engine.text.chat_template import TemplateLimits, render_chat
 from omni import EngineConfig, Omni, OmniRequest, Pipeline, SamplingParams
 from omni.documents.document_error import ConfigError
 from omni.pipelines.config_file import shipped_configs

@@ -26,9 +26,8 @@ from engine.interface.prompts import (
     TextPrompt,
     TokensPrompt,
 )
-from engine.text.chat_template import render_chat
-from engine.text.template_process import TemplateLimits
-from engine.text.token_ids import token_ids
+from engine.text.chat_template import TemplateLimits, render_chat
+from engine.text.tokenizer import token_ids
 
 __all__ = [
     "WrittenPrompt",

@@ -1,20 +1,23 @@
-"""Processes that do jobs of strangers' making, where they can be stopped."""
+"""Processes that run what checkpoints bring, where it can be stopped: see ``job_worker.py``."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from engine.interface.ownership import renew_in_forks
 
-__all__ = ["JobProcess", "JobProcesses"]
+__all__ = ["JobProcesses"]
 
 # Kept for the next job; more are started while more are asked for at once.
 _MOST_IDLE = 2
@@ -23,29 +26,30 @@ _MOST_IDLE = 2
 _WALL_FACTOR, _WALL_SECONDS = 20, 60.0
 
 
-class JobProcess:
+_WORKER = Path(__file__).with_name("job_worker.py")
+_PACKAGES = ("jinja2", "tokenizers")
+
+
+class _JobProcess:
     """One process; one job at a time.
 
     Args:
-        command: the program and its arguments.
+        first: a line that it reads before its first job, or nothing.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, first: bytes) -> None:
+        found = [find_spec(name) for name in _PACKAGES]
+        places = {str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin}
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-I", str(_WORKER), *places],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # signals of the terminal are not for it
         )
-
-    def send(self, line: bytes) -> None:
-        """Have it read a line before its first job."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-        except BrokenPipeError:  # it has ended; asking for the first job tells so
-            return
+        with suppress(BrokenPipeError):  # it has ended; asking for the first job says so
+            self._process.stdin.write(first)
 
     def ask(self, job: bytes, wall_seconds: float) -> dict[str, Any] | None:
         """The answer to a line of JSON; None if the process ended over it."""
@@ -92,11 +96,16 @@ class JobProcess:
         self._process.returncode = 0
 
 
-class JobProcesses(ABC):
-    """Starts processes as they are needed and keeps some. May be used from several threads."""
+class JobProcesses:
+    """Starts processes as they are needed and keeps some. May be used from several threads.
 
-    def __init__(self) -> None:
-        self._idle: list[JobProcess] = []
+    Args:
+        first: a line of JSON that each reads before its first job, or nothing.
+    """
+
+    def __init__(self, first: bytes = b"") -> None:
+        self._first = first
+        self._idle: list[_JobProcess] = []
         self._pid = os.getpid()
         self.renew_locks()
         renew_in_forks(self)
@@ -107,23 +116,24 @@ class JobProcesses(ABC):
         """See :class:`~engine.interface.ownership.Renewable`."""
         self._lock = threading.Lock()
 
-    @abstractmethod
-    def start(self) -> JobProcess:
-        """A new process, ready for a job."""
-
-    def ask(self, job: bytes, seconds: float) -> dict[str, Any] | int:
+    def ask(self, job: bytes, seconds: float) -> dict[str, Any] | str:
         """Have a job done.
 
         Args:
-            job: a line.
+            job: a line of JSON.
             seconds: of CPU time, to which the process is to limit itself.
 
         Returns:
-            The answer; or the exit status of the process, if it ended over it.
+            The answer; or, if the process ended over it, ``"seconds"`` where it took too many,
+            and its exit status elsewhere.
         """
         with self._borrowed() as process:
             answer = process.ask(job, _WALL_FACTOR * seconds + _WALL_SECONDS)
-            return process.close() if answer is None else answer
+            if answer is not None:
+                return answer
+            status = process.close()
+        took_too_long = hasattr(signal, "SIGPROF") and status == -signal.SIGPROF
+        return "seconds" if took_too_long else str(status)
 
     def close(self) -> None:
         """End the processes that are kept; more are started when they are needed."""
@@ -135,13 +145,13 @@ class JobProcesses(ABC):
             process.close()
 
     @contextmanager
-    def _borrowed(self) -> Iterator[JobProcess]:
+    def _borrowed(self) -> Iterator[_JobProcess]:
         with self._lock:
             self._forget_of_others()
             self._idle[:] = [each for each in self._idle if each.is_running]
             process = self._idle.pop() if self._idle else None
         if process is None:
-            process = self.start()
+            process = _JobProcess(self._first)
         try:
             yield process
         except BaseException:
@@ -163,7 +173,7 @@ class JobProcesses(ABC):
             self._idle.clear()
 
 
-def _end(idle: list[JobProcess], pid: int) -> None:
+def _end(idle: list[_JobProcess], pid: int) -> None:
     if pid == os.getpid():
         for process in idle:
             process.close()

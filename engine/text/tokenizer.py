@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import (
     AutoTokenizer,
@@ -25,6 +26,7 @@ from transformers import (
 
 from engine.interface.ownership import turn_of
 from engine.text.chat_template import processor_chat_template
+from engine.text.job_processes import JobProcesses
 
 __all__ = [
     "PanicsAsErrors",
@@ -34,6 +36,7 @@ __all__ = [
     "load_tokenizer",
     "max_prompt_chars",
     "patterns_of_decoder",
+    "token_ids",
     "tokenizers_turn",
 ]
 
@@ -280,3 +283,82 @@ def eos_token_ids(
         if named:
             return frozenset(int(token_id) for token_id in named)
     return frozenset()
+
+
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool, seconds: float
+) -> list[int]:
+    """Tokenize a text.
+
+    Where the tokenizer cuts it by patterns that are not known to be harmless, that happens in a
+    process of its own, which can be stopped.
+
+    Args:
+        tokenizer: of the checkpoint.
+        text: what to tokenize.
+        add_special_tokens: whether to add those that the tokenizer begins and ends a text with.
+        seconds: of CPU time that such a process may take.
+
+    Raises:
+        ValueError: the tokenizer cannot take it, or took longer.
+    """
+    processes = _processes_of(tokenizer)
+    if processes is not None:
+        return processes.token_ids(text, add_special_tokens, seconds)
+    with tokenizers_turn(tokenizer):
+        # Not verbose: it would warn of what is too long, which the caller cuts or refuses.
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+            "input_ids"
+        ]
+    return ids
+
+
+class _TokenizerProcesses(JobProcesses):
+    """Tokenizes by one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, patterns: tuple[str, ...]) -> None:
+        first = {
+            "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "splits_special_tokens": tokenizer.split_special_tokens,
+        }
+        super().__init__(json.dumps(first).encode() + b"\n")
+        self._pattern = patterns[0][:80]
+
+    def token_ids(self, text: str, adds_special: bool, seconds: float) -> list[int]:
+        """See :func:`token_ids`."""
+        job = {"text": text, "adds_special": adds_special, "seconds": seconds}
+        answer = self.ask(json.dumps(job).encode() + b"\n", seconds)
+        if isinstance(answer, dict) and "ids" in answer:
+            ids: list[int] = answer["ids"]
+            return ids
+        if isinstance(answer, dict):
+            raise ValueError(f"the checkpoint's tokenizer cannot take this: {answer['error']}")
+        if answer == "seconds":
+            raise ValueError(
+                f"the checkpoint's tokenizer took more than {seconds:.3g} s of CPU time for "
+                f"{len(text)} characters, which it cuts by patterns such as {self._pattern!r}; if "
+                "it is to be trusted, raise engine.limits.tokenizer_seconds"
+            )
+        raise ValueError(
+            f"the process of the checkpoint's tokenizer ended with status {answer} over "
+            f"{len(text)} characters"
+        )
+
+
+_PROCESSES: WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerProcesses | None] = (
+    WeakKeyDictionary()
+)
+
+
+def _processes_of(tokenizer: PreTrainedTokenizerBase) -> _TokenizerProcesses | None:
+    """None for a tokenizer that is harmless.
+
+    One whose class does more than the library is, or is trusted, as it was loaded.
+    """
+    if tokenizer not in _PROCESSES:
+        may_be_sent = encodes_as_the_library(tokenizer)
+        patterns = doubtful_patterns(tokenizer) if may_be_sent else ()
+        made = _TokenizerProcesses(tokenizer, patterns) if patterns else None
+        # Another thread may have been first; its processes are then the ones.
+        _PROCESSES.setdefault(tokenizer, made)
+    return _PROCESSES[tokenizer]

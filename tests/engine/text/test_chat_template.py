@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.chat_template import _as_shown, render_chat
-from engine.text.template_process import TemplateLimitError, TemplateLimits, TemplateProcesses
+from engine.text.chat_template import (
+    TemplateLimitError,
+    TemplateLimits,
+    TemplateProcesses,
+    _as_shown,
+    render_chat,
+)
 from engine.text.tokenizer import load_tokenizer
 from tests.support.tokenizers import byte_level
 

@@ -18,12 +18,12 @@ from transformers import (
 
 from engine.text import tokenizer as tokenizer_module
 from engine.text.stop_checker import IncrementalDetokenizer
-from engine.text.token_ids import token_ids
 from engine.text.tokenizer import (
     PanicsAsErrors,
     doubtful_patterns,
     load_tokenizer,
     patterns_of_decoder,
+    token_ids,
     tokenizers_turn,
 )
 from tests.support.tokenizers import TOKENIZERS, byte_level

@@ -1,9 +1,10 @@
-"""The program of the process in which chat templates run: jobs in, texts out, a line of JSON each.
+"""The program of processes that run what checkpoints bring: chat templates, tokenizers' patterns.
 
-It is run by its path, with Python isolated, and imports jinja2 and no package of this project: it
-starts quickly, and what a template could get hold of is little. Templates see what transformers
-shows them: its filter ``tojson``, ``raise_exception``, ``strftime_now``, loop controls and the tag
-``generation``, in jinja2's sandbox.
+Jobs in, answers out, a line of JSON each. It is run by its path, with Python isolated, and imports
+jinja2 or the ``tokenizers`` library and no package of this project: it starts quickly, and what a
+template could get hold of is little. Templates see what transformers shows them: its filter
+``tojson``, ``raise_exception``, ``strftime_now``, loop controls and the tag ``generation``, in
+jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-# Where jinja2 is, if not where an isolated Python looks.
+# Where the packages are, if not where an isolated Python looks.
 sys.path.extend(sys.argv[1:])
 
 from jinja2 import Template, TemplateError, nodes
@@ -27,7 +28,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-__all__ = ["main", "render"]
+__all__ = ["main"]
 
 
 class _GenerationTag(Extension):
@@ -66,27 +67,20 @@ class _PlainDict:
         return dict.fromkeys(*args)
 
 
-def render(
-    template: str, values: Mapping[str, Any], max_chars: int
-) -> tuple[str | None, str | None]:
-    """Render a template.
-
-    Returns:
-        The text; or None, and the limit that it went beyond.
-
-    Raises:
-        Exception: whatever the template raises.
-    """
+def _render(job: Mapping[str, Any]) -> dict[str, Any]:
     pieces, num_chars = [], 0
     try:
-        for piece in _compiled(template).generate(**values):
+        for piece in _compiled(job["template"]).generate(**job["values"]):
             num_chars += len(piece)
-            if num_chars > max_chars:
-                return None, "characters"
+            if num_chars > job["chars"]:
+                return {"beyond": "characters"}
             pieces.append(piece)
-        return "".join(pieces), None
+        return {"text": "".join(pieces)}
     except MemoryError:
-        return None, "memory"
+        return {"beyond": "memory"}
+    except Exception as error:  # a template is a program, the checkpoint's author's
+        message = str(error) or type(error).__name__
+        return {"error": message[:2000], "refused": isinstance(error, TemplateError)}
 
 
 def main() -> None:
@@ -94,26 +88,37 @@ def main() -> None:
     if hasattr(signal, "SIGINT"):
         # The terminal's interrupt is for the process that asks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenizer = None
     for line in sys.stdin.buffer:
         job = json.loads(line)
-        _limit_memory(job["bytes"])
+        if "tokenizer" in job:  # the first line; all others are texts for it
+            tokenizer = _load_tokenizer(job)
+            continue
+        if "bytes" in job:
+            _limit_memory(job["bytes"])
         started = time.process_time()
         # Its signal ends this process, wherever it is; the one that asks takes note.
         _limit_time(job["seconds"])
-        answer = _answer(job)
+        answer = _render(job) if tokenizer is None else _tokenize(tokenizer, job)
         _limit_time(0.0)
         answer["seconds"] = time.process_time() - started
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
+def _load_tokenizer(job: Mapping[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(job["tokenizer"])
+    tokenizer.encode_special_tokens = job["splits_special_tokens"]
+    return tokenizer
+
+
+def _tokenize(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        text, beyond = render(job["template"], job["values"], job["chars"])
-    except Exception as error:  # a template is a program, the checkpoint's author's
-        message = str(error) or type(error).__name__
-        return {"error": message[:2000], "refused": isinstance(error, TemplateError)}
-    return {"text": text} if beyond is None else {"beyond": beyond}
+        return {"ids": tokenizer.encode(job["text"], add_special_tokens=job["adds_special"]).ids}
+    except BaseException as error:  # the library's panics are no Exception
+        return {"error": (str(error) or type(error).__name__)[:2000]}
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.template_process import (
+from engine.text.chat_template import (
     TemplateLimitError,
     TemplateLimits,
     TemplateProcesses,
