@@ -25,8 +25,13 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from engine.checkpoints.config_file import CONFIG_FILE, load_config, read_config_file
-from engine.checkpoints.folder_files import check_files, load_generation_config
+from engine.checkpoints.config_checks import check_files
+from engine.checkpoints.config_file import (
+    CONFIG_FILE,
+    load_config,
+    load_generation_config,
+    read_config_file,
+)
 from engine.checkpoints.weight_files import WeightFiles, listed
 
 __all__ = ["ENTRY_POINTS", "Checkpoint", "CheckpointPart", "folder_of_source"]
