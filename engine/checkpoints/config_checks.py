@@ -280,7 +280,7 @@ def _check_field(place: str, field: dataclasses.Field[Any], value: Any) -> None:
     elif any(names.fullmatch(name) for names, _, _ in _FIELDS):
         _check(place, name, value, _FIELDS)
     # The class's own value says which of these are whole, and which may be 0.
-    elif value != "auto" and (least := _least(default)) is not None:
+    elif value != "auto" and not isinstance(value, bool) and (least := _least(default)) is not None:
         # A list of layers holds their places, from 0.
         is_places = isinstance(value, list) and name.endswith("layers")
         _check(place, name, value, (_whole(_COUNT_NAMES, 0 if is_places else least, _MOST),))
