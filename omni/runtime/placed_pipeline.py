@@ -26,10 +26,9 @@ from omni.pipelines.runtime_config import (
 from stages import StageConfig
 from stages.cluster.membership import find_cluster
 from stages.portable import check_portable, import_name, portable_transform
-from stages.remote.connection import Connect
 from stages.remote.control import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
-from stages.remote.worker_life import start_workers
+from stages.remote.supervisor import Connect, start_workers
 from stages.worker.messages import StreamedEdge
 
 __all__ = ["build_pipeline", "place_pipeline"]
@@ -170,7 +169,7 @@ def _connect(config: PipelineConfig) -> tuple[Connect, Callable[[], object]]:
         ValueError: the cluster cannot be joined, or does not have what the stages ask for.
     """
     if config.runtime.kind != "ray":
-        from stages.remote.process_connection import connect_process
+        from stages.remote.supervisor import connect_process
 
         return connect_process, lambda: None
     from stages.cluster.direct_transport import check_transport

@@ -26,8 +26,8 @@ from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
 from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes
 from stages.remote.channel import wire_codec
-from stages.remote.connection import Connection, NoPlaceError, WorkerGone
 from stages.remote.segments import RemoteBytes
+from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 
 __all__ = ["ActorConnection", "Listener"]
 
@@ -51,7 +51,7 @@ class Listener:
     """Whoever wants to hear of an actor.
 
     Attributes:
-        on_message, on_end: see :class:`~stages.remote.connection.Connect`.
+        on_message, on_end: see :class:`~stages.remote.supervisor.Connect`.
         check_there: asked from time to time until the actor speaks; it raises
             ``NoPlaceError`` where the cluster has no place for it any more, for which Ray would
             wait without end.
@@ -63,7 +63,7 @@ class Listener:
 
 
 class ActorConnection(Connection):
-    """Speaks with an actor; see :class:`~stages.remote.connection.Connect`.
+    """Speaks with an actor; see :class:`~stages.remote.supervisor.Connect`.
 
     Args:
         actor: a handle of :class:`~stages.cluster.actor_worker.ActorWorker`.
@@ -103,7 +103,7 @@ class ActorConnection(Connection):
         return hello.pid if hello is not None and hello.machine == machine_name() else None
 
     def send(self, message: Any) -> None:
-        """See :class:`~stages.remote.connection.Connection`."""
+        """See :class:`~stages.remote.supervisor.Connection`."""
         references: list[Any] = []
 
         def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
@@ -125,12 +125,12 @@ class ActorConnection(Connection):
             self._num_sent += 1
 
     def kill(self, reason: str) -> None:
-        """See :class:`~stages.remote.connection.Connection`."""
+        """See :class:`~stages.remote.supervisor.Connection`."""
         self._killed_for = reason
         self._kill()
 
     def close(self, grace_s: float) -> None:
-        """See :class:`~stages.remote.connection.Connection`."""
+        """See :class:`~stages.remote.supervisor.Connection`."""
         with self._lock:
             self._is_closed = True
         if not ray.is_initialized():  # to ask for anything would begin another cluster

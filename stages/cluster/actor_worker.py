@@ -33,8 +33,8 @@ from stages.cluster.parcels import (
 from stages.remote.channel import wire_codec
 from stages.remote.control import StageSpec, WorkerMessage, WorkerSpec
 from stages.remote.segments import RemoteBytes
+from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
-from stages.remote.worker_main import Build, WorkerLoop, build_stage, log_fields_of
 from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
@@ -60,7 +60,7 @@ class ActorWorker:
 
     Args:
         argument: the :class:`~stages.remote.control.WorkerSpec`.
-        build: see :class:`~stages.remote.worker_main.WorkerLoop`.
+        build: see :class:`~stages.remote.worker.WorkerLoop`.
     """
 
     def __init__(self, argument: bytes, build: Build = build_stage) -> None:

@@ -23,8 +23,8 @@ from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
 from stages.remote.channel import wire_codec
-from stages.remote.connection import Connection, NoPlaceError
 from stages.remote.control import WorkerSpec
+from stages.remote.supervisor import Connection, NoPlaceError
 
 __all__ = ["Reservation"]
 
@@ -112,7 +112,7 @@ class Reservation:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """Start an actor in its bundle; see :class:`~stages.remote.connection.Connect`.
+        """Start an actor in its bundle; see :class:`~stages.remote.supervisor.Connect`.
 
         Raises:
             ConnectionError: this process has left the cluster.

@@ -149,7 +149,7 @@ class Call:
     Attributes:
         number: of this call.
         stage: whose method it is; None for all.
-        method: of :class:`~stages.remote.worker_main.WorkerCalls`.
+        method: of :class:`~stages.remote.worker.WorkerCalls`.
         arguments: of it.
     """
 

@@ -7,8 +7,8 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine import SamplingParams
-from stages.remote.remote_link import RemoteLink
-from stages.remote.worker_life import WorkerLife
+from stages.remote.link import RemoteLink
+from stages.remote.supervisor import WorkerSupervisor
 from stages.stage import StageInputs, StageOutput, StageRequest, StageStats
 from stages.worker.stage_link import DistantStage, StageLink, WorkerState
 
@@ -45,7 +45,7 @@ class RemoteStage(DistantStage):
     """
 
     def __init__(
-        self, name: str, config: StageShape, workers: Sequence[WorkerLife], max_retries: int
+        self, name: str, config: StageShape, workers: Sequence[WorkerSupervisor], max_retries: int
     ) -> None:
         super().__init__(
             name,
@@ -73,7 +73,7 @@ class RemoteStage(DistantStage):
         return tuple(worker.state for worker in self._workers)
 
     @property
-    def workers(self) -> tuple[WorkerLife, ...]:
+    def workers(self) -> tuple[WorkerSupervisor, ...]:
         """Its workers, one for each replica."""
         return self._workers
 

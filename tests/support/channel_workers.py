@@ -9,12 +9,11 @@ from typing import Any, Protocol, cast
 
 from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.codec import Codec
-from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
 from stages.remote.fork_server import WorkerProcess
-from stages.remote.process_connection import ProcessConnection
 from stages.remote.segments import SegmentPool
-from stages.remote.worker_main import Build, WorkerLoop
+from stages.remote.supervisor import Connection, ProcessConnection
+from stages.remote.worker import Build, WorkerLoop
 
 __all__ = ["ChannelWorkers", "ThreadAsProcess"]
 
@@ -37,7 +36,7 @@ class ChannelWorkers:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """See :class:`~stages.remote.connection.Connect`."""
+        """See :class:`~stages.remote.supervisor.Connect`."""
         worker = ThreadAsProcess(
             spec.label, wire_codec(), lambda send: WorkerLoop(spec, send, self._build)
         )

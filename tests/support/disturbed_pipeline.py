@@ -171,7 +171,7 @@ class DisturbedPipeline:
 
     def _check_idle(self) -> None:
         """No stage holds anything, unless it is to be built again when it is next used."""
-        links = self.omni._driver._orchestrator._links  # type: ignore[attr-defined]
+        links: Any = self.omni._driver._orchestrator._links
         with self.omni.paused():
             for stage in self.stages:
                 link = links[stage.name]

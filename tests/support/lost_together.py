@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from omni import Omni, OmniRequest
-from stages.remote import worker_life
+from stages.remote import supervisor
 from tests.support.patience import PATIENCE_S, wait_for
 
 __all__ = ["lose_together"]
@@ -44,7 +44,7 @@ def lose_together(cluster: Any) -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         assert has_begun.wait(PATIENCE_S)
-        with patch.object(worker_life, "_FIRST_DELAY_S", 0.01):
+        with patch.object(supervisor, "_FIRST_DELAY_S", 0.01):
             cluster.remove_node(node)
             thread.join(PATIENCE_S)
             wait_for(lambda: all(_state(omni, name) == "waiting" for name in ("writer", "reader")))

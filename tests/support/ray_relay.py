@@ -19,9 +19,9 @@ from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.object_bytes import Household
 from stages.cluster.parcels import Hello, Turns
 from stages.remote.channel import wire_codec
-from stages.remote.connection import Connection
 from stages.remote.control import WorkerSpec
-from stages.remote.worker_main import Build
+from stages.remote.supervisor import Connection
+from stages.remote.worker import Build
 from tests.support.patience import PATIENCE_S
 
 __all__ = ["Relay", "RelayedWorkers", "start_relay"]
@@ -102,7 +102,7 @@ class RelayedWorkers:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """See :class:`~stages.remote.connection.Connect`."""
+        """See :class:`~stages.remote.supervisor.Connect`."""
         end = _FarEnd(self._relay, uuid.uuid4().hex, spec, self._build)
         end.handle.lose(self._loses)
         self._ends.append(end)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stages import Stage
-from stages.remote.connection import Connect
 from stages.remote.control import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
-from stages.remote.worker_life import start_workers
+from stages.remote.supervisor import Connect, start_workers
 from stages.worker.messages import StreamedEdge
 
 __all__ = ["one_stage", "remote_stage", "several_stages"]

@@ -11,11 +11,11 @@ from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage, Transform
-from stages.remote import process_connection
+from stages.remote import supervisor
 from stages.remote.control import StageSpec
 from stages.remote.remote_stage import RemoteStage
-from stages.remote.worker_life import WorkerLife, start_workers
-from stages.remote.worker_main import build_stage
+from stages.remote.supervisor import WorkerSupervisor, start_workers
+from stages.remote.worker import build_stage
 from tests.support.channel_workers import ChannelWorkers
 from tests.support.patience import PATIENCE_S
 from tests.support.remote_stages import several_stages
@@ -27,7 +27,7 @@ __all__ = ["apart", "omni_apart", "thread_workers", "worker_of"]
 def thread_workers() -> Iterator[ChannelWorkers]:
     """Have workers be threads in the place of processes; afterwards they have ended."""
     workers = ChannelWorkers(build_stage)
-    with patch.object(process_connection, "connect_process", workers.connect):
+    with patch.object(supervisor, "connect_process", workers.connect):
         yield workers
     workers.join()
 
@@ -65,7 +65,7 @@ def omni_apart(
     return Omni(Pipeline([RemoteStage(each.name, each, workers, max_retries) for each in stages]))
 
 
-def worker_of(omni: Omni) -> WorkerLife:
+def worker_of(omni: Omni) -> WorkerSupervisor:
     """The worker of a pipeline whose stages share one."""
     (worker,) = {
         worker

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from stages.remote.channel import wire_codec
-from stages.remote.connection import Connection, NoPlaceError, WorkerGone
 from stages.remote.control import WorkerSpec
-from stages.remote.worker_main import Build, WorkerLoop, build_stage
+from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
+from stages.remote.worker import Build, WorkerLoop, build_stage
 
 __all__ = ["Build", "ThreadWorkers"]
 
@@ -35,7 +35,7 @@ class ThreadWorkers:
     def connect(
         self, spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
     ) -> Connection:
-        """See :class:`~stages.remote.connection.Connect`."""
+        """See :class:`~stages.remote.supervisor.Connect`."""
         if not self.has_place:
             raise NoPlaceError("no node has what it needs")
         self.started.append(spec.label)

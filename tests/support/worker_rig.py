@@ -15,7 +15,7 @@ from omni.runtime.stage_links import streamed_edges
 from stages import Stage
 from stages.remote.control import StageSpec
 from stages.remote.remote_stage import RemoteStage
-from stages.remote.worker_life import start_workers
+from stages.remote.supervisor import start_workers
 from tests.support.fake_stage import FakeStage
 from tests.support.remote_stages import several_stages
 from tests.support.thread_workers import ThreadWorkers

@@ -15,7 +15,7 @@ from omni.runtime import stage_links
 from omni.runtime.placed_pipeline import place_pipeline
 from stages import Stage
 from stages.cluster import actor_connection, actor_worker, reservation
-from stages.remote.worker_main import Build
+from stages.remote.worker import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
 from tests.support import ray_nodes

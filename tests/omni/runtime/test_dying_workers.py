@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import Stage, StageRequest
-from stages.remote import worker_life, worker_main
-from stages.remote.connection import Connection, WorkerGone
+from stages.remote import supervisor, worker
 from stages.remote.control import Beat, StageSpec
-from stages.remote.worker_life import WorkerLife
+from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage, remote_stage
@@ -25,8 +24,8 @@ from tests.support.worker_rig import assert_told_once, chain, holds, rig, until
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 100)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 100)
 
 
 faults = st.lists(
@@ -182,7 +181,7 @@ def test_an_id_may_be_used_again_right_after_an_abort() -> None:
 def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 3)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 3)
     with rig(chain(), max_retries=9) as pipeline:
         build = pipeline._build
 
@@ -202,8 +201,8 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
 def test_a_worker_without_a_place_is_tried_again_and_its_requests_are_told_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 3)
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.005)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 3)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.005)
     told = (
         "stage 'b': it takes no requests until there is a place for it: its worker could not be "
         "started: no node has what it needs"
@@ -248,7 +247,7 @@ def test_what_is_asked_of_a_worker_that_ended_is_asked_of_the_next_one() -> None
 def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 1)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 1)
     with rig(chain(), max_retries=0) as pipeline:
         pipeline.workers.kill("a")
         with pytest.raises(RuntimeError, match="stage 'a': its worker is being started again|was"):
@@ -256,16 +255,16 @@ def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
 
 
 def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_main, "_BEAT_S", 0.001)
+    monkeypatch.setattr(worker, "_BEAT_S", 0.001)
     heard = threading.Semaphore(0)
-    hear = WorkerLife._hear
+    hear = WorkerSupervisor._hear
 
-    def hearing(life: WorkerLife, number: int, message: Any) -> None:
+    def hearing(life: WorkerSupervisor, number: int, message: Any) -> None:
         hear(life, number, message)
         if isinstance(message, Beat):
             heard.release()
 
-    monkeypatch.setattr(WorkerLife, "_hear", hearing)
+    monkeypatch.setattr(WorkerSupervisor, "_hear", hearing)
     with rig(chain(), max_retries=1) as pipeline:
         build = pipeline._build
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from omni.runtime.orchestrator import refusal
-from stages.remote import worker_life
+from stages.remote import supervisor
 from stages.worker.stage_link import WorkerState, why_lost
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain
@@ -61,8 +61,8 @@ def test_a_worker_that_is_back_gets_the_first_request_that_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No turn is taken, in which its news would be heard, between its return and the request."""
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 2)
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 2)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
     with rig(chain(), max_retries=0) as pipeline:
         first, _ = pipeline.stages
         (worker,) = first.workers

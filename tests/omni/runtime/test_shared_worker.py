@@ -11,7 +11,7 @@ from engine import SamplingParams
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, TextPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import StageOutput
-from stages.remote import process_connection, worker_life
+from stages.remote import supervisor
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.fake_stage import FakeStage
 from tests.support.patience import PATIENCE_S, wait_for
@@ -24,7 +24,7 @@ ENDLESS = 10**9
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
 
 
 # What it runs.
@@ -247,7 +247,7 @@ def test_what_waits_for_one_that_never_comes_fails_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with apart(fake_speech(INLINE)) as (omni, workers):
-        monkeypatch.setattr(worker_life, "MOST_STARTS", 2)
+        monkeypatch.setattr(supervisor, "MOST_STARTS", 2)
 
         def fail(*_: object) -> None:
             raise OSError("no more of them")
@@ -287,7 +287,7 @@ def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().step()
 
     with omni_apart(Stuck("b")) as omni:
-        monkeypatch.setattr(process_connection, "_EXIT_PATIENCE_S", 0.0)  # no thread can be killed
+        monkeypatch.setattr(supervisor, "_EXIT_PATIENCE_S", 0.0)  # no thread can be killed
         monkeypatch.setattr(worker_of(omni), "_stall_timeout_s", 1.0)
         (output,) = omni.generate("x")
         gate.set()

@@ -13,7 +13,7 @@ from omni.requests.request import OmniRequest
 from omni.runtime import orchestrator as orchestrator_module
 from omni.runtime import stage_links
 from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
-from stages.remote import worker_main
+from stages.remote import worker
 from stages.worker.messages import Event, Moved
 from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
@@ -164,7 +164,7 @@ def test_whole_tensors_are_told_only_where_somebody_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = told(whole()["x"])
-    for drives_stages in (stage_links, worker_main):
+    for drives_stages in (stage_links, worker):
         monkeypatch.setattr(drives_stages, "StageWorker", Told)
     stages = speech_stages((chunk, 3), thinker={"final_output": final_output})
     heard: list[StageOutput] = []

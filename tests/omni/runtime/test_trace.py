@@ -25,7 +25,7 @@ from omni.runtime.stage_links import streamed_edges
 from omni.runtime.trace import Trace, TraceError
 from omni.runtime.traced_link import TracedLink
 from stages import Stage
-from stages.remote import worker_life
+from stages.remote import supervisor
 from stages.remote.control import StageSpec
 from stages.trace_events import StageEvent, Traced, this_clock
 from stages.worker.messages import Enter
@@ -207,7 +207,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The talker dies when it has taken a chunk; all of them are sent to its next worker."""
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
     made: list[FakeSpeechStage] = []
 
     def build(spec: StageSpec) -> tuple[Stage, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.remote import worker_life
+from stages.remote import supervisor
 from stages.worker.guarded_stage import MOST_REBUILDS
 from tests.support.patience import wait_for
 from tests.support.speech_pipeline import drain
@@ -16,7 +16,7 @@ from tests.support.worker_rig import Make, assert_told_once, chain, holds, rig, 
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
 
 
 def held_up_at_first() -> Make:

@@ -19,9 +19,9 @@ import pytest
 from omni import ChatPrompt, Omni, OmniRequest
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.pipeline_server import ServedPipeline
-from stages.remote import worker_life
-from stages.remote.connection import NoPlaceError
+from stages.remote import supervisor
 from stages.remote.remote_stage import RemoteStage
+from stages.remote.supervisor import NoPlaceError
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
@@ -147,7 +147,7 @@ def test_without_retries_those_in_the_worker_fail_alone(unforgiving: LiveServer)
 def test_a_stage_that_will_never_be_back_is_told_by_health(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_life, "MOST_STARTS", 1)
+    monkeypatch.setattr(supervisor, "MOST_STARTS", 1)
     kill_worker(unforgiving)
     wait_until(lambda: health(unforgiving)[0] == 503)
     _, told = health(unforgiving)
@@ -169,7 +169,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(worker, "_connect", no_place)
-        meanwhile.setattr(worker_life, "MOST_STARTS", 2)
+        meanwhile.setattr(supervisor, "MOST_STARTS", 2)
         kill_worker(unforgiving)
         wait_until(lambda: health(unforgiving)[0] == 503)
         _, told = health(unforgiving)

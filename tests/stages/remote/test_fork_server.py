@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from stages.remote import fork_server as module
-from stages.remote import process_connection
+from stages.remote import supervisor
 from stages.remote.channel import Channel
 from stages.remote.codec import Codec
 from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
@@ -205,11 +205,11 @@ def test_a_worker_that_nobody_can_speak_to_is_ended(
     def no_channel(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(process_connection, "start_worker", lambda *_, **__: worker)
-    monkeypatch.setattr(process_connection, "Channel", no_channel)
+    monkeypatch.setattr(supervisor, "start_worker", lambda *_, **__: worker)
+    monkeypatch.setattr(supervisor, "Channel", no_channel)
     spec = one_stage("stage")
     with pytest.raises(OSError, match="Too many open files"):
-        process_connection.connect_process(spec, lambda _: None, lambda _: None)
+        supervisor.connect_process(spec, lambda _: None, lambda _: None)
     assert worker.sock.fileno() == -1
     assert worker.wait(PATIENCE_S) and worker.exit_reason
 

@@ -1,6 +1,6 @@
-"""Supervises one worker after another: starts, watches, and restarts it when it dies.
+"""Starts a worker, watches it, and starts it again when it dies.
 
-It keeps the calls that a worker has not answered, and sums up what the workers have counted.
+Here is also the connection to a worker in a process; one to an actor is in ``stages.cluster``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from engine.interface.placed_error import PlacedError, described
-from stages.remote.connection import Connect, Connection, NoPlaceError, WorkerGone
+from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.control import (
     Beat,
     Built,
@@ -31,6 +32,8 @@ from stages.remote.control import (
     StageFacts,
     WorkerSpec,
 )
+from stages.remote.fork_server import WorkerProcess, start_worker
+from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
 from stages.worker.messages import Command
@@ -38,14 +41,178 @@ from stages.worker.stage_link import WorkerState
 
 __all__ = [
     "MOST_STARTS",
+    "Connect",
+    "Connection",
     "Ended",
-    "PendingCalls",
-    "StageCounts",
+    "NoPlaceError",
+    "ProcessConnection",
     "StagePort",
     "WorkerEndedError",
-    "WorkerLife",
+    "WorkerGone",
+    "WorkerSupervisor",
+    "connect_process",
     "start_workers",
 ]
+
+
+_logger = logging.getLogger(f"omni.{__name__}")
+
+MOST_STARTS = 6
+"""How often in a row a worker is started without finishing any request in between."""
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
+_GRACE_S = 5.0
+_LOOK_S = 0.5
+_STATS_PATIENCE_S = 2.0
+
+
+_MAIN = "stages.remote.worker:worker_main"
+_POOL = SegmentPool()
+"""Of this process, for all that it sends."""
+
+_EXIT_PATIENCE_S = 5.0
+
+
+class WorkerGone(ConnectionError):
+    """There is no worker at the other end any more."""
+
+
+class NoPlaceError(ValueError):
+    """There is no place for a worker at present; there may be one later."""
+
+
+class Connection(ABC):
+    """One worker's life, and the way to it. All methods may be called from any thread.
+
+    Attributes:
+        start_patience_s: seconds that it has at least until its first sign of life; while it builds
+            its stage it gives such signs.
+        has_no_place: whether it ended since there is no place for it at present.
+    """
+
+    start_patience_s: float = 30.0
+    has_no_place: bool = False
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, where this machine knows it."""
+        return None
+
+    @abstractmethod
+    def send(self, message: Any) -> None:
+        """Hand a command or a call over, without waiting for the worker.
+
+        Raises:
+            WorkerGone: it has ended.
+            ValueError: the message holds what cannot be sent.
+            MemoryError: there is no room for its tensors.
+        """
+
+    @abstractmethod
+    def kill(self, reason: str) -> None:
+        """End the worker now, whatever it does; ``on_end`` is then told this reason."""
+
+    @abstractmethod
+    def close(self, grace_s: float) -> None:
+        """Have the worker end by itself, and end it if it has not after that many seconds."""
+
+
+class Connect(Protocol):
+    """Starts a worker."""
+
+    def __call__(
+        self,
+        spec: WorkerSpec,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+    ) -> Connection:
+        """Begin to start a worker, which says ``Built`` or ``NotBuilt`` before anything else.
+
+        Args:
+            spec: what it is to build.
+            on_message: called with all that it says, in a thread of the connection.
+            on_end: called once, after the last message, with what it died of.
+
+        Raises:
+            OSError: no worker can be started.
+            NoPlaceError: not at present.
+        """
+        ...
+
+
+class ProcessConnection(Connection):
+    """One worker in a process, and the channel to it.
+
+    Args:
+        process: that runs :func:`stages.remote.worker.worker_main`.
+        on_message, on_end: see :class:`Connect`.
+    """
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._process = process
+        self._on_end = on_end
+        self._killed_for: str | None = None
+        self._is_closed = threading.Event()
+        self._channel = Channel(process.sock, wire_codec(), _POOL, process.name)
+        self._channel.start(on_message, self._channel_ended)
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """See :class:`Connection`."""
+        try:
+            self._channel.send(message)
+        except ChannelClosed as error:
+            raise WorkerGone(str(error)) from error
+
+    def kill(self, reason: str) -> None:
+        """See :class:`Connection`."""
+        self._killed_for = reason
+        self._process.kill()
+
+    def close(self, grace_s: float) -> None:
+        """See :class:`Connection`."""
+        self._is_closed.set()
+        self._channel.close()
+        if not self._process.wait(grace_s):
+            self._process.terminate(grace_s)
+        self._channel.join(grace_s)
+
+    def _channel_ended(self, reason: str) -> None:
+        """All that the worker said has been heard; wait for what it died of."""
+        if self._is_closed.is_set():
+            return
+        self._channel.close()
+        if not self._process.wait(_EXIT_PATIENCE_S):
+            self._process.kill()
+            self._process.wait(_EXIT_PATIENCE_S)
+        self._on_end(self._killed_for or self._process.exit_reason or reason)
+
+
+def connect_process(
+    spec: WorkerSpec, on_message: Callable[[Any], None], on_end: Callable[[str], None]
+) -> Connection:
+    """Start a worker in a process; see :class:`Connect`."""
+    process = start_worker(
+        _MAIN,
+        wire_codec().encode(spec),
+        threads=spec.threads,
+        name=f"omni {spec.label}",
+    )
+    try:
+        return ProcessConnection(process, on_message, on_end)
+    except BaseException:  # there are no descriptors left, or no threads
+        process.sock.close()
+        process.kill()
+        raise
 
 
 class WorkerEndedError(RuntimeError):
@@ -138,18 +305,6 @@ class StageCounts:
         self._ended = self._ended.plus(num_restarts=num_restarts)
 
 
-_logger = logging.getLogger(f"omni.{__name__}")
-
-MOST_STARTS = 6
-"""How often in a row a worker is started without finishing any request in between."""
-
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 5.0
-_GRACE_S = 5.0
-_BEAT_PATIENCE_S = 0.5
-_LOOK_S = 0.5
-_STATS_PATIENCE_S = 2.0
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """In the place of a message: the worker has ended.
@@ -176,7 +331,7 @@ class StagePort:
         stage: the name of the stage.
     """
 
-    def __init__(self, life: WorkerLife, stage: str) -> None:
+    def __init__(self, life: WorkerSupervisor, stage: str) -> None:
         self.life = life
         self._stage = stage
         self._inbox: deque[tuple[int, Any]] = deque()  # with the number of the worker
@@ -211,7 +366,7 @@ class StagePort:
         self.life.send(self._heard_life, Orders(self._stage, commands))
 
 
-class WorkerLife:
+class WorkerSupervisor:
     """Keeps a worker running. ::
 
         start ──► Built ──► ... ──► ended ──► (delay) ──► start ──► Built ──► ...
@@ -358,7 +513,7 @@ class WorkerLife:
 
         Args:
             stage: its name; None for all.
-            method: see :class:`~stages.remote.worker_main.WorkerCalls`.
+            method: see :class:`~stages.remote.worker.WorkerCalls`.
             arguments: of it.
             is_setting: whether workers that are started later are to be told as well.
             timeout_s: how long to wait at most; None as long as it takes.
@@ -381,7 +536,7 @@ class WorkerLife:
             return answer.result(timeout_s)
         while True:
             try:
-                return answer.result(_BEAT_PATIENCE_S)
+                return answer.result(_LOOK_S)
             except TimeoutError:
                 self.check_alive()
 
@@ -398,7 +553,7 @@ class WorkerLife:
             try:
                 return self.call(stage, method, *arguments, is_setting=is_setting)
             except WorkerEndedError:
-                while not self._is_settled.wait(_BEAT_PATIENCE_S):
+                while not self._is_settled.wait(_LOOK_S):
                     self.check_alive()
                 if not self._is_up:
                     raise
@@ -557,13 +712,13 @@ class WorkerLife:
 
 def start_workers(
     specs: Sequence[WorkerSpec], connect: Connect, stall_timeout_s: float
-) -> list[WorkerLife]:
+) -> list[WorkerSupervisor]:
     """Start workers side by side, and wait until all have built their stages.
 
     Args:
         specs: what they are to build.
         connect: starts one.
-        stall_timeout_s: see :class:`WorkerLife`.
+        stall_timeout_s: see :class:`WorkerSupervisor`.
 
     Raises:
         ValueError: a stage cannot be built, or its worker has ended; none is left running.
@@ -571,7 +726,7 @@ def start_workers(
     with ExitStack() as closed:
         lives = []
         for spec in specs:
-            lives.append(WorkerLife(spec, connect, stall_timeout_s))
+            lives.append(WorkerSupervisor(spec, connect, stall_timeout_s))
             closed.callback(lives[-1].close)
             lives[-1].start()
         for life in lives:

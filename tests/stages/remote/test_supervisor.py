@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from stages.remote import worker_life
-from stages.remote.connection import Connection, WorkerGone
+from stages.remote import supervisor
 from stages.remote.control import Built, Idle, Orders, StageFacts, WorkerSpec
-from stages.remote.worker_life import WorkerLife
+from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from stages.worker.messages import Abort
 from tests.support.patience import wait_for
 from tests.support.remote_stages import one_stage
@@ -44,7 +43,7 @@ class Lives:
 
     def __init__(self) -> None:
         self.connections: list[Noted] = []
-        self.life = WorkerLife(one_stage("a"), self._connect, 60.0)
+        self.life = WorkerSupervisor(one_stage("a"), self._connect, 60.0)
         self.life.start()
         self.connections[0].say(BUILT)
         self.port = self.life.ports["a"]
@@ -66,7 +65,7 @@ class Lives:
 
 @pytest.fixture
 def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
-    monkeypatch.setattr(worker_life, "_FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
     lives = Lives()
     yield lives
     lives.life.close()
@@ -87,11 +86,11 @@ def test_the_last_word_of_a_worker_may_come_late(
     """It is heard, its worker ends and the next one speaks, and only then it is noted."""
 
     def overtaken() -> float:
-        monkeypatch.setattr(worker_life, "time", time)
+        monkeypatch.setattr(supervisor, "time", time)
         lives.replace()
         return time.monotonic()
 
-    monkeypatch.setattr(worker_life, "time", SimpleNamespace(monotonic=overtaken))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=overtaken))
     lives.connections[0].say(Idle(1))
     assert [type(each).__name__ for each in lives.port.messages()] == ["Ended", "Built", "Idle"]
     lives.port.send((Abort("for the next one"),))

@@ -7,6 +7,7 @@ that the worker sends.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any
 from engine.interface.log_fields import LogFields
 from engine.interface.placed_error import PlacedError, described
 from stages.portable import load_by_name
+from stages.remote.channel import Channel, ChannelClosed, wire_codec
 from stages.remote.control import (
     Beat,
     Built,
@@ -34,6 +36,8 @@ from stages.remote.control import (
     WorkerSpec,
 )
 from stages.remote.growing_output import OutputTails
+from stages.remote.segments import SegmentPool
+from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
@@ -41,7 +45,7 @@ from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
-__all__ = ["Build", "WorkerCalls", "WorkerLoop", "build_stage", "log_fields_of"]
+__all__ = ["Build", "WorkerCalls", "WorkerLoop", "build_stage", "log_fields_of", "worker_main"]
 
 
 class WorkerCalls:
@@ -106,6 +110,7 @@ def _facts_of(stage: Stage) -> StageFacts:
 _logger = logging.getLogger(f"omni.{__name__}")
 
 _BEAT_S = 0.5
+_EXIT_PATIENCE_S = 5.0
 # How long a worker sleeps whose requests all wait for something: longer and longer.
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
 
@@ -363,3 +368,25 @@ def _ended_by(event: Event) -> str | None:
     """The id of the request whose last output an event has."""
     output = event.output if isinstance(event, Moved) else None
     return output.request_id if output is not None and output.finished else None
+
+
+def worker_main(sock: socket.socket, argument: bytes) -> None:
+    """What a worker's process runs.
+
+    Args:
+        sock: to the link.
+        argument: the :class:`~stages.remote.control.WorkerSpec`.
+    """
+    codec = wire_codec()
+    spec: WorkerSpec = codec.decode(argument)
+    channel = Channel(sock, codec, SegmentPool(), "the pipeline")
+    loop = WorkerLoop(spec, channel.send)
+    channel.start(loop.take, lambda reason: loop.end())
+    forward_log(channel.send, spec.log_level, log_fields_of(spec))
+    try:
+        loop.run()
+        channel.wait_until_sent(_EXIT_PATIENCE_S)
+    except ChannelClosed:
+        return  # the pipeline is gone, or closed this stage
+    finally:
+        channel.close()

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from engine.interface.deferred import num_items, with_fields
-from stages.remote.connection import WorkerGone
 from stages.remote.control import Built, Grown, Idle, NotBuilt, StageFacts
 from stages.remote.growing_output import GrowingOutput
 from stages.remote.segments import SharedTensors
-from stages.remote.worker_life import Ended, WorkerLife
+from stages.remote.supervisor import Ended, WorkerGone, WorkerSupervisor
 from stages.stage import StageOutput
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
@@ -316,7 +315,7 @@ class RemoteLink(StageLink):
     def __init__(
         self,
         name: str,
-        lives: Sequence[WorkerLife],
+        lives: Sequence[WorkerSupervisor],
         edges: tuple[StreamedEdge, ...],
         max_retries: int,
     ) -> None:
