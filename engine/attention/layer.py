@@ -150,18 +150,7 @@ class Attention:
         step: AttentionStep,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attend; see :class:`LayerCall` for the shapes.
-
-        Args:
-            query: of the step's tokens.
-            key: what this step stores; None in cross-attention whose encoder does not run.
-            value: as ``key``.
-            step: this engine step.
-            bias: added to scores by distance; see :mod:`engine.attention.metadata`.
-
-        Raises:
-            ValueError: the bias does not fit; no keys came, but the step has slots for some.
-        """
+        """Attend; see :class:`LayerCall` for the shapes."""
         if self._kv_cache is None:
             raise RuntimeError(f"{self.layer_name} has no KV cache yet; call bind first")
         backend, metadata = step.backends[self._group_id], step.metadata[self._group_id]

@@ -41,10 +41,6 @@ _NO_SPANS = PagedSpans(torch.empty(0, 0, dtype=torch.int32), torch.empty(3, 0, d
 class NativeBackend(TorchBackend):
     """Attention in float32 on a CPU that has a C compiler, or had one when it was first used.
 
-    Args:
-        device: the CPU.
-        dtype: float32.
-
     Raises:
         NativeBuildError: the kernels cannot be had; see :meth:`check_support`.
     """

@@ -87,12 +87,6 @@ def attend_to_seen(
     are. What is not finite can reach there only earlier tokens of the sequence that it belongs to:
     the engine clears the rest of new pages, kernels read no others, and a request of which some
     row is not finite fails, and nothing of that step is published.
-
-    Args:
-        attend: from keys and values to the output, ``(..., queries, num_heads, head_dim)``.
-        keys: ``(..., keys, num_kv_heads, head_dim)``.
-        values: as ``keys``.
-        sees: makes ``(..., queries, keys)`` booleans, of who sees whom.
     """
     output = attend(keys, values)
     if output.is_cuda or are_finite([output]):
@@ -289,12 +283,7 @@ class _DecodeBucket:
 
 
 class TorchBackend(AttentionBackend):
-    """Attention on any device that torch has.
-
-    Args:
-        device: where queries and pages live.
-        dtype: their type.
-    """
+    """Attention on any device that torch has."""
 
     name: ClassVar[str] = "torch"
 

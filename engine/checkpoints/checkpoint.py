@@ -61,16 +61,7 @@ class CheckpointPart:
 def find_part(
     parts: Sequence[CheckpointPart], name: str | None, path: Path
 ) -> CheckpointPart | None:
-    """The part of a checkpoint that a user asks for; None if it is one model and none is asked for.
-
-    Args:
-        parts: of the whole; none if it is one model.
-        name: of the part.
-        path: the checkpoint's, for messages.
-
-    Raises:
-        ValueError: there are several models and none was named, or there is none of that name.
-    """
+    """Find the part that a user asks for; None if it is one model and none is asked for."""
     by_name = {part.name: part for part in parts}
     if not by_name:
         if name is not None:
@@ -95,9 +86,6 @@ _REFERENCE = re.compile(r"([A-Za-z][\w+-]+):.*", re.DOTALL)
 
 def folder_of_source(model: str) -> Path | None:
     """Ask the package that brings such names for the folder of a model, which it may build.
-
-    Args:
-        model: as a user gives it.
 
     Returns:
         The folder; None for what has no such form, as hub ids have not.

@@ -28,11 +28,7 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weights of a checkpoint, in one file or in several that an index names.
-
-    Attributes:
-        folder: of the checkpoint.
-    """
+    """The weights of a checkpoint, in one file or in several that an index names."""
 
     folder: Path
 

@@ -187,13 +187,7 @@ class HeldInput:
 
 
 class EncoderOutputStore:
-    """A pool of blocks with the rows beside them.
-
-    Args:
-        num_blocks: the null block included.
-        block_size: tokens per block.
-        names: outputs to keep.
-    """
+    """A pool of blocks with the rows beside them."""
 
     def __init__(self, num_blocks: int, block_size: int, names: Collection[str]) -> None:
         self._num_blocks, self._block_size, self._names = num_blocks, block_size, names
@@ -233,11 +227,7 @@ class EncoderOutputStore:
         self._rows.write(torch.cat(slots), rows)
 
     def gather(self, item: HeldInput) -> dict[str, Tensor]:
-        """``name -> (num_tokens, ...)``, in memory of its own.
-
-        Raises:
-            RuntimeError: a name to keep was never written for this input.
-        """
+        """``name -> (num_tokens, ...)``, in memory of its own."""
         rows = self._rows.gather(item.block_ids, item.request.num_tokens)
         missing = self._rows.wanted - rows.keys()
         if missing:

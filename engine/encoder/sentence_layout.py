@@ -132,16 +132,7 @@ class Projection:
 
 
 def load_projection(folder: Path, path: str, config: Mapping[str, Any]) -> Projection:
-    """Load one.
-
-    Args:
-        folder: of the checkpoint.
-        path: of its weights, in the folder.
-        config: its ``config.json``.
-
-    Raises:
-        ValueError: a key or a weight is missing, of another kind or shape, or not supported.
-    """
+    """Load one."""
     file = folder / path / "config.json"
     name = config.get("activation_function")
     if not isinstance(name, str) or name not in _ACTIVATIONS:

@@ -112,11 +112,7 @@ class FilledPage:
 
 
 class PageContents:
-    """The pages of attention groups as what is in them, without what pads them.
-
-    Args:
-        memory: the pages.
-    """
+    """The pages of attention groups as what is in them, without what pads them."""
 
     def __init__(self, memory: PagedMemory) -> None:
         self._specs: dict[int, AttentionSpec] = {}
@@ -187,14 +183,7 @@ class FiniteStep:
         return cls(rows, contents, filled, total([*rows.values(), *contents.numbers(filled)]))
 
     def errors(self, query_start_loc: Sequence[int]) -> dict[int, str]:
-        """What is wrong with the requests of which something is not finite; as a rule nothing.
-
-        Args:
-            query_start_loc: ``num_reqs + 1`` numbers: where each request's rows begin.
-
-        Returns:
-            Messages by the requests' places in the step.
-        """
+        """What is wrong with the requests of which something is not finite; as a rule nothing."""
         if math.isfinite(self.sum.item()):
             return {}
         found: dict[int, list[str]] = {}

@@ -211,12 +211,7 @@ def _read_sums(file: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> dict[str, os.stat_result]:
-    """The files of a folder by their names in it, those of its folders included.
-
-    Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: another user may write to it, or something is neither file nor folder.
-    """
+    """The files of a folder by their names in it, those of its folders included."""
     files: dict[str, os.stat_result] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()

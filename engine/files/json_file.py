@@ -72,10 +72,6 @@ def read_json(file: Path, *, most_bytes: int = _MOST_BYTES) -> Any:
 
     Infinity is taken, which some published configs state as a limit; NaN is not.
 
-    Args:
-        file: to read.
-        most_bytes: of the file.
-
     Raises:
         ValueError: it is no regular file, too large, no UTF-8, no JSON, nested too deeply, names a
             key twice, or holds NaN or a number with very many digits; names the file.

@@ -194,10 +194,6 @@ class WindowGathering:
     another process, that is the next step at once. A wait ends after a few steps in any case: of
     an utterance's first window, which decides when it is first heard, after 2; of those behind it,
     for which there is sound to hear meanwhile, after 8.
-
-    Args:
-        sizes: how chunks are cut.
-        max_batch_size: windows in a pass.
     """
 
     def __init__(self, sizes: WindowSizes, max_batch_size: int) -> None:

@@ -208,11 +208,7 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         self._text_is_for_decoder = text_is_for_decoder
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """Make both sequences of one request; see :meth:`PromptProcessor.process`.
-
-        Raises:
-            ValueError: as there, of either prompt; or they do not go together.
-        """
+        """Make both sequences of one request; see :meth:`PromptProcessor.process`."""
         if isinstance(prompt, ChatPrompt) and not self._text_is_for_decoder:
             prompt = self._encoder_inputs.of_chat(prompt)
         refuse_items(prompt)

@@ -88,9 +88,6 @@ class EncoderSide(Protocol):
 class EncoderInputMaker(ABC):
     """Turns prompts of one kind into encoder inputs.
 
-    Args:
-        encoder: of the model.
-
     Attributes:
         modality: text, image or audio.
         takes: the kind of input, in words.
@@ -161,11 +158,7 @@ class TextEncoderInputs(EncoderInputMaker):
         self._limits = sources.limits
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
-        """Tokenize text, with the special tokens that the checkpoint's tokenizer adds.
-
-        Raises:
-            ValueError: the prompt is of another kind, empty, too long, or has unknown ids.
-        """
+        """Tokenize text, with the special tokens that the checkpoint's tokenizer adds."""
         text: str | None = None
         longest = self._encoder.max_encoder_len
         if isinstance(prompt, TokensPrompt):
@@ -217,11 +210,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         self._window = int(extractor.n_samples)
 
     def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
-        """The one sound of a chat without words.
-
-        Raises:
-            ValueError: the chat holds anything else.
-        """
+        """The one sound of a chat without words."""
         counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
         if _has_words(chat) or counts != {"audio": 1}:
             got = [f"{count} {modality}" for modality, count in counts.items()]
@@ -235,22 +224,13 @@ class AudioEncoderInputs(EncoderInputMaker):
         return sound if isinstance(sound, AudioPrompt) else AudioPrompt(sound)  # type: ignore[arg-type]
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
-        """Read, resample and extract.
-
-        Raises:
-            ValueError: the prompt is no audio, longer than a window, or cannot be read; see
-                :meth:`SampleReader.read`.
-        """
+        """Read, resample and extract."""
         return self._of_samples(self._read(prompt, self._reader), cache_salt)
 
     def make_windows(
         self, prompt: EncoderPrompt | None, *, cache_salt: str | None
     ) -> EncoderInput | InputWindows:
-        """Read, resample and extract, however long it is.
-
-        Raises:
-            ValueError: the prompt is no audio, longer than the user's limit, or cannot be read.
-        """
+        """Read, resample and extract, however long it is."""
         samples = self._read(prompt, self._reader.of_any_length())
         if len(samples) <= self._window:
             return self._of_samples(samples, cache_salt)
@@ -307,11 +287,7 @@ class ImageEncoderInputs(EncoderInputMaker):
         self._feature_names = feature_names
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
-        """Open the image and cut it into tiles.
-
-        Raises:
-            ValueError: the prompt is no image, or the file cannot be read as one.
-        """
+        """Open the image and cut it into tiles."""
         if not isinstance(prompt, ImagePrompt):
             raise self._refuse(prompt)
         features = image_features(self._processor, prompt.image, self._limits)

@@ -40,24 +40,12 @@ class FeatureMaker(ABC):
 
     @abstractmethod
     def make(self, item: Any) -> Mapping[str, Tensor]:
-        """Make the features of one item, by the names of transformers' processors.
-
-        Raises:
-            ValueError: it is no such item, or cannot be read or processed.
-        """
+        """Make the features of one item, by the names of transformers' processors."""
 
     def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
         """Open an item that comes with another one, as a video's file does with its sound.
 
         By default there is none such, and it stays as it is.
-
-        Args:
-            item: as the user gave it.
-            hears: whether the model takes a video with its sound.
-            check_rows: raises if the model cannot take so many rows.
-
-        Raises:
-            ValueError: it cannot be read, or is beyond a limit.
         """
         return item
 
@@ -321,11 +309,7 @@ class FeatureTaker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MissingFeatureMaker(FeatureMaker):
-    """Stands in for what the checkpoint does not bring: text runs without it.
-
-    Attributes:
-        reason: why there is none.
-    """
+    """Stands in for what the checkpoint does not bring: text runs without it."""
 
     reason: str
 

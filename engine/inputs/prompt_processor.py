@@ -49,10 +49,6 @@ def items_of(
 ) -> Mapping[Modality, Sequence[object]]:
     """The items in a prompt's ``multi_modal_data``; every modality has its list, if an empty one.
 
-    Args:
-        prompt: of any form.
-        modalities: what may be shown.
-
     Raises:
         ValueError: ``multi_modal_data`` is no mapping, or shows something else, or not a list of
             items.
@@ -194,11 +190,7 @@ class PromptProcessor(ABC):
 
 
 class PlainPromptProcessor(PromptProcessor):
-    """Makes token ids, or embeddings in their place.
-
-    Args:
-        sources: of the model.
-    """
+    """Makes token ids, or embeddings in their place."""
 
     def __init__(self, sources: PromptSources) -> None:
         self._tokenizer = sources.tokenizer

@@ -63,11 +63,7 @@ T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
-    """An engine was interrupted while it mended itself, and is not to be used any more.
-
-    Args:
-        cause: what interrupted it first.
-    """
+    """An engine was interrupted while it mended itself, and is not to be used any more."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(

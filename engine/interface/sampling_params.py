@@ -91,15 +91,7 @@ class TokenBias(Mapping[int, float]):
 
     @classmethod
     def of(cls, value: object) -> TokenBias:
-        """Check what a user gave. The first mistake is told: there may be a million of them.
-
-        Args:
-            value: a mapping; its keys may be strings of digits, as JSON has no others.
-
-        Raises:
-            PlacedError: it is no mapping, a key is no token id or comes twice, or a value is no
-                number from -100 to 100; with the key as its place, where the value is wrong.
-        """
+        """Check what a user gave. The first mistake is told: there may be a million of them."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):

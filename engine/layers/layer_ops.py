@@ -15,11 +15,7 @@ __all__ = ["LayerOps", "NativeLayerOps", "OneDnnWeight", "PackedWeight"]
 
 
 class PackedWeight(ABC):
-    """``y = x W^T + b`` in float32, the same as with the plain matrix but for rounding.
-
-    Attributes:
-        nbytes: bytes of the matrix.
-    """
+    """``y = x W^T + b`` in float32, the same as with the plain matrix but for rounding."""
 
     nbytes: int
 
@@ -104,9 +100,6 @@ class NativeLayerOps(LayerOps):
     """float32 on a CPU: each operation is one pass over its rows, shared by all threads.
 
     Rows may be a stride apart, as with :class:`LayerOps`; the kernels get a copy of such.
-
-    Args:
-        kernels: the C kernels.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:

@@ -82,9 +82,6 @@ class Linear(nn.Module):
         """Replace the weight by a layout that a CPU multiplies faster; see :func:`can_pack`.
 
         Results differ from the plain product by rounding only.
-
-        Args:
-            ops: chooses the layout.
         """
         if self.weight is None:
             return

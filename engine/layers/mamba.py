@@ -49,16 +49,7 @@ class ScanInputs:
 
 
 def selective_step(inputs: ScanInputs, a: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request; see :func:`selective_scan` for what is computed.
-
-    Args:
-        inputs: token i is request i's.
-        a: ``(channels, state_size)`` float32, negative.
-        states: ``(num_reqs, channels, state_size)`` float32 before the step, changed in place.
-
-    Returns:
-        ``y`` ``(num_reqs, channels)``, and the states after the tokens.
-    """
+    """One token of each request; see :func:`selective_scan` for what is computed."""
     states.mul_(torch.exp(inputs.dt[:, :, None] * a))
     states.addcmul_((inputs.x * inputs.dt)[:, :, None], inputs.b[:, None, :])
     return torch.bmm(states, inputs.c[:, :, None]).squeeze(-1), states
@@ -75,15 +66,6 @@ def selective_scan(
     The requests' first tokens are one batch, their second tokens the next, and so on: a step of
     decodes is a single batch. The decays of a channel differ from state to state, which leaves no
     matrix form over time as :mod:`engine.layers.mamba2` has it.
-
-    Args:
-        inputs: packed tokens.
-        a: ``(channels, state_size)`` float32, negative.
-        states: ``(num_reqs, channels, state_size)`` float32 before the step.
-        order: of all tokens.
-
-    Returns:
-        ``y`` ``(num_tokens, channels)``, and the states after the step, in the order of requests.
     """
     packed = (inputs.x * inputs.dt, inputs.dt, inputs.b, inputs.c)
     x_dt, dt, b, c = (rows.index_select(0, order.items) for rows in packed)

@@ -62,15 +62,7 @@ class SsdInputs:
 
 
 def ssd_step(inputs: SsdInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request.
-
-    Args:
-        inputs: token i is request i's.
-        states: ``(num_reqs, heads, head_dim, state_size)`` float32.
-
-    Returns:
-        ``y`` ``(num_reqs, heads, head_dim)``, and the states after the tokens.
-    """
+    """One token of each request."""
     heads_per_group = inputs.x.shape[1] // inputs.b.shape[1]
     b = inputs.b.repeat_interleave(heads_per_group, dim=1)
     c = inputs.c.repeat_interleave(heads_per_group, dim=1)
@@ -120,10 +112,6 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
     """``weights @ x``, and no later token that is not finite reaches an earlier one as 0 * NaN.
 
     On CUDA, where looking means waiting, it may: see :func:`attend_to_seen` for what follows.
-
-    Args:
-        weights: ``(..., size, size)``, 0 where a token comes after the one that sees.
-        x: ``(..., size, head_dim)``.
     """
     y = weights @ x
     if y.is_cuda or are_finite([y]):
@@ -137,17 +125,7 @@ def _weighted(weights: Tensor, x: Tensor) -> Tensor:
 def _states_at_chunks(
     brought: Tensor, decays: Tensor, states: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """Carry states over chunks.
-
-    Args:
-        brought: ``(count, heads, head_dim, state_size)``, what a chunk adds to the state.
-        decays: ``(count, heads)``, what is left of the state that it found.
-        states: ``(num_reqs, heads, head_dim, state_size)`` before the first chunks.
-        chunks: their order.
-
-    Returns:
-        The states before each chunk, shaped as ``brought``, and after the requests' last ones.
-    """
+    """Carry states over chunks."""
     order = chunks.order
     h = states.index_select(0, order.sequences)
     before = torch.empty_like(brought)

@@ -63,12 +63,6 @@ class LayerNorm(nn.Module):
     """``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
-
-    Args:
-        hidden_size: width of the last dimension.
-        eps: added to the variance.
-        dtype: of weight and bias.
-        device: of the same.
     """
 
     def __init__(

@@ -142,9 +142,6 @@ class OutputProcessor:
 
         Requests whose tokens it was taking in fail, by :meth:`fail_interrupted`: how much of a
         token had been noted is not known.
-
-        Args:
-            call: the mark of the call.
         """
         mark, groups = self._taken_in
         spoilt = (*self._interrupted, *groups) if mark is call else self._interrupted

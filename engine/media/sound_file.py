@@ -92,11 +92,7 @@ class WavHeader:
 
 
 def read_wav_header(file: BinaryIO) -> WavHeader:
-    """Look for the samples of a file that stands at its beginning, and begins with ``RIFF``.
-
-    Raises:
-        WavHeaderError: it ends before them, or the format in front of them contradicts itself.
-    """
+    """Look for the samples of a file that stands at its beginning, and begins with ``RIFF``."""
     head = file.read(12)
     if len(head) < 12 or head[8:] != b"WAVE":
         raise WavHeaderError("it does not begin as one")
@@ -366,11 +362,7 @@ def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
 
 
 def _header(file: BinaryIO, name: str) -> WavHeader | None:
-    """The header of a WAV file; None of other kinds.
-
-    Raises:
-        ValueError: the file is of none of the kinds that are read.
-    """
+    """The header of a WAV file; None of other kinds."""
     kind = _kind(file.read(12))
     file.seek(0)
     if kind is None:

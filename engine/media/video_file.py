@@ -32,15 +32,7 @@ _SETTINGS = "engine.media_limits"
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """What a video holds.
-
-    Attributes:
-        num_frames: of the picture.
-        fps: frames per second, on average.
-        width: of a frame, in pixels.
-        height: of a frame, in pixels.
-        has_sound: whether there is any.
-    """
+    """What a video holds."""
 
     num_frames: int
     fps: float

@@ -44,10 +44,6 @@ def computed_names(checkpoint: Checkpoint, unplaced: Collection[str]) -> set[str
     """Which of the stored tensors that have no place are computed, or ignored by transformers.
 
     Transformers' class is built, without memory for its weights, if there is any such tensor.
-
-    Args:
-        checkpoint: whose config and architecture tell the class.
-        unplaced: names of its tensors.
     """
     if not unplaced:
         return set()  # without importing what transformers has for the architecture

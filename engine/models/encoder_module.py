@@ -190,11 +190,7 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
 
 
 class EncoderDecoderModel(CausalModel):
-    """A decoder over packed tokens that attends to what its encoder made of another input.
-
-    Attributes:
-        encoder: makes the rows.
-    """
+    """A decoder over packed tokens that attends to what its encoder made of another input."""
 
     encoder: EncoderModule
 

@@ -175,13 +175,6 @@ def decoder_targets(decoder: CausalModel, stored: Collection[str]) -> Iterator[t
 
     Published folders keep the decoder under ``language_model.model.`` with its head beside it,
     or under ``model.``; newer exports under ``model.language_model.``, the head outside.
-
-    Args:
-        decoder: names its places as a checkpoint of its own would.
-        stored: the names that the checkpoint has.
-
-    Raises:
-        ValueError: no stored name, or more than one, is that of an embedding of tokens.
     """
     prefix = unique_prefix(stored, _EMBEDDING)
     head = next((name for name in stored if name.endswith(_HEAD)), _HEAD)

@@ -121,9 +121,6 @@ class FamilyRegistry:
 
     Families come from the table, from :meth:`register`, and from entry points. The latter are
     loaded when an architecture that is not known yet is first asked for.
-
-    Args:
-        rows: the table.
     """
 
     def __init__(self, rows: Iterable[FamilyRow]) -> None:

@@ -252,10 +252,6 @@ class PromptChoice:
          known                  of ``candidates``  ``then``
         |<- the first step --------------------->|<- the next goes on from here
 
-    Args:
-        candidates: ids to choose from.
-        then: ids behind the chosen one.
-
     Attributes:
         sampling: makes the sampler take the likeliest, whatever the request's own parameters say.
     """
@@ -353,12 +349,7 @@ class StreamedRows:
         return torch.cat([rows, self._filler.expand(stop - start - len(rows), -1)])
 
     def apply(self, embeds: Tensor, start: int) -> None:
-        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs.
-
-        Args:
-            embeds: changed in place.
-            start: position of the first.
-        """
+        """Turn token embeddings ``(n, width)`` of positions from ``start`` on into inputs."""
         rows = self.cut(start, start + embeds.shape[0]).to(embeds.device)
         num_replaced = min(max(0, self.num_replaced - start), embeds.shape[0])
         embeds[:num_replaced] = rows[:num_replaced]

@@ -54,15 +54,7 @@ class EndedSequences:
         rows: Mapping[str, Tensor],
         encoder_rows: Mapping[str, Tensor],
     ) -> None:
-        """Take what a sequence has come to.
-
-        Args:
-            request: that has ended.
-            num_kept: of its generated tokens.
-            rows: one per token whose forward pass has run; those of kept tokens, and of the
-                prompt, are kept.
-            encoder_rows: one per encoder token.
-        """
+        """Take what a sequence has come to."""
         kept = request.output_token_ids[:num_kept]
         if request.continuation is not None:
             start = WindowStart(len(self.token_ids), request.continuation.begin_s)

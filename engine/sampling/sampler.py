@@ -149,22 +149,12 @@ def shape_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tens
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Keep tokens at least ``min_p`` times as likely as the likeliest.
-
-    Args:
-        logits: ``(n, vocab)``, the largest of each row being 0.
-        min_p: ``(n, 1)`` in ``[0, 1]``; 0 keeps all.
-    """
+    """Keep tokens at least ``min_p`` times as likely as the likeliest."""
     return logits.masked_fill(logits < min_p.log(), -torch.inf)
 
 
 def keep_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Keep each row's ``top_k`` largest, and what equals the smallest of these.
-
-    Args:
-        logits: ``(n, vocab)``.
-        top_k: one per row; 0, or more than there are, keeps all.
-    """
+    """Keep each row's ``top_k`` largest, and what equals the smallest of these."""
     vocab_size = logits.shape[1]
     kept = torch.tensor([min(k, vocab_size) for k in top_k], device=logits.device)[:, None]
     largest = logits.topk(min(max(top_k), vocab_size), dim=-1).values
@@ -176,10 +166,6 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the likeliest tokens until their probability reaches ``top_p`` (nucleus sampling).
 
     The token that crosses the border is kept, and so is what equals it.
-
-    Args:
-        logits: ``(n, vocab)`` float64, the largest of each row being 0.
-        top_p: ``(n, 1)`` in ``(0, 1]``; 1 keeps all.
     """
     vocab_size = logits.shape[1]
     wanted = top_p * logits.exp().cumsum(dim=-1)[:, -1:]
@@ -197,16 +183,7 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Draw one token per row by inverting the cumulative distribution, in order of ids.
-
-    Args:
-        logits: ``(n, vocab)`` float64, the largest of each row being 0.
-        uniforms: one per row, in ``(0, 1]``.
-
-    Returns:
-        ``(n,)`` ids. The first whose cumulative weight reaches the row's number; as the number
-        is above 0 and at most 1, that token exists and has a weight.
-    """
+    """Draw one token per row by inverting the cumulative distribution, in order of ids."""
     reached = logits.exp().cumsum(dim=-1)
     share = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
     return torch.searchsorted(reached, share * reached[:, -1:]).squeeze(-1)

@@ -253,13 +253,6 @@ def _uniform(seed: int, position: int) -> float:
     There is no stream to keep: a request that was preempted and computed again, or that runs
     beside other requests, meets the same number at the same position. Neighbouring seeds and
     positions are as independent as BLAKE2b can make them.
-
-    Args:
-        seed: of the request, ``0 <= seed < 2**63``.
-        position: how many tokens the request has generated before.
-
-    Returns:
-        A multiple of ``2**-53`` in ``(0, 1]``. Never 0: a token of probability 0 is never drawn.
     """
     message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = hashlib.blake2b(message, digest_size=8).digest()

@@ -62,10 +62,6 @@ class EncoderCacheManager:
     Pieces of an item are held one by one, each as the whole: were it held from the first to the
     last, a video could wait for room for its sound, and hold it. What others push out between two
     pieces is encoded again.
-
-    Attributes:
-        cache: where the rows are.
-        row_bytes: of one placeholder's row.
     """
 
     cache: EncoderCache

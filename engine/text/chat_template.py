@@ -169,12 +169,7 @@ def processor_chat_template(folder: Path) -> Any:
 
 
 class _Rendering:
-    """The tries of one prompt, which share what it may take.
-
-    Args:
-        tokenizer: of the checkpoint.
-        limits: for all of them.
-    """
+    """The tries of one prompt, which share what it may take."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: TemplateLimits) -> None:
         self._tokenizer = tokenizer

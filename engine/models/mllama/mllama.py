@@ -239,12 +239,7 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         yield from super().targets(f"{prefix}language_model.model.")
 
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
-        """See :meth:`EncoderDecoderModel.encoder_view`, and the module's list.
-
-        Raises:
-            ValueError: the features are not those of one image, or the prompt does not have
-                exactly one image token for it.
-        """
+        """See :meth:`EncoderDecoderModel.encoder_view`, and the module's list."""
         num_places = list(decoder_ids).count(self.image_token_id)
         if num_places != (entry is not None):
             raise ValueError(

@@ -51,9 +51,6 @@ class SpeechPromptProcessor(PromptProcessor):
 
     It reads the voices, and of the thinker's weights one row for each and two more.
 
-    Args:
-        sources: of a talker.
-
     Raises:
         ValueError: the checkpoint has no voices, or not these rows.
     """
@@ -83,12 +80,7 @@ class SpeechPromptProcessor(PromptProcessor):
         self.suppress_token_ids = (self._bos,)
 
     def process(self, prompt: Prompt, *, cache_salt: str | None = None) -> PromptContent:
-        """Lay out a prompt, or the first chunk of one.
-
-        Raises:
-            ValueError: it is no speech prompt, has no row, or rows or places that cannot be; or
-                no voice has the speaker's name.
-        """
+        """Lay out a prompt, or the first chunk of one."""
         refuse_items(prompt)
         if not isinstance(prompt, SpeechPrompt):
             raise ValueError(
@@ -113,12 +105,7 @@ class SpeechPromptProcessor(PromptProcessor):
         )
 
     def extend(self, request: Request, prompt: Prompt) -> None:
-        """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks.
-
-        Raises:
-            ValueError: it is no speech prompt, holds what only a first chunk may, or rows that
-                cannot be; or the last chunk came before. Nothing has changed then.
-        """
+        """Take a later chunk. Its speaker counts for nothing: the first chunk's speaks."""
         streamed_rows = request.streamed_rows
         if streamed_rows is None:
             raise ValueError(f"request {request.request_id!r} has no rows that could go on")

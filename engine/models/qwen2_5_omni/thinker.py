@@ -102,12 +102,7 @@ class Qwen2_5OmniThinker(MultiAxisModel):
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
     ) -> dict[str, Tensor]:
-        """Run the decoder; see :meth:`MultiModalModel.forward`.
-
-        Returns:
-            ``hidden_states`` and ``token_embeds`` ``(num_tokens, hidden_size)``, the latter 0 for
-            rows of items, and ``position_ids`` ``(num_tokens, 3)`` int64.
-        """
+        """Run the decoder; see :meth:`MultiModalModel.forward`."""
         tensors = super().forward(inputs_embeds, positions, step)
         token_embeds = inputs_embeds
         if step.shows_item is not None:

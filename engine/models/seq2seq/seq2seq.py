@@ -256,13 +256,7 @@ class DecoderSelfAttention(DecoderAttention):
         self.qkv = self.projection(config.names.projections[:3], config, settings)
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
-        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
-
-        Args:
-            x: the tokens.
-            step: attention metadata of this step.
-            bias: ``(num_heads, distances)`` added to the scores; see :class:`Attention`.
-        """
+        """Attend with ``(num_tokens, hidden_size)``; the result has the same shape."""
         qkv = self.qkv(x).view(x.shape[0], 3, self.num_heads, self.head_dim)
         query, key, value = qkv.unbind(1)
         attended = self.attention(query, key, value, step, bias=bias)

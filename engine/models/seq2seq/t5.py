@@ -81,11 +81,7 @@ def t5_config(config: PreTrainedConfig) -> Seq2SeqConfig:
 
 
 def build_t5(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqModel:
-    """Build a T5, its weights not yet loaded; see :class:`Seq2SeqModel`.
-
-    Raises:
-        ValueError: float16 is asked for, whose range T5's activations leave.
-    """
+    """Build a T5, its weights not yet loaded; see :class:`Seq2SeqModel`."""
     if settings.dtype == torch.float16:
         raise ValueError("T5 overflows in float16; use bfloat16 or float32")
     config = checkpoint.config

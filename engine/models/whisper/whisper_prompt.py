@@ -149,12 +149,7 @@ class WhisperPromptRule(DecoderPromptRule):
     """
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
-        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`.
-
-        Raises:
-            ValueError: as there; also when language or task are unknown, cannot be chosen with
-                this checkpoint, or stand beside a decoder prompt.
-        """
+        """Ids that the decoder goes on from; see :class:`DecoderPromptRule`."""
         if decoder is not None and isinstance(encoder, AudioPrompt):
             wanted = [name for name in _WISHES if getattr(encoder, name) is not None]
             if wanted:
@@ -186,11 +181,7 @@ class WhisperPromptRule(DecoderPromptRule):
     def across(
         self, windows: InputWindows, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None
     ) -> tuple[EncoderPrompt | None, Continuation]:
-        """Window after window, each from where the text of the one before ended; with timestamps.
-
-        Raises:
-            ValueError: timestamps are not to be had, or not wanted, or a decoder prompt was given.
-        """
+        """Window after window, each from where the text before ended; with timestamps."""
         if decoder is not None or not isinstance(encoder, AudioPrompt):
             raise ValueError(
                 "a decoder prompt does not go with a recording that is longer than the model's "
