@@ -199,13 +199,7 @@ _MIN_CAPABILITY = (8, 0)
 
 
 class XformersBackend(AttentionBackend):
-    """Attention on NVIDIA GPUs of compute capability 8.0 and later, in half precision.
-
-    Args:
-        device: where queries and pages live.
-        dtype: their type, float16 or bfloat16.
-        block_size: tokens per block, a multiple of 16.
-    """
+    """Attention on NVIDIA GPUs of compute capability 8.0 and later, in half precision."""
 
     name: ClassVar[str] = "xformers"
 

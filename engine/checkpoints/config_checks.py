@@ -227,11 +227,7 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
 
 
 def check_generation(file: Path, content: Mapping[str, Any]) -> None:
-    """Check the ids of a ``generation_config.json``.
-
-    Raises:
-        ValueError: a value cannot be; names the file and the key.
-    """
+    """Check the ids of a ``generation_config.json``."""
     for key, value in content.items():
         _check(f"{file}: ", key, value, _GENERATION)
 
@@ -240,9 +236,6 @@ def check_content(file: Path, content: Mapping[str, Any]) -> None:
     """Check what could harm before a config is made of a ``config.json``.
 
     That is what makes transformers run code, read other files or build endless lists.
-
-    Raises:
-        ValueError: it holds a key or a value that cannot be; names the file and the key.
     """
     for place, key, value in _entries(content):
         if key in _reserved():
@@ -256,9 +249,6 @@ def check_config(config: PreTrainedConfig) -> None:
     """Check the fields of a config, and of the configs in it.
 
     Fields of classes that are not transformers' own are left to their authors.
-
-    Raises:
-        ValueError: a value cannot be; says which field of which part, what came and what may come.
     """
     for place, part in _parts(config):
         if not type(part).__module__.startswith("transformers."):

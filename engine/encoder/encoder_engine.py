@@ -113,10 +113,6 @@ class EncoderQueue:
         mate  ■ ■ ■ ■ ■ ■          then those nearest to it in length
         mate  ■ ■ ■ ■ ■ ·
         mate  ■ ■ ■ ■ · ·          at most half of the rectangle is padding
-
-    Args:
-        max_num_seqs: inputs of a batch.
-        max_num_batched_tokens: cells of a batch, padding included.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:

@@ -23,13 +23,6 @@ __all__ = ["EncoderModel"]
 class EncoderModel:
     """Loads a checkpoint's encoder and says what it takes and what it gives.
 
-    Args:
-        folder: of the checkpoint.
-        config: the checkpoint's configuration.
-        dtype: of the weights and activations.
-        device: where the model runs.
-        trust_remote_code: run code that the checkpoint brings.
-
     Attributes:
         hidden_size: width of an embedding row that it takes.
         vocab_size: token ids are below this.

@@ -59,10 +59,6 @@ class HostCopy:
     ``start`` queues the copies on the current stream; ``finish`` waits for them. Between the two
     the caller queues the sampler, whose own read-back waits for the same stream, so the copies cost
     no wait of their own. What ``finish`` returns is valid until the next ``start``.
-
-    Args:
-        device: where the tensors come from.
-        max_rows: longest first dimension that is ever copied.
     """
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
@@ -98,13 +94,7 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class FilledPage:
-    """A page that a step has filled to its end.
-
-    Attributes:
-        place: of its request in the step.
-        group_id: the KV-cache group.
-        page_id: the page.
-    """
+    """A page that a step has filled to its end."""
 
     place: int
     group_id: int

@@ -64,9 +64,6 @@ class DiskCache:
     An entry is used if its files are those that were built, by their checksums, and if they are
     this user's and no other user may write to them. Any other is built anew, and a warning says
     why.
-
-    Args:
-        root: made when the first entry is.
     """
 
     def __init__(self, root: Path) -> None:

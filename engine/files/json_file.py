@@ -20,10 +20,6 @@ def file_inside(folder: Path, name: str) -> Path:
         models--organisation--name/blobs/                                   of this model
         blobs/                                                              of all models
 
-    Args:
-        folder: that it has to be in.
-        name: relative to the folder.
-
     Raises:
         ValueError: it names, or is a link to, something outside; or there is no such file.
     """

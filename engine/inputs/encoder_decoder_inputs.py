@@ -109,11 +109,6 @@ class DecoderPromptRule:
     ) -> tuple[EncoderPrompt | None, Continuation]:
         """How to go through an encoder's input that is longer than its window.
 
-        Args:
-            windows: of the input.
-            encoder: what it was made from.
-            decoder: what the user gave for the decoder.
-
         Returns:
             What the prompt of every window is made for, and how a request goes on after the first.
 

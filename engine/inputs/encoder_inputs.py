@@ -86,12 +86,7 @@ class EncoderSide(Protocol):
 
 
 class EncoderInputMaker(ABC):
-    """Turns prompts of one kind into encoder inputs.
-
-    Attributes:
-        modality: text, image or audio.
-        takes: the kind of input, in words.
-    """
+    """Turns prompts of one kind into encoder inputs."""
 
     modality: str
     takes: str
@@ -188,11 +183,6 @@ class AudioEncoderInputs(EncoderInputMaker):
 
     A recording that is longer than the window becomes the features of all of it, of which windows
     are cut. The loudest place of the whole sets what counts as silence, as in transformers.
-
-    Args:
-        encoder: of the model.
-        extractor: of the checkpoint.
-        limits: how much of a file is read.
     """
 
     modality = "audio"

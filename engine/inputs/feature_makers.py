@@ -154,13 +154,7 @@ class VideoSampling:
         return chosen
 
     def size(self, num_frames: int, temporal_patch_size: int, side: int) -> dict[str, int]:
-        """How many pixels a frame may have, as image processors of transformers name it.
-
-        Args:
-            num_frames: that are looked at.
-            temporal_patch_size: frames of a row.
-            side: of a row's square, in pixels.
-        """
+        """How many pixels a frame may have, as image processors of transformers name it."""
         most = self.max_pixels
         if self.max_video_tokens is not None:
             share = int(self.max_video_tokens * side**2 * 0.9) * temporal_patch_size // num_frames
@@ -346,10 +340,6 @@ class AudioFeatureMaker(FeatureMaker):
     Transformers fills up a window of silence (five minutes of it in published models) and masks
     its frames. Those that are masked are cut off here, so that features depend on the sound alone;
     and no more silence is put behind it than its last frame sees.
-
-    Args:
-        extractor: of the checkpoint.
-        limits: how much of a file is read.
     """
 
     def __init__(self, extractor: SpectrogramExtractor, limits: MediaLimits | None = None) -> None:

@@ -53,11 +53,7 @@ class InputLimits:
     requests: RequestLimits = _DEFAULTS
 
     def check_length(self, num_prompt_tokens: int, num_wanted: int = 0) -> None:
-        """Refuse a prompt that is too long for the model, with so many tokens to generate.
-
-        Raises:
-            ValueError: says by how much.
-        """
+        """Refuse a prompt that is too long for the model, with so many tokens to generate."""
         if num_prompt_tokens + num_wanted > self.max_model_len:
             room = f", and {num_wanted} to generate" if num_wanted else ""
             raise ValueError(
@@ -177,11 +173,7 @@ class FitCheck:
 
 
 def check_encoder_prompt(num_tokens: int, longest: int) -> None:
-    """Refuse a prompt that is too long for the encoder of an encoder-decoder model.
-
-    Raises:
-        ValueError: says by how much.
-    """
+    """Refuse a prompt that is too long for the encoder of an encoder-decoder model."""
     if num_tokens > longest:
         raise ValueError(
             f"the encoder prompt has {num_tokens} tokens, but the model's encoder takes "
@@ -190,16 +182,7 @@ def check_encoder_prompt(num_tokens: int, longest: int) -> None:
 
 
 def check_item(num_rows: int, row_bytes: int, encoder_cache_bytes: int) -> None:
-    """Refuse an image or the like whose rows the encoder cache could never hold.
-
-    Args:
-        num_rows: that a tower gives for it.
-        row_bytes: of each.
-        encoder_cache_bytes: what rows may take together.
-
-    Raises:
-        ValueError: says how much they take.
-    """
+    """Refuse an image or the like whose rows the encoder cache could never hold."""
     room = encoder_cache_bytes // row_bytes
     if num_rows > room:
         raise ValueError(

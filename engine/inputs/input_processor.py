@@ -197,11 +197,7 @@ class InputProcessor:
         return EncoderBlocks.of(entry.content_hash, entry.num_tokens, block_size)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse what no request could run with.
-
-        Raises:
-            ValueError: the model has no such tokens, no tokenizer for stop strings, or no head.
-        """
+        """Refuse what no request could run with."""
         self._fit_check.limits.requests.check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._num_kept_tokens(params)

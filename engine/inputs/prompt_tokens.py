@@ -283,12 +283,6 @@ def check_token_ids(token_ids: Iterable[SupportsIndex], vocab_size: int) -> list
 def check_rows(rows: object, name: str, width: int, dtype: torch.dtype) -> Tensor:
     """Give ``(num_tokens, width)`` rows in a model's type; there may be none.
 
-    Args:
-        rows: what the user gave.
-        name: of it, for messages.
-        width: of a row.
-        dtype: type that they are cast to.
-
     Raises:
         ValueError: it is no such tensor, or holds numbers that are not finite.
     """

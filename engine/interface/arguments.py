@@ -49,11 +49,7 @@ def check_argument(
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose values cannot be gone through.
-
-    Raises:
-        ValueError: it is sparse, or on the device ``meta``, where tensors have no values.
-    """
+    """Refuse a tensor whose values cannot be gone through."""
     if str(tensor.layout) != "torch.strided":
         raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}")
     if tensor.is_meta:
@@ -61,11 +57,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_names(name: str, value: object, *, or_none: bool = False) -> None:
-    """Refuse what is no list of names; above all one name, which is a list of letters.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Refuse what is no list of names; above all one name, which is a list of letters."""
     if or_none and value is None:
         return
     wanted = "a list of names" + (" or None" if or_none else "")
@@ -80,11 +72,7 @@ def check_names(name: str, value: object, *, or_none: bool = False) -> None:
 def check_request_arguments(
     request_id: object, sampling: object, priority: object, cache_salt: object
 ) -> None:
-    """Refuse what an engine would stumble over later, with other requests beside this one.
-
-    Raises:
-        ValueError: an argument of ``add_request`` is of the wrong type.
-    """
+    """Refuse what an engine would stumble over later, with other requests beside this one."""
     check_argument("request_id", request_id, str, "a str")
     check_sampling_argument(sampling)
     check_argument("priority", priority, int, "an int, lower for earlier")
@@ -92,11 +80,7 @@ def check_request_arguments(
 
 
 def check_sampling_argument(sampling: object) -> None:
-    """Refuse sampling parameters of another type, such as a mapping of them.
-
-    Raises:
-        ValueError: they are neither ``SamplingParams`` nor None.
-    """
+    """Refuse sampling parameters of another type, such as a mapping of them."""
     mend = None
     if isinstance(sampling, Mapping):
         fields = ", ".join(f"{name}={value!r}" for name, value in sampling.items())

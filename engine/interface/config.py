@@ -155,11 +155,7 @@ class RequestLimits(Settings):
     template_bytes: int = Field(default=2**29, ge=2**27)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Refuse parameters that ask for more.
-
-        Raises:
-            PlacedError: says of which field, and how to raise the limit.
-        """
+        """Refuse parameters that ask for more."""
         if params.n > self.max_completions:
             raise PlacedError(
                 ("n",),

@@ -13,13 +13,7 @@ _ROOT = "omni"
 
 @dataclass(frozen=True, slots=True)
 class LogFields:
-    """What a record is about; None for what it is not about.
-
-    Attributes:
-        stage: name of the stage.
-        replica: which of the stage's workers it was.
-        request_id: of the request.
-    """
+    """What a record is about; None for what it is not about."""
 
     stage: str | None = None
     replica: int | None = None

@@ -73,9 +73,6 @@ def turn_of(thing: object) -> Iterator[None]:
 
     Requests are prepared in several threads, by tokenizers and processors of transformers, which do
     not promise to be safe for that.
-
-    Args:
-        thing: hashable; its turns end with it.
     """
     with _TURNS.lock_of(thing):
         yield
@@ -121,11 +118,7 @@ class Ownership:
         return None if self._owner is None or self._owner() is None else self._owner_name
 
     def check(self) -> None:
-        """Refuse to go on with what is over.
-
-        Raises:
-            RuntimeError: it is closed, or was built before this process was forked.
-        """
+        """Refuse to go on with what is over."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._thing} was built in process {self._pid} and cannot be used in its fork "

@@ -21,10 +21,6 @@ def described(error: BaseException) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Say what could have been meant: the nearest known name, or all of them.
 
-    Args:
-        name: what was given.
-        known: the names that would have been right.
-
     Returns:
         ``"; did you mean 'x'?"``, or ``"; known are 'x', 'y'"`` when nothing is near, or nothing
         when nothing is known.

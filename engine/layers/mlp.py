@@ -93,16 +93,6 @@ class SparseMoE(nn.Module):
     The weights are those of the softmax over all experts, not made to add up to one again.
     Source: Jiang et al., "Mixtral of Experts", 2024, but for that.
 
-    Args:
-        hidden_size: width of input and output.
-        intermediate_size: width inside each expert.
-        num_experts: experts to choose from.
-        num_experts_per_token: experts that a token goes through.
-        activation: of the experts, by transformers' name.
-        dtype: of the weights.
-        device: of the weights.
-        ops: what computes the gating.
-
     Raises:
         ValueError: more experts per token than there are, or an unknown activation.
     """

@@ -23,14 +23,7 @@ _NUMBERS = ("sampling_rate", "n_samples", "hop_length", "n_fft")
 
 
 class SpectrogramExtractor(Protocol):
-    """A feature extractor of transformers that works on windows of a fixed length.
-
-    Attributes:
-        sampling_rate: samples per second that it takes.
-        n_samples: of its window.
-        hop_length: samples from one frame to the next.
-        n_fft: samples that a frame sees.
-    """
+    """A feature extractor of transformers that works on windows of a fixed length."""
 
     sampling_rate: int
     n_samples: int

@@ -167,12 +167,7 @@ def _plain_kind(extension: bytes, bits: int) -> int:
 
 
 class Resampler:
-    """Takes mono samples of one rate, and gives those of another; however they are cut.
-
-    Args:
-        rate: samples per second that come.
-        wanted: samples per second that are given.
-    """
+    """Takes mono samples of one rate, and gives those of another; however they are cut."""
 
     def __init__(self, rate: int, wanted: int) -> None:
         self._rates = rate, wanted
@@ -191,9 +186,6 @@ class Resampler:
 
     def finish(self, name: str) -> NDArray[np.float32]:
         """Give all of them, ``(n * wanted / rate,)``, rounded.
-
-        Args:
-            name: of the sound, for the message.
 
         Raises:
             ValueError: so few came that none are left.
@@ -333,11 +325,7 @@ def stated_duration(source: MediaSource) -> float | None:
 
 
 def check_rate(rate: int, name: str) -> None:
-    """Refuse a sampling rate that no sound has.
-
-    Raises:
-        ValueError: says which it may have.
-    """
+    """Refuse a sampling rate that no sound has."""
     if not _LOWEST_RATE <= rate <= _HIGHEST_RATE:
         raise ValueError(
             f"{name} has a sampling rate of {rate} samples per second, and what is read has "
@@ -346,11 +334,7 @@ def check_rate(rate: int, name: str) -> None:
 
 
 def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
-    """Refuse what is too long.
-
-    Raises:
-        ValueError: says how long it is and how long it may be.
-    """
+    """Refuse what is too long."""
     if seconds > longest.seconds:
         why = f"the model takes {longest.seconds:g} s at most: cut it into shorter pieces"
         if longest.setting is not None:

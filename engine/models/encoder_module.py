@@ -156,11 +156,6 @@ def build_empty(
     """Make a module of transformers whose weights are not initialised, let alone loaded.
 
     Buffers that it computes from its config are computed, in the types that it chooses.
-
-    Args:
-        make: the class, or what calls it.
-        config: of that class; it gets a copy.
-        settings: types and places.
     """
     return place(make_unplaced(make, config), settings)
 
@@ -200,15 +195,7 @@ class EncoderDecoderModel(CausalModel):
         return self.encoder.max_len
 
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
-        """Check a request, and say what its decoder sees of its encoder's output.
-
-        Args:
-            entry: the encoder's input, if there is one.
-            decoder_ids: the decoder's prompt.
-
-        Raises:
-            ValueError: the input cannot be encoded, or does not go with the prompt.
-        """
+        """Check a request, and say what its decoder sees of its encoder's output."""
         if entry is None:
             raise ValueError("an encoder-decoder model needs an input for its encoder")
         self.encoder.check_input(entry)

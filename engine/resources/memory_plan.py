@@ -109,12 +109,7 @@ class ContextCost:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheReport:
-    """The groups of a cache, and what they cost against pages of one size.
-
-    Attributes:
-        config: groups and pages.
-        costs: of one request, at growing lengths.
-    """
+    """The groups of a cache, and what they cost against pages of one size."""
 
     config: KVCacheConfig
     costs: tuple[ContextCost, ...]

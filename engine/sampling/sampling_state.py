@@ -21,11 +21,7 @@ _SPARE = 64
 
 
 class TokenCounts:
-    """Sparse counts: one entry per distinct token of the prompt and the output.
-
-    Args:
-        prompt_token_ids: seen, but not counted as generated.
-    """
+    """Sparse counts: one entry per distinct token of the prompt and the output."""
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         distinct = np.array(sorted(set(prompt_token_ids)), dtype=np.int64)

@@ -36,13 +36,7 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What the rendering of one prompt may take.
-
-    Attributes:
-        max_chars: of the text that comes out.
-        seconds: of CPU time, all tries together.
-        num_bytes: of memory, the process's own included.
-    """
+    """What the rendering of one prompt may take."""
 
     max_chars: int = 2**22
     seconds: float = 5.0

@@ -52,10 +52,6 @@ class IncrementalDetokenizer:
     nothing of a run of bytes that are no text, which it decodes from its start with every token.
 
     The prompt's ids are not needed. Clean-up of spaces is off: it would change what was handed out.
-
-    Args:
-        tokenizer: of the checkpoint.
-        skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(
@@ -152,9 +148,6 @@ class StopStrings:
 
     The outcome is that of reading the text one character at a time, so it does not depend on
     where tokens begin and end: the first character that completes a stop string ends the text.
-
-    Args:
-        stop: non-empty strings; none at all never match.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

@@ -28,11 +28,6 @@ __all__ = ["DecoderLayer", "SelfAttention", "build_mlp", "build_norm"]
 class SelfAttention(nn.Module):
     """Causal self-attention of one layer, over all tokens or a window of them.
 
-    Args:
-        index: of the layer, which names it.
-        config: the model's config.
-        settings: types, places and the block size.
-
     Raises:
         ValueError: the layer's window is smaller than a block.
     """

@@ -45,14 +45,7 @@ class HybridStep:
 
 
 class HybridLayer(nn.Module):
-    """A mixer of tokens and an MLP, with their norms; see the module's picture.
-
-    Args:
-        mixer: attention or a recurrence.
-        feed_forward: an MLP or a mixture of them.
-        config: gives width and epsilon of the norms.
-        settings: types and places.
-    """
+    """A mixer of tokens and an MLP, with their norms; see the module's picture."""
 
     def __init__(
         self,

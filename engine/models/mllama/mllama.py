@@ -199,12 +199,7 @@ _EXTRA_EMBEDDINGS = 8
 
 
 class MllamaModel(EncoderDecoderModel, DecoderModel):
-    """A Llama with image layers, beside a vision encoder.
-
-    Args:
-        config: of the checkpoint, text and vision together.
-        settings: types, places and lengths.
-    """
+    """A Llama with image layers, beside a vision encoder."""
 
     encoder: ImageEncoder
     head_name = "language_model.lm_head"

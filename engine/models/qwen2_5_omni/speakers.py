@@ -180,11 +180,7 @@ class Speaker:
 
 
 class Speakers:
-    """The voices of one checkpoint.
-
-    Args:
-        speakers: at least one; names are unique.
-    """
+    """The voices of one checkpoint."""
 
     def __init__(self, speakers: tuple[Speaker, ...]) -> None:
         self._by_name = {speaker.name: speaker for speaker in speakers}

@@ -175,14 +175,7 @@ class Seq2SeqConfig:
     def of_fairseq(
         cls, config: PreTrainedConfig, max_positions: int, max_encoder_len: int, **others: Any
     ) -> Seq2SeqConfig:
-        """Read what the models that began in fairseq name alike.
-
-        Args:
-            config: of one of them.
-            max_positions: the longest decoder sequence.
-            max_encoder_len: the longest encoder output.
-            **others: the fields that they differ in.
-        """
+        """Read what the models that began in fairseq name alike."""
         head_dim = config.d_model // config.decoder_attention_heads
         return cls(
             hidden_size=config.d_model,
@@ -211,13 +204,7 @@ def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> LayerNorm | RM
 
 
 class DecoderAttention(nn.Module):
-    """What both attentions of a layer have.
-
-    Args:
-        layer_name: unique in the model.
-        config: widths, heads and names.
-        settings: types, places and the block size.
-    """
+    """What both attentions of a layer have."""
 
     spec_type: type[AttentionSpec]
 
