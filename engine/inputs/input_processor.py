@@ -42,6 +42,7 @@ class InputProcessor:
         generation: the checkpoint's ``generation_config.json``; empty where there is none.
 
     Attributes:
+        prompts: as given.
         sampling_defaults: fields of ``SamplingParams`` as the checkpoint has them.
     """
 
@@ -56,7 +57,7 @@ class InputProcessor:
         generation: Mapping[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
-        self._prompts = prompts
+        self.prompts = prompts
         self._fit_check = fit_check
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = RequestSeeds(seed)
@@ -91,7 +92,7 @@ class InputProcessor:
         seed = self._seeds.draw() if params.seed is None else params.seed
         params = self._resolved(params)
         prompt = self._truncated(new.prompt, params)
-        content = self._prompts.process(prompt, cache_salt=new.cache_salt)
+        content = self.prompts.process(prompt, cache_salt=new.cache_salt)
         make = self._maker(content, params, new)
         prompt_ids = () if content.embeds is not None else content.token_ids
         sampling = self._sampling_state(
@@ -120,7 +121,7 @@ class InputProcessor:
         return truncated(prompt, self._tokenizer, limits, num_tokens, keeps_end=keeps_end)
 
     def _num_kept_tokens(self, params: SamplingParams) -> int:
-        if self._prompts.is_encoder_decoder:
+        if self.prompts.is_encoder_decoder:
             raise PlacedError(
                 ("truncate_prompt_tokens",),
                 "truncate_prompt_tokens: prompts of encoder-decoder models are not cut",
@@ -239,30 +240,6 @@ class InputProcessor:
             for name, (key, found) in ids.items()
             if found
         }
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether prompts may come in chunks."""
-        return self._prompts.takes_chunks
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        """What prompts are made of; see :class:`PromptProcessor`."""
-        return self._prompts.modalities
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """Voices that prompts choose from; None of models that do not speak."""
-        return self._prompts.speakers
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether prompts have two sides."""
-        return self._prompts.is_encoder_decoder
-
-    def extend(self, request: Request, prompt: Prompt) -> None:
-        """Take the next chunk of a request's prompt; see :meth:`PromptProcessor.extend`."""
-        self._prompts.extend(request, prompt)
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """Add the checkpoint's defaults, and what it never wants to see generated."""

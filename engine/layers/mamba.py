@@ -1,10 +1,7 @@
 """The Mamba-1 mixer with norms on the step size, B and C.
 
-Sources: Gu and Dao, "Mamba", 2023; Lieber et al., arXiv:2403.19887, section 2 on the norms.
-
-Mamba-1's recurrence over the packed tokens of a step.
-
-Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023.
+Sources: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023;
+Lieber et al., arXiv:2403.19887, section 2 on the norms.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from engine.layers.recurrent_mixer import (
     RecurrentConfig,
     RecurrentMixer,
     TimeOrder,
-    fused_state_update,
 )
 
 __all__ = ["MambaConfig", "MambaMixer"]
@@ -159,8 +155,6 @@ class MambaMixer(RecurrentMixer):
         inputs = ScanInputs(x=u, dt=dt, b=b, c=c)
         if layout.num_decodes < layout.num_reqs:
             y, ssm_state = selective_scan(inputs, self.a, ssm_state, layout.time_order)
-        elif (update := fused_state_update(x.device)) is not None:
-            y = update(ssm_state, u, dt, self.a, b, c)
         else:
             y, ssm_state = selective_step(inputs, self.a, ssm_state)
         self.state.write(step, conv_state, ssm_state)

@@ -33,7 +33,6 @@ from engine.layers.recurrent_mixer import (
     PackedLayout,
     RecurrentConfig,
     RecurrentMixer,
-    fused_state_update,
 )
 from engine.resources.finite_numbers import are_finite
 
@@ -243,14 +242,8 @@ class Mamba2Mixer(RecurrentMixer):
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
         b = b.unflatten(-1, (self.config.num_groups, -1))
         c = c.unflatten(-1, (self.config.num_groups, -1))
-        update = fused_state_update(x.device) if layout.num_decodes == layout.num_reqs else None
-        if update is not None:
-            # One step size and one decay for all of a head, told by strides of 0.
-            decay = self.a[:, None, None].expand(ssm_state.shape[1:])
-            y = update(ssm_state, u, dt[..., None].expand_as(u), decay, b, c)
-        else:
-            inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
-            y, ssm_state = _recur(inputs, ssm_state, layout)
+        inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
+        y, ssm_state = _recur(inputs, ssm_state, layout)
         self.state.write(step, conv_state, ssm_state)
         y = y.addcmul_(u, self.d[:, None]).flatten(-2)
         mixed: Tensor = self.out_proj(self.norm(y, gate))

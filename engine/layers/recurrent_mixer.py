@@ -1,17 +1,10 @@
-"""What both Mamba mixers have: two projections, a short convolution, and a state per request.
-
-The recurrence of a decode step as one fused kernel, where the ``mamba_ssm`` package has it.
-
-Optional, on CUDA only, and not run yet: no machine with a GPU was to be had. Everywhere else, and
-for prompts, the torch code beside this file does the same.
-"""
+"""What both Mamba mixers have: two projections, a short convolution, and a state per request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.util import find_spec
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -31,7 +24,6 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentMixer",
     "TimeOrder",
-    "fused_state_update",
 ]
 
 _MAX_CHUNK = 64
@@ -279,30 +271,6 @@ class CausalConv(nn.Module):
             output += self.bias
         next_state = table.index_select(0, rows.next_histories).view_as(state)
         return output.to(x.dtype), next_state
-
-
-StateUpdate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``update(state, x, dt, A, B, C) -> y``, one token per sequence; ``state`` is changed in place.
-
-Mamba-1: state ``(batch, channels, size)``, x and dt ``(batch, channels)``, A ``(channels, size)``,
-B and C ``(batch, size)``. Mamba-2: state ``(batch, heads, dim, size)``, x and dt ``(batch, heads,
-dim)``, A ``(heads, dim, size)``, B and C ``(batch, groups, size)``; dt and A may be expanded.
-"""
-
-
-def fused_state_update(device: torch.device) -> StateUpdate | None:
-    """The kernel for tensors on ``device``, or None where there is none."""
-    return _load() if device.type == "cuda" else None
-
-
-@cache
-def _load() -> StateUpdate | None:
-    if find_spec("mamba_ssm") is None:
-        return None
-    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-
-    kernel: StateUpdate = selective_state_update
-    return kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -269,17 +269,17 @@ class LLMEngine(Engine[RequestOutput]):
     @property
     def takes_chunks(self) -> bool:
         """Whether a request may begin while its prompt is still made."""
-        return self._inputs.takes_chunks
+        return self._inputs.prompts.takes_chunks
 
     @property
     def speakers(self) -> tuple[str, ...] | None:
         """Voices that speech prompts choose from; None if the model does not speak."""
-        return self._inputs.speakers
+        return self._inputs.prompts.speakers
 
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether prompts have two sides, and outputs may have rows of the encoder's tokens."""
-        return self._inputs.is_encoder_decoder
+        return self._inputs.prompts.is_encoder_decoder
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Hand in the next chunk; one for a request that is not live is ignored.
@@ -288,7 +288,7 @@ class LLMEngine(Engine[RequestOutput]):
         """
         group = self._groups.get(request_id)
         if group is not None:
-            self._inputs.extend(group.completions[0].request, prompt)
+            self._inputs.prompts.extend(group.completions[0].request, prompt)
             self._scheduler.wake(self._output_processor.live(request_id))
 
     def needs_input(self, request_id: str) -> bool:
@@ -402,7 +402,7 @@ class LLMEngine(Engine[RequestOutput]):
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
         plan = self.memory_plan.describe(self.hidden_size, self.enable_prefix_caching)
-        read = list(self._inputs.modalities)
+        read = list(self._inputs.prompts.modalities)
         return {"input_modalities": read, **plan} if read else plan
 
     def check_integrity(self) -> None:

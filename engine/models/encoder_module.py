@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.models.base import CausalModel, ModelSettings
@@ -123,33 +122,6 @@ class TextEncoder(EncoderModule):
         return rows
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves out what would fill tensors without memory, in this thread.
-
-    torch writes such calls out in Python, each many operations long: a vocoder, with hundreds of
-    small filters, took longer to be made than to be loaded.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = args[0] if args else (kwargs or {}).get("tensor")
-        if isinstance(given, Tensor) and given.is_meta:
-            if func in _FILLS:
-                return given
-            if func is torch.sinc:
-                return torch.empty_like(given)
-        return func(*args, **(kwargs or {}))
-
-
-_FILLS = frozenset(
-    {
-        *(Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_),
-        *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
-    }
-)
-
-
 def build_empty(
     make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
@@ -162,7 +134,7 @@ def build_empty(
 
 def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> ModelT:
     """Make a module of transformers without memory, to be placed; see :func:`build_empty`."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"):
         return make(deepcopy(config))
 
 
