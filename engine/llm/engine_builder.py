@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from engine.attention.backend import AttentionBackend
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.execution.input_batch import InputBatch
@@ -128,18 +129,8 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
     choices = _Choices.of(config)
     checkpoint, model = choices.checkpoint, _load_model(config, choices)
     choices = choices.with_heads_of(model, config)
-    tokenizer = None
-    if find_family(checkpoint).reads_text:
-        remote, whole = config.trust_remote_code, checkpoint.whole_config
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
-    needs = ModelNeeds(
-        _cache_groups(model, config.block_size),
-        weights_bytes=model.weight_nbytes,
-        dtype=choices.dtype,
-        max_model_len=choices.max_model_len,
-        max_encoder_len=model.max_encoder_len,
-    )
-    kv_config, plan = plan_memory(config, needs, device=choices.device, attention=choices.attention)
+    tokenizer = _tokenizer(config, checkpoint)
+    kv_config, plan = _plan(config, model, choices)
     manager = KVCacheManager(
         kv_config,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -160,12 +151,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         kv_cache_manager=manager,
         memory=PagedMemory(kv_config, choices.device),
         swap_memory=swap_memory,
-        backends=[
-            get_backend(choices.attention, choices.device, choices.dtype, group.spec.block_size)
-            if isinstance(group.spec, AttentionSpec)
-            else None
-            for group in kv_config.groups
-        ],
+        backends=_attention_backends(kv_config, choices),
         input_batch=_input_batch(config, kv_config, model, choices.max_model_len),
         device=choices.device,
         max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
@@ -187,15 +173,7 @@ def build_engine_parts(config: EngineConfig, output_names: Collection[str] | Non
         ),
         input_processor=_input_processor(config, sources, manager),
         kv_cache_manager=manager,
-        scheduler=Scheduler(
-            manager,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_encoder_tokens=config.max_num_encoder_tokens,
-            swap_space=swap_space,
-            encoder_cache_manager=items,
-        ),
+        scheduler=_scheduler(config, manager, swap_space, items),
         model_runner=runner,
         swap_space=swap_space,
         encoder_cache_manager=items,
@@ -215,6 +193,47 @@ def _load_model(config: EngineConfig, choices: _Choices) -> CausalModel:
             # One choice for attention and layers: with backend torch, neither runs native kernels.
             NativeLayerOps(load_kernels()) if choices.attention == "native" else LayerOps(),
         ),
+    )
+
+
+def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    if not find_family(checkpoint).reads_text:
+        return None
+    remote, whole = config.trust_remote_code, checkpoint.whole_config
+    return load_tokenizer(checkpoint.path, trust_remote_code=remote, config=whole)
+
+
+def _plan(
+    config: EngineConfig, model: CausalModel, choices: _Choices
+) -> tuple[KVCacheConfig, MemoryPlan]:
+    return plan_memory(
+        config,
+        ModelNeeds(
+            _cache_groups(model, config.block_size),
+            weights_bytes=model.weight_nbytes,
+            dtype=choices.dtype,
+            max_model_len=choices.max_model_len,
+            max_encoder_len=model.max_encoder_len,
+        ),
+        device=choices.device,
+        attention=choices.attention,
+    )
+
+
+def _scheduler(
+    config: EngineConfig,
+    manager: KVCacheManager,
+    swap_space: SwapSpace | None,
+    items: EncoderCacheManager | None,
+) -> Scheduler:
+    return Scheduler(
+        manager,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_encoder_tokens=config.max_num_encoder_tokens,
+        swap_space=swap_space,
+        encoder_cache_manager=items,
     )
 
 
@@ -272,6 +291,18 @@ def _input_batch(
             if isinstance(group.spec, CrossAttentionSpec)
         },
     )
+
+
+def _attention_backends(
+    kv_config: KVCacheConfig, choices: _Choices
+) -> list[AttentionBackend | None]:
+    """One for every group; None where it has no attention."""
+    return [
+        get_backend(choices.attention, choices.device, choices.dtype, group.spec.block_size)
+        if isinstance(group.spec, AttentionSpec)
+        else None
+        for group in kv_config.groups
+    ]
 
 
 def _cache_groups(model: CausalModel, block_size: int) -> tuple[KVCacheGroup, ...]:
