@@ -3,6 +3,7 @@
     python -m benchmarks.chaos [--config omni_speech] [--requests 2000] [--faults 100] [--seed 0]
     python -m benchmarks.chaos --runtime ray --faults 10 --kinds sigkill
     python -m benchmarks.chaos --exact
+    python -m benchmarks.chaos --shared
 
 Several callers stream requests through a pipeline in processes, or in the actors of a Ray cluster,
 while its workers get SIGKILL, SIGSTOP, exceptions in the middle of their steps, and exceptions that
@@ -12,7 +13,7 @@ and what was told piece by piece has to add up. Tensors and sound may differ by 
 step of 16-bit samples: a run again meets others in its batches and its cache, and floating point
 sums come out differently in another order, by some 2e-7. With ``--exact`` each stage runs one
 request at a time, by one thread and without a cache: then nothing is summed in another order, and
-sound has to be equal to the last bit.
+sound has to be equal to the last bit. With ``--shared`` all stages share one worker.
 
 Now and then, and in the end, every worker checks that it has lost nothing. Counted before and
 after: processes, threads, descriptors, and names in /dev/shm.
@@ -125,6 +126,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runtime", choices=("processes", "ray"), default="processes")
     parser.add_argument("--reference", choices=("inline", "workers"), default="inline")
     parser.add_argument("--exact", action="store_true", help="equal to the last bit")
+    parser.add_argument("--shared", action="store_true", help="all stages in one worker")
     return parser.parse_args(words)
 
 
@@ -136,6 +138,9 @@ def overrides_of(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[st
         "runtime.max_retries": 1000,
         "runtime.stall_timeout_s": 2.0,
     }
+    if arguments.shared:
+        for name in PipelineConfig.load(arguments.config).stages:
+            workers[f"stages.{name}.placement.worker"] = "all"
     if arguments.exact:
         for name, stage in PipelineConfig.load(arguments.config).stages.items():
             alone = _ALONE[stage.kind]
