@@ -28,7 +28,7 @@ from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.placement import Placement
 from stages.stage import OneOrMore, Stage, StageInputs, check_methods
-from stages.transforms.custom_transform import load_custom, locate_custom
+from stages.transforms.user_code import load_custom, locate_custom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -64,8 +64,7 @@ _PRELOADED = (
     "engine.encoder.encoder_engine",
     "engine.generator.generator_engine",
     "stages",
-    "stages.remote.channel",
-    "stages.worker.stage_worker",
+    "stages.remote.worker",
 )
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STATUS = struct.Struct("=i")

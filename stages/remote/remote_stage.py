@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine import SamplingParams
 from stages.remote.link import RemoteLink
 from stages.remote.supervisor import WorkerSupervisor
-from stages.stage import StageInputs, StageOutput, StageRequest, StageStats
+from stages.stage import Stage, StageOutput, StageRequest, StageStats
+from stages.stage_config import StageConfig
 from stages.worker.stage_link import DistantStage, StageLink, WorkerState
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RemoteStage", "StageShape"]
+__all__ = ["RemoteStage"]
 
 _ANSWER_S = 0.2
 
 
-class StageShape(Protocol):
-    """What of a stage's configuration its pipeline has to know."""
-
-    @property
-    def inputs(self) -> StageInputs | None:
-        """The stages that feed it."""
-        ...
-
-    @property
-    def final_output(self) -> tuple[str, ...]:
-        """What the user gets of it."""
-        ...
+def _fact(name: str) -> Any:
+    """A property of a stage, as its workers have described it."""
+    return property(lambda stage: getattr(stage._facts, name))
 
 
 class RemoteStage(DistantStage):
@@ -39,13 +31,17 @@ class RemoteStage(DistantStage):
 
     Args:
         name: of the stage.
-        config: of the stage.
+        config: of the stage, or one like it.
         workers: one for each replica; they are up.
         max_retries: how often a request is run again that was in a worker when this died.
     """
 
     def __init__(
-        self, name: str, config: StageShape, workers: Sequence[WorkerSupervisor], max_retries: int
+        self,
+        name: str,
+        config: Stage | StageConfig,
+        workers: Sequence[WorkerSupervisor],
+        max_retries: int,
     ) -> None:
         super().__init__(
             name,
@@ -78,41 +74,18 @@ class RemoteStage(DistantStage):
         return self._workers
 
     @property
-    def hidden_size(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.hidden_size
-
-    @property
     def dtype(self) -> torch.dtype | None:
         """See :class:`~stages.stage.Stage`."""
         import torch  # only here: a link needs none of it
 
         return None if self._facts.dtype is None else getattr(torch, self._facts.dtype)
 
-    @property
-    def sampling(self) -> SamplingParams | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.sampling
-
-    @property
-    def seed(self) -> int | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.seed
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.speakers
-
-    @property
-    def takes_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.takes_chunks
-
-    @property
-    def gives_chunks(self) -> bool:
-        """See :class:`~stages.stage.Stage`."""
-        return self._facts.gives_chunks
+    hidden_size = _fact("hidden_size")
+    sampling = _fact("sampling")
+    seed = _fact("seed")
+    speakers = _fact("speakers")
+    takes_chunks = _fact("takes_chunks")
+    gives_chunks = _fact("gives_chunks")
 
     def describe(self) -> Mapping[str, Any]:
         """What a worker resolved and reserved."""

@@ -19,9 +19,14 @@ from typing import Any, TypeVar, cast
 from engine import Prompt
 from engine.interface.arguments import check_argument, check_names
 from stages.stage import StageOutput, Transform, TransformContext
-from stages.transforms.custom_transform import imported_custom, load_custom, locate_custom
-from stages.transforms.module_text import ModuleText
-from stages.transforms.transform_signature import check_looks_like_one, check_takes_context
+from stages.transforms.user_code import (
+    ModuleText,
+    check_looks_like_one,
+    check_takes_context,
+    imported_custom,
+    load_custom,
+    locate_custom,
+)
 
 __all__ = [
     "Requirements",
