@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import cache
@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route, Router, WebSocketRoute
 
-from omni.server.openai.routes import ROUTES as OPENAI_ROUTES
-from omni.server.pipeline_route import ROUTES as PIPELINE_ROUTES
+from engine import AudioTask
+from omni.server.openai.chat import Chat
+from omni.server.openai.chat_request import ChatRequest, CompletionRequest
+from omni.server.openai.completions import Completions
+from omni.server.openai.embeddings import Embeddings, EmbeddingsRequest
+from omni.server.openai.realtime import talk
+from omni.server.openai.speech import Speech, SpeechRequest
+from omni.server.openai.transcription import Transcription, read_transcription
+from omni.server.pipeline_route import list_recent, run_pipeline
 from omni.server.serving.guard import Guard
 from omni.server.serving.pipeline_server import PipelineServer, PipelineState, ServedPipeline
+from omni.server.serving.request_body import ApiModel, read_json
 
 if TYPE_CHECKING:
     from stages.worker.stage_link import WorkerState
@@ -31,25 +39,89 @@ __all__ = ["create_app"]
 
 
 def create_app(server: PipelineServer) -> Guard:
-    """Make the ASGI application of a server.
-
-    Args:
-        server: its pipelines are closed when the application ends.
-    """
+    """Make the ASGI application of a server, whose pipelines are closed when it ends."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
         await server.close()
 
-    own_routes = (
+    routes = (
+        _json_route("/v1/chat/completions", ChatRequest, Chat),
+        _json_route("/v1/completions", CompletionRequest, Completions),
+        _json_route("/v1/embeddings", EmbeddingsRequest, Embeddings),
+        _json_route("/v1/audio/speech", SpeechRequest, Speech),
+        _form_route("/v1/audio/transcriptions", "transcribe"),
+        _form_route("/v1/audio/translations", "translate"),
+        Route("/v1/audio/voices", _list_voices),
+        WebSocketRoute("/v1/realtime", talk),
+        Route("/v1/models", _list_models),
+        Route("/v1/models/{name}", _retrieve_model),
+        Route("/v1/pipelines", _figures),
+        Route("/v1/pipelines/{name}", run_pipeline, methods=["POST"]),
+        Route("/v1/pipelines/{name}/requests", list_recent),
         Route("/", _page),
         Route("/health", _health),
         Route("/metrics", _metrics),
-        Route("/v1/pipelines", _figures),
     )
-    routes = (*OPENAI_ROUTES, *PIPELINE_ROUTES, *own_routes)
     return Guard(Router(routes, lifespan=lifespan), server)
+
+
+def _json_route(path: str, body: type[ApiModel], response: Callable[..., Response]) -> Route:
+    """Make a route that takes JSON documents."""
+
+    async def respond(request: Request) -> Response:
+        parsed: Any = await read_json(request, body)
+        return response(request.state.server, request.state.client, parsed)
+
+    return Route(path, respond, methods=["POST"])
+
+
+def _form_route(path: str, task: AudioTask) -> Route:
+    """Make a route that takes forms with a file of speech."""
+
+    async def respond(request: Request) -> Response:
+        body, audio = await read_transcription(request)
+        return Transcription(request.state.server, request.state.client, body, audio, task)
+
+    return Route(path, respond, methods=["POST"])
+
+
+async def _list_models(request: Request) -> Response:
+    """All pipelines, those included that are still loading."""
+    pipelines = request.state.server.pipelines.values()
+    return JSONResponse({"object": "list", "data": [_model(each) for each in pipelines]})
+
+
+async def _retrieve_model(request: Request) -> Response:
+    return JSONResponse(_model(request.state.server.find(request.path_params["name"])))
+
+
+async def _list_voices(request: Request) -> Response:
+    """The voices of one pipeline, or of all that are loaded."""
+    server: PipelineServer = request.state.server
+    name = request.query_params.get("model")
+    if name is None:
+        found = [each for each in server.pipelines.values() if each.state is PipelineState.READY]
+    else:
+        found = [server.find(name)]
+    voices = {each.name: each.omni.pipeline.voices for each in found}
+    listed = [
+        {"id": voice, "name": voice, "model": model, "aliases": of.other_names(voice)}
+        for model, of in voices.items()
+        for voice in of.own
+    ]
+    return JSONResponse({"object": "list", "voices": listed})
+
+
+def _model(pipeline: ServedPipeline) -> dict[str, object]:
+    return {
+        "id": pipeline.name,
+        "object": "model",
+        "created": pipeline.created,
+        "owned_by": "omni",
+        **pipeline.describe(),
+    }
 
 
 async def _page(_: Request) -> Response:

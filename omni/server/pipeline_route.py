@@ -6,12 +6,11 @@ import asyncio
 import binascii
 import json
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.settings import dotted
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
     from omni.server.serving.response_stream import Update
 
-__all__ = ["ROUTES", "PipelineRequest"]
+__all__ = ["PipelineRequest", "list_recent", "run_pipeline"]
 
 
 class PipelineRequest(RequestLine):
@@ -42,7 +41,7 @@ class PipelineRequest(RequestLine):
     stream: bool = False
 
 
-async def _recent(request: Request) -> Response:
+async def list_recent(request: Request) -> Response:
     """Report where the last requests of a pipeline spent their time: those of the same API key."""
     server: PipelineServer = request.state.server
     client: Client = request.state.client
@@ -50,7 +49,7 @@ async def _recent(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [each.to_object() for each in records]})
 
 
-async def _run(request: Request) -> Response:
+async def run_pipeline(request: Request) -> Response:
     """Run a request of any kind on a pipeline."""
     server: PipelineServer = request.state.server
     pipeline = server.find(request.path_params["name"])
@@ -225,10 +224,3 @@ def _file(name: str, rows: Tensor) -> str:
 
 def _wav(sound: Waveform) -> str:
     return b64encode(sound.encoded("wav")).decode()
-
-
-ROUTES: Sequence[BaseRoute] = (
-    Route("/v1/pipelines/{name}/requests", _recent),
-    Route("/v1/pipelines/{name}", _run, methods=["POST"]),
-)
-"""Where it is."""

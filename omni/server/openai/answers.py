@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes; only the fields that are set are told.
+"""Answers in OpenAI's shapes; only the fields that are set are sent.
 
 Structs of msgspec, since one is made and written for every token that is streamed: they take a
 tenth of the time of models that check their values, and all values here come from our own code.
@@ -55,7 +55,6 @@ __all__ = [
     "num_completions",
     "text_stage",
     "usage_of",
-    "usage_so_far",
 ]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -63,13 +62,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The text and the bytes of each token, as it stands within a text.
+    """Finds the text and the bytes of each token, as it stands within a text.
 
-    Args:
-        tokenizer: of the checkpoint.
-
-    Attributes:
-        left_out: special tokens, which are in no text.
+    ``left_out`` are special tokens, which are in no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -86,11 +81,11 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
     def text(self, token_id: int) -> str:
-        """Its text, with U+FFFD for bytes that are no whole character."""
+        """Return its text, with U+FFFD for bytes that are no whole character."""
         return self._of(token_id)[0]
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Its own bytes, be they a part of a character; None if they cannot be told."""
+        """Return its own bytes, be they a part of a character; None if they are not known."""
         return self._of(token_id)[1]
 
     def _of(self, token_id: int) -> tuple[str, bytes | None]:
@@ -114,7 +109,7 @@ class TokenTexts:
         return text, text.encode()
 
     def _bytes_behind(self, piece: str, text: str) -> bytes | None:
-        """What was decoded to a text that says of some bytes only that they are no character."""
+        """Find the bytes behind a text with U+FFFD."""
         # Byte-level tokenizers write every byte as a character of its own. Whether this is one
         # shows: no other makes the same text of these bytes.
         if all(character in self._byte_of for character in piece):
@@ -131,16 +126,12 @@ class TokenTexts:
 
 
 class TokenPlaces:
-    """Where in a completion's text its tokens begin, told token by token.
+    """Finds where in a completion's text its tokens begin, token by token.
 
-    The text is decoded along with the tokens, so that the places are those in the text that was
-    answered with. Where that waits for the rest of a character, the bytes tell how far it is. A
-    token that is not in the text, such as a special one, has the place of what follows; behind a
-    stop string, which cuts the text, tokens have the places that they would have had.
-
-    Args:
-        tokenizer: of the checkpoint.
-        texts: its tokens'.
+    The text is decoded along with the tokens, so that the places are those in the text of the
+    answer. Where that waits for the rest of a character, the bytes tell how far it is. A token that
+    is not in the text, such as a special one, has the place of what follows; behind a stop string,
+    which cuts the text, tokens have the places that they would have had.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> None:
@@ -181,7 +172,7 @@ class TokenPlaces:
 
 
 def _goes_on(own: bytes) -> bool:
-    """Whether bytes begin within a character."""
+    """Tell if bytes begin within a character."""
     return own[0] & 0b1100_0000 == 0b1000_0000
 
 
@@ -191,14 +182,7 @@ _LEAST = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One completion, as far as it has come.
-
-    Attributes:
-        text: all of it so far.
-        num_tokens: generated so far.
-        finish_reason: ``stop`` or ``length``; None while it goes on.
-        logprobs: per token, if they were asked for.
-    """
+    """One completion, as far as it has come; ``finish_reason`` is None while it goes on."""
 
     text: str
     num_tokens: int
@@ -207,11 +191,7 @@ class Written:
 
 
 def text_stage(pipeline: Pipeline) -> str:
-    """The stage whose text answers: the last one that the user gets text of.
-
-    Raises:
-        ApiError: with status 400: there is none.
-    """
+    """Find the stage whose text answers: the last one that the user gets text of."""
     writing = [name for name, stage in pipeline.stages.items() if "text" in stage.final_output]
     if not writing:
         raise ApiError.bad_request(
@@ -221,19 +201,14 @@ def text_stage(pipeline: Pipeline) -> str:
 
 
 def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, SamplingParams]) -> int:
-    """How many completions of each prompt a request asks of a stage."""
+    """Count the completions of each prompt that a request wants of a stage."""
     params = sampling.get(stage, pipeline.stages[stage].sampling)
     return params.n if params is not None else 1
 
 
 def completions_of(output: StageOutput, n: int) -> list[Written]:
-    """Every completion of an output, in order.
-
-    Args:
-        output: of a stage that has text.
-        n: how many were asked for; see :func:`num_completions`.
-    """
-    if n == 1:  # what the output itself tells, none of its tokens copied
+    """List the ``n`` completions of an output of a stage that has text."""
+    if n == 1:  # of the output itself, none of its tokens copied
         reason = output.finish_reason
         text, logprobs = output.text or "", output.logprobs or ()
         num_tokens = num_items(output, "token_ids")
@@ -249,55 +224,38 @@ def completions_of(output: StageOutput, n: int) -> list[Written]:
     ]
 
 
-def usage_of(outputs: Sequence[StageOutput]) -> Usage:
-    """Count the tokens of prompts, and of all their completions."""
-    written = sum(len(each.token_ids) for output in outputs for each in output.completions)
-    return _usage(outputs, written)
-
-
-def usage_so_far(output: StageOutput, num_tokens: int) -> Usage:
-    """Count the tokens of a prompt beside those of one of its completions."""
-    return _usage([output], num_tokens)
-
-
-def _usage(outputs: Sequence[StageOutput], written: int) -> Usage:
+def usage_of(outputs: Sequence[StageOutput], num_tokens: int | None = None) -> Usage:
+    """Count the tokens of prompts, and of all their completions, unless their number is given."""
+    if num_tokens is None:
+        num_tokens = sum(len(each.token_ids) for output in outputs for each in output.completions)
     prompt = sum(output.num_prompt_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
+        completion_tokens=num_tokens,
+        total_tokens=prompt + num_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
 
 
 class LogprobWriter:
-    """Writes log-probabilities, with the text of each token by itself.
-
-    Args:
-        pipeline: whose tokens they are.
-        stage: that generated them.
-
-    Raises:
-        ApiError: with status 400: the stage has no tokenizer that could tell their texts.
-    """
+    """Writes log-probabilities, with the text of each token by itself."""
 
     def __init__(self, pipeline: ServedPipeline, stage: str) -> None:
         tokenizer = pipeline.tokenizer(stage)
         if tokenizer is None:
-            raise ApiError.bad_request(
-                f"logprobs: the stage {stage!r} has no tokenizer to name tokens by",
-                param="logprobs",
+            raise ApiError.bad_field(
+                "logprobs", f"the stage {stage!r} has no tokenizer to name tokens by"
             )
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
 
     def places(self) -> TokenPlaces:
-        """For a completion that begins: where its tokens stand."""
+        """Return what finds a new completion's token places."""
         return TokenPlaces(self._tokenizer, self._texts)
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """In the shape of chats."""
+        """Write in the shape of chats."""
         return ChatLogprobs(
             content=[
                 TokenLogprob(
@@ -311,12 +269,7 @@ class LogprobWriter:
     def completion(
         self, entries: Sequence[TokenLogprobs], places: TokenPlaces
     ) -> CompletionLogprobs:
-        """In the shape of completions.
-
-        Args:
-            entries: what to write.
-            places: of this completion; it has taken all tokens before these.
-        """
+        """Write in the shape of completions; ``places`` has taken all tokens before these."""
         return CompletionLogprobs(
             tokens=[self._texts.text(entry.token_id) for entry in entries],
             token_logprobs=[_number(entry.logprob) for entry in entries],
@@ -325,13 +278,13 @@ class LogprobWriter:
         )
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the chosen one; of several with one text, the likeliest."""
-        told: dict[str, float] = {}
+        """Map the likeliest tokens, and the chosen one; of several with one text, the likeliest."""
+        by_text: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            told.setdefault(self._texts.text(token_id), _number(logprob))
-        # Clients look it up by the text that they are told of it.
-        told[self._texts.text(entry.token_id)] = _number(entry.logprob)
-        return told
+            by_text.setdefault(self._texts.text(token_id), _number(logprob))
+        # Clients look it up by the text that they got of it.
+        by_text[self._texts.text(entry.token_id)] = _number(entry.logprob)
+        return by_text
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         own = self._texts.bytes_of(token_id)
@@ -368,7 +321,7 @@ class Usage(Struct, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token that could have been chosen; ``bytes`` is null where they cannot be told."""
+    """A token that could have been chosen; ``bytes`` is null where they are not known."""
 
     token: str
     logprob: float
@@ -388,11 +341,11 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class ChatAudio(Struct, kw_only=True):
-    """How an answer sounds, or what is new of it.
+    """The sound of an answer, or what is new of it.
 
     ``data`` is written as base64: a file, or in a stream samples of 16 bits. ``sampling_rate`` is
     ours: it is the checkpoint's, and not always 24,000. Nothing is kept, so it has expired when it
-    is told.
+    is sent.
     """
 
     id: str
@@ -403,7 +356,7 @@ class ChatAudio(Struct, kw_only=True):
 
 
 class ChatMessageAnswer(Struct, kw_only=True):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -431,7 +384,7 @@ class ChatAnswer(Struct, kw_only=True):
 
 
 class ChatDelta(Struct, kw_only=True):
-    """What is new of what the assistant says."""
+    """New parts of the assistant's message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -439,7 +392,7 @@ class ChatDelta(Struct, kw_only=True):
 
 
 class ChatChunkChoice(Struct, kw_only=True):
-    """What is new of one completion."""
+    """New parts of one completion."""
 
     index: int
     delta: ChatDelta
@@ -468,7 +421,7 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """One completion of one prompt, or what is new of it."""
+    """One completion of one prompt, or new parts of it."""
 
     index: int
     text: str
@@ -477,7 +430,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class CompletionAnswer(Struct, kw_only=True):
-    """Completions of one or several prompts, or what is new of them."""
+    """Completions of one or several prompts, or new parts of them."""
 
     id: str
     object: str
@@ -500,10 +453,7 @@ def as_event(answer: Struct) -> bytes:
 class TextEvent:
     """Events that are alike but for a text: what is the same in all of them is written once.
 
-    Most of what a stream tells is that: one for every token.
-
-    Args:
-        make: makes the answer of a text, which stands in it as it is, once or several times.
+    Most of a stream is such events: one for every token.
     """
 
     def __init__(self, make: Callable[[str], Struct]) -> None:

@@ -28,7 +28,6 @@ from omni.server.openai.answers import (
     num_completions,
     text_stage,
     usage_of,
-    usage_so_far,
 )
 from omni.server.openai.chat_request import StreamOptions, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
@@ -62,16 +61,7 @@ class _Sent:
 
 
 class Chat(PipelineResponse):
-    """The response to a chat request.
-
-    Args:
-        server: has the model.
-        client: sent the request.
-        body: of the request.
-
-    Raises:
-        ApiError: it cannot run as asked.
-    """
+    """The response to a chat request."""
 
     prompt_param = "messages"
 
@@ -168,7 +158,7 @@ class Chat(PipelineResponse):
         if self._options.counts_each_chunk and output is not None:
             is_first = choice.delta.role is not UNSET
             written = completions_of(output, self._n)[choice.index]
-            usage = usage_so_far(output, 0 if is_first else written.num_tokens)
+            usage = usage_of([output], 0 if is_first else written.num_tokens)
         return as_event(self._chunk([choice], usage))
 
     def _text_of(self, output: StageOutput, sent: _Sent) -> bytes:

@@ -69,19 +69,13 @@ PromptList = Annotated[
 
 
 def prompts_of(given: str | list[Any], limit: int, param: str) -> list[Prompt]:
-    """Make prompts of a :data:`PromptList`.
-
-    Raises:
-        ApiError: with status 400: they are more than the limit.
-    """
+    """Make prompts of a :data:`PromptList`; refuse more than the limit."""
     if isinstance(given, str):
         return [TextPrompt(given)]
     if isinstance(given[0], int):
         return [TokensPrompt(tuple(given))]
     if len(given) > limit:
-        raise ApiError.bad_request(
-            f"{param}: at most {limit} are taken at once, got {len(given)}", param=param
-        )
+        raise ApiError.bad_field(param, f"at most {limit} are taken at once, got {len(given)}")
     return [
         TextPrompt(each) if isinstance(each, str) else TokensPrompt(tuple(each)) for each in given
     ]
@@ -104,7 +98,7 @@ class StageFields(RequestFields):
 
     Attributes:
         stages: for stages other than the one that answers, and for all of its fields:
-            ``{stage: {field: value}}``. What is said here of a stage counts.
+            ``{stage: {field: value}}``. These fields come before others for the same stage.
     """
 
     stages: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -141,7 +135,7 @@ class SamplingFields(StageFields):
     truncate_prompt_tokens: int | None = None
 
     def given_fields(self) -> dict[str, Any]:
-        """What is given of :attr:`own_fields`."""
+        """Return the fields among :attr:`own_fields` that are given."""
         given = {name: getattr(self, name) for name in self.own_fields}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -154,85 +148,75 @@ def merge_sampling(
     names: Mapping[str, str],
     others_at: str = "stages",
 ) -> dict[str, SamplingParams]:
-    """Lay what a client asked for over the stages' own parameters.
+    """Lay a client's fields over the stages' own parameters.
 
     Args:
         pipeline: whose stages.
         stage: the one that answers.
         fields: for that stage.
         others: by stage.
-        names: what the client calls those of ``fields`` that it knows by another name.
-        others_at: where the client has said ``others``.
+        names: the client's names of ``fields``, where they differ.
+        others_at: the client's place of ``others``.
 
     Raises:
         ApiError: with status 400, and the wrong field as its ``param``.
     """
     merged = {}
-    told_of_stages: dict[str, dict[str, str]] = {}
+    params_of_stages: dict[str, dict[str, str]] = {}
     for name in {stage: None, **dict.fromkeys(others)}:
         if name not in pipeline.stages:
-            told = f"{others_at}.{name}: unknown stage{suggest(name, pipeline.stages)}"
-            raise ApiError.bad_request(told, param=f"{others_at}.{name}")
-        told_of = {key: names.get(key, key) for key in fields} if name == stage else {}
-        told_of |= {key: f"{others_at}.{name}.{key}" for key in others.get(name, {})}
-        told_of_stages[name] = told_of
+            message = f"unknown stage{suggest(name, pipeline.stages)}"
+            raise ApiError.bad_field(f"{others_at}.{name}", message)
+        params = {key: names.get(key, key) for key in fields} if name == stage else {}
+        params |= {key: f"{others_at}.{name}.{key}" for key in others.get(name, {})}
+        params_of_stages[name] = params
         given = {**(fields if name == stage else {}), **others.get(name, {})}
         own = pipeline.stages[name].sampling
         if own is None and given.keys() - {"truncate_prompt_tokens"}:
-            raise ApiError.bad_request(
-                f"{next(iter(told_of.values()))}: the stage {name!r} does not sample",
-                param=next(iter(told_of.values())),
+            raise ApiError.bad_field(
+                next(iter(params.values())), f"the stage {name!r} does not sample"
             )
         if given:
-            merged[name] = _merge(own or SamplingParams(max_tokens=0), given, told_of)
+            merged[name] = _merge(own or SamplingParams(max_tokens=0), given, params)
     try:
         return pipeline.merge_sampling(merged)
     except PlacedError as error:
         at, *keys = map(str, error.place)
-        # Where the client has said nothing of it, it is the stage's own, or of several fields.
-        param = told_of_stages.get(at, {}).get(keys[0]) if keys else None
+        # Where the client has given nothing of it, it is the stage's own, or of several fields.
+        param = params_of_stages.get(at, {}).get(keys[0]) if keys else None
         raise ApiError.bad_request(str(error), param=param) from error
 
 
 def _merge(
-    own: SamplingParams, given: Mapping[str, Any], told_of: Mapping[str, str]
+    own: SamplingParams, given: Mapping[str, Any], params: Mapping[str, str]
 ) -> SamplingParams:
     changed = own.model_dump(mode="json") | dict(given)
     try:
         return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
-        told = explain_validation_error(error, SamplingParams, changed).split("\n")[0]
+        message = explain_validation_error(error, SamplingParams, changed).split("\n")[0]
         if not finding["loc"]:  # two fields that do not go together
-            raise ApiError.bad_request(told) from error
+            raise ApiError.bad_request(message) from error
         key = str(finding["loc"][0])
-        name = told_of.get(key, key)
-        raise ApiError.bad_request(name + told.removeprefix(key), param=name) from error
+        name = params.get(key, key)
+        raise ApiError.bad_request(name + message.removeprefix(key), param=name) from error
 
 
 class FileUrl(ApiModel):
-    """Where an image or a video is.
-
-    Attributes:
-        url: a data URL, or one of http where the server allows its host.
-    """
+    """An image or a video: a data URL, or one of http where the server allows its host."""
 
     url: str = Field(min_length=1)
 
 
 class ImageUrl(FileUrl):
-    """Where an image is; how fine it is seen, is not chosen."""
+    """An image; how fine it is seen, is not chosen."""
 
     not_supported: ClassVar = {"detail": ("auto",)}
 
 
 class InputAudio(ApiModel):
-    """A sound.
-
-    Attributes:
-        data: a file in base64.
-        format: which kind of file, for its reader to find out; it looks into the file.
-    """
+    """A file of sound in base64. Its reader finds out its kind, whatever ``format`` says."""
 
     data: str = Field(min_length=1)
     format: Literal["wav", "mp3", "flac", "ogg"]
@@ -249,7 +233,7 @@ class ContentPart(ApiModel):
 
     @property
     def file_url(self) -> str | None:
-        """Where the image or video is; None of a text or a sound."""
+        """The image or video; None of a text or a sound."""
         at = self.image_url or self.video_url
         return None if at is None else at.url
 
@@ -272,7 +256,7 @@ def _form_of_part(value: Any) -> str | None:
 class ChatMessage(ApiModel):
     """One turn of a conversation; keys that answers have are taken where they are empty.
 
-    How an earlier answer sounded is taken and left aside: its text is what was said.
+    The sound of an earlier answer is taken and left aside: its text counts.
     """
 
     without_effect: ClassVar = frozenset(("audio",))
@@ -303,7 +287,7 @@ class ChatMessage(ApiModel):
 
 
 class StreamOptions(ApiModel):
-    """What a stream reports beside the answer.
+    """Extras of a stream.
 
     Attributes:
         include_usage: whether its last chunk counts the tokens.
@@ -323,12 +307,7 @@ class StreamOptions(ApiModel):
 
 
 class AudioOptions(ApiModel):
-    """How an answer is to sound.
-
-    Attributes:
-        voice: a speaker of the pipeline; without one, its own choice.
-        format: of the file, or of the pieces of a stream.
-    """
+    """The sound of an answer: its format, and whose voice; without one, the pipeline's choice."""
 
     voice: str | None = Field(default=None, min_length=1)
     format: Literal["wav", "mp3", "flac", "pcm16"]
@@ -338,15 +317,10 @@ class ChatRequest(SamplingFields):
     """A chat request.
 
     Attributes:
-        model: name of a pipeline.
-        messages: oldest first.
         max_completion_tokens: of the answer; ``max_tokens`` is its older name.
-        logprobs: whether to report them.
         top_logprobs: of how many tokens beside the chosen one.
-        stream: whether to answer by server-sent events.
-        stream_options: how.
-        modalities: what to answer with; text always is.
-        audio: how to sound; wanted with the modality ``audio``.
+        modalities: of the answer; text always is one.
+        audio: wanted with the modality ``audio``.
     """
 
     without_effect: ClassVar = frozenset(
@@ -400,7 +374,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def sampling_names(self) -> dict[str, str]:
-        """What fields of the sampling parameters are called here, where it is not the same."""
+        """The names of fields of the sampling parameters here, where they differ."""
         is_new = self.max_completion_tokens is not None
         return {
             "max_tokens": "max_completion_tokens" if is_new else "max_tokens",
@@ -408,7 +382,7 @@ class ChatRequest(SamplingFields):
         }
 
     def sampling_fields(self) -> dict[str, Any]:
-        """What is asked of the stage that answers."""
+        """Return the fields for the stage that answers."""
         fields = self.given_fields()
         limit = self.max_completion_tokens
         limit = self.max_tokens if limit is None else limit
@@ -420,16 +394,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    """A request for completions.
-
-    Attributes:
-        model: name of a pipeline.
-        prompt: text or token ids, or a list of several of either.
-        max_tokens: of each completion.
-        logprobs: of how many tokens beside the chosen one to report them.
-        stream: whether to answer by server-sent events.
-        stream_options: how.
-    """
+    """A request for completions; ``logprobs`` is of how many tokens beside the chosen one."""
 
     without_effect: ClassVar = frozenset(("user",))
     not_supported: ClassVar = {
@@ -452,7 +417,7 @@ class CompletionRequest(SamplingFields):
         return self
 
     def sampling_fields(self) -> dict[str, Any]:
-        """What is asked of the stage that answers."""
+        """Return the fields for the stage that answers."""
         fields = self.given_fields()
         if self.max_tokens is not None:
             fields["max_tokens"] = self.max_tokens
@@ -466,20 +431,14 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """Make the prompt. Files are handed on by their content: nothing that a client sends is a path.
 
-    Args:
-        messages: oldest first.
-        fetcher: of images and videos in the network.
-        max_bytes: of all of them together.
-
-    Raises:
-        ApiError: with status 400: a file cannot be had; with 429: too many requests wait for such.
+    Images and videos in the network may have ``max_bytes`` together.
     """
     with fetcher.place() if any(map(_has_address, messages)) else nullcontext():
         return await _prompt(messages, fetcher, max_bytes)
 
 
 def _has_address(message: ChatMessage) -> bool:
-    """Whether something of it has to be fetched."""
+    """Tell if something of it has to be fetched."""
     if isinstance(message.content, str):
         return False
     urls = (part.file_url for part in message.content)

@@ -22,7 +22,6 @@ from omni.server.openai.answers import (
     num_completions,
     text_stage,
     usage_of,
-    usage_so_far,
 )
 from omni.server.openai.chat_request import StreamOptions, merge_sampling, prompts_of
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
@@ -47,16 +46,7 @@ class _Sent:
 
 
 class Completions(PipelineResponse):
-    """The response to a request for completions of some prompts, each ``n`` times.
-
-    Args:
-        server: has the model.
-        client: sent the request.
-        body: of the request.
-
-    Raises:
-        ApiError: it cannot run as asked.
-    """
+    """The response to a request for completions of some prompts, each ``n`` times."""
 
     def __init__(self, server: PipelineServer, client: Client, body: CompletionRequest) -> None:
         super().__init__(server, client, body.model, is_streamed=body.stream)
@@ -112,7 +102,7 @@ class Completions(PipelineResponse):
                     if choice is not None:
                         usage = None
                         if self._options.counts_each_chunk:
-                            usage = usage_so_far(output, written.num_tokens)
+                            usage = usage_of([output], written.num_tokens)
                         yield self._event_of([choice], usage)
         end = DONE
         if self._options.include_usage:

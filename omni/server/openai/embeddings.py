@@ -26,14 +26,9 @@ _POOLED = "pooled"
 
 
 class EmbeddingsRequest(RequestFields):
-    """A request for embeddings.
+    """A request for embeddings, to a pipeline with an encoder whose tensors the user gets.
 
-    Attributes:
-        model: name of a pipeline with an encoder whose tensors the user gets.
-        input: text or token ids, or a list of several of either.
-        encoding_format: numbers, or base64 of float32, little-endian.
-        truncate_prompt_tokens: keep so many tokens of a longer input; see
-            :class:`~engine.SamplingParams`.
+    ``encoding_format`` is numbers, or base64 of float32, little-endian.
     """
 
     without_effect: ClassVar = frozenset(("user",))
@@ -64,16 +59,7 @@ class _Answer(Struct, kw_only=True):
 
 
 class Embeddings(PipelineResponse):
-    """The response to a request for embeddings.
-
-    Args:
-        server: has the model.
-        client: sent the request.
-        body: of the request.
-
-    Raises:
-        ApiError: it cannot run as asked.
-    """
+    """The response to a request for embeddings."""
 
     prompt_param = "input"
 
@@ -121,7 +107,7 @@ class Embeddings(PipelineResponse):
 
 
 def _encoding_stage(pipeline: Pipeline) -> str:
-    """The first stage that reads the user's prompt and of which the user gets ``pooled``."""
+    """Find the first stage that reads the user's prompt and of which the user gets ``pooled``."""
     for name, stage in pipeline.stages.items():
         pools = stage.outputs is None or _POOLED in stage.outputs
         if stage.inputs is None and pools and "tensors" in stage.final_output:

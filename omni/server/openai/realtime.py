@@ -1,7 +1,7 @@
 """A realtime session: text and sound in, text and sound out, over one WebSocket.
 
-A session keeps its conversation; each of its responses runs as one request, planned by what the
-client asked for and what the pipeline's stages can do.
+A session keeps its conversation; each of its responses runs as one request, planned by the
+client's options and by what the pipeline's stages can do.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ __all__ = [
     "RealtimeSession",
     "ResponsePlan",
     "merged_options",
-    "planned",
+    "plan_response",
     "talk",
 ]
 
+
+_logger = package_logger(__name__)
 
 _Messages = tuple[Mapping[str, Any], ...]
 _Sounds = tuple[tuple[bytes, int], ...]
@@ -66,11 +68,7 @@ _Sounds = tuple[tuple[bytes, int], ...]
 
 
 class Conversation:
-    """The items of a session, and the buffer of sound that comes in.
-
-    Args:
-        max_bytes: of all text and sound together.
-    """
+    """The items of a session, and the buffer of sound that comes in, in at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -80,25 +78,17 @@ class Conversation:
         self._sounds: list[tuple[bytes, int]] = []
 
     def append(self, samples: bytes) -> None:
-        """Hear more.
-
-        Raises:
-            ApiError: the session holds too much.
-        """
+        """Add to the buffer."""
         self._take(len(samples))
         self._buffer += samples
 
     def clear(self) -> None:
-        """Forget what was heard since the last item."""
+        """Empty the buffer."""
         self._num_bytes -= len(self._buffer)
         self._buffer.clear()
 
     def commit(self, rate: int) -> Mapping[str, Any]:
-        """Make an item of what was heard.
-
-        Raises:
-            ApiError: nothing was heard.
-        """
+        """Make an item of the buffer."""
         if not self._buffer:
             raise ApiError.bad_request(
                 "nothing was appended to the buffer of sound",
@@ -108,14 +98,10 @@ class Conversation:
         self._sounds.append((bytes(self._buffer), rate))
         self._buffer.clear()
         self._messages.append({"role": "user", "content": [{"type": "audio"}]})
-        return _described(None, "user", [{"type": "input_audio"}])
+        return _item("user", [{"type": "input_audio"}])
 
     async def add(self, item: Item, rate: int) -> Mapping[str, Any]:
-        """Add an item.
-
-        Raises:
-            ApiError: its sound cannot be read, or the session holds too much.
-        """
+        """Add an item."""
         parts: list[dict[str, Any]] = []
         sounds: list[tuple[bytes, int]] = []
         size = 0
@@ -136,20 +122,16 @@ class Conversation:
         is_text = len(parts) == 1 and "text" in parts[0]
         content: Any = parts[0]["text"] if is_text else parts
         self._messages.append({"role": item.role, "content": content})
-        told = [part.model_dump(exclude_none=True, exclude={"audio"}) for part in item.content]
-        return _described(item.id, item.role, told)
+        described = [part.model_dump(exclude_none=True, exclude={"audio"}) for part in item.content]
+        return _item(item.role, described, item.id)
 
     def answered(self, text: str) -> None:
-        """The assistant has said something."""
+        """Add the assistant's answer."""
         self._num_bytes += len(text)
         self._messages.append({"role": "assistant", "content": text})
 
     def history(self, instructions: str | None) -> tuple[_Messages, _Sounds]:
-        """Return all of it, for the next answer: messages, and the sounds in them in their order.
-
-        Raises:
-            ApiError: there is nothing to answer.
-        """
+        """Return all messages, for the next answer, and the sounds in them in their order."""
         if not self._messages:
             raise ApiError.bad_request("the conversation has no items; there is nothing to answer")
         first = [{"role": "system", "content": instructions}] if instructions else []
@@ -167,9 +149,8 @@ class Conversation:
 
 def _check_whole(samples: bytes | bytearray) -> None:
     if len(samples) % 2:
-        raise ApiError.bad_request(
-            f"audio: samples of 16 bits have two bytes each, got {len(samples)} bytes",
-            param="audio",
+        raise ApiError.bad_field(
+            "audio", f"samples of 16 bits have two bytes each, got {len(samples)} bytes"
         )
 
 
@@ -181,38 +162,32 @@ def _prompt(messages: _Messages, sounds: _Sounds) -> ChatPrompt:
     return ChatPrompt(messages, multi_modal_data={"audio": tuple(audio)} if audio else {})
 
 
-def _described(item_id: str | None, role: str, content: list[dict[str, Any]]) -> Mapping[str, Any]:
+def _item(
+    role: str, content: list[dict[str, Any]], item_id: str | None = None, status: str = "completed"
+) -> Mapping[str, Any]:
     return {
         "id": item_id or f"item_{uuid.uuid4().hex[:24]}",
         "object": "realtime.item",
         "type": "message",
-        "status": "completed",
+        "status": status,
         "role": role,
         "content": content,
     }
 
 
 class _Send(Protocol):
+    """Sends an event of a kind."""
+
     async def __call__(self, kind: str, **content: Any) -> None: ...
 
 
 class RealtimeResponse:
-    """One answer to a conversation.
-
-    Args:
-        pipeline: that answers.
-        client: who asks.
-        conversation: so far; a whole answer is added to it.
-        options: how it is to be.
-        number: of the response in its session.
+    """One answer to a conversation; a whole answer is added to it.
 
     Attributes:
         id: by which events name it.
         is_over: whether it is whole or has failed, so that it cannot be cancelled any more, though
-            its end may still have to be told.
-
-    Raises:
-        ApiError: it cannot run as asked.
+            its end may still have to be sent.
     """
 
     def __init__(
@@ -222,65 +197,84 @@ class RealtimeResponse:
         conversation: Conversation,
         options: ResponseOptions,
         number: int,
+        send: _Send,
     ) -> None:
         self._pipeline = pipeline
         self._client = client
         self._conversation = conversation
         self._number = number
-        self._plan = planned(pipeline.omni.pipeline, options, "response")
+        self._plan = plan_response(pipeline.omni.pipeline, options, "response")
         self._history = conversation.history(options.instructions)
-        self._stage, self._voice = self._plan.writer, self._plan.voice
-        self._pieces = SpokenPieces(self._plan.output_rate)
+        self._sound = SpokenPieces(self._plan.output_rate)
+        self._send = send
+        self._speaks = self._plan.voice is not None
+        self._text_kind = "output_audio_transcript" if self._speaks else "output_text"
         self.id = f"resp_{client.request_id}_{number}"
-        self._item_id = f"item_{client.request_id}_{number}"
+        item_id = f"item_{client.request_id}_{number}"
+        self._place = {
+            "response_id": self.id, "item_id": item_id, "output_index": 0, "content_index": 0,
+        }  # fmt: skip
         self.is_over = False
         self._text = ""
         self._output: StageOutput | None = None
 
-    async def run(self, send: _Send) -> None:
-        """Answer, and send it as it comes.
+    async def run(self, timeout_s: float) -> None:
+        """Answer, and send it as it comes; failures, too, are events."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answer()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except TimeoutError:
+            message = (
+                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
+            )
+            error = ApiError(HTTPStatus.GATEWAY_TIMEOUT, message + "aborted", code="timeout")
+            await self._fail(error)
+        except ApiError as error:
+            await self._fail(error)
+        except Exception:  # the session goes on
+            _logger.exception("a response broke")
+            await self._fail(ApiError.internal())
 
-        Raises:
-            ApiError: the request was refused, or failed.
-        """
+    async def _answer(self) -> None:
+        place, send = self._place, self._send
         await send("response.created", response=self.described("in_progress"))
-        await send("response.output_item.added", **self._place(), item=self._item("in_progress"))
-        messages, sounds = self._history
+        await send("response.output_item.added", **place, item=self._answer_item("in_progress"))
         # Sounds are twice as large in a prompt, and made in a thread.
-        prompt = await asyncio.to_thread(_prompt, messages, sounds)
+        prompt = await asyncio.to_thread(_prompt, *self._history)
         plan = self._plan
         request = self._client.request(
             prompt, plan.sampling, index=self._number, speaker=plan.speaker
         )
-        stages = [self._stage] if self._voice is None else [self._stage, self._voice]
+        stages = [plan.writer] if plan.voice is None else [plan.writer, plan.voice]
         async with ResponseStream(self._pipeline, [request], "conversation", stages) as stream:
             async for update in stream.updates():
-                await self._send_new(update, send)
-        await self._send_sound(self._pieces.rest(), send)
+                await self._send_new(update)
+        await self._send_sound(self._sound.rest())
         self.is_over = True
         self._conversation.answered(self._text)
-        kind = "output_text" if self._voice is None else "output_audio_transcript"
-        key = "text" if self._voice is None else "transcript"
-        if self._voice is not None:
-            await send("response.output_audio.done", **self._place())
-        await send(f"response.{kind}.done", **self._place(), **{key: self._text})
-        await send("response.output_item.done", **self._place(), item=self._item("completed"))
+        if self._speaks:
+            await send("response.output_audio.done", **place)
+        text = {"transcript" if self._speaks else "text": self._text}
+        await send(f"response.{self._text_kind}.done", **place, **text)
+        await send("response.output_item.done", **place, item=self._answer_item("completed"))
         await send("response.done", response=self.described("completed"))
 
     def cancel(self) -> None:
-        """It was cancelled; what was said until then is part of the conversation."""
+        """End it; what was sent until then is part of the conversation."""
         if self._text and not self.is_over:
             self._conversation.answered(self._text)
         self.is_over = True
 
-    async def fail(self, error: ApiError, send: _Send) -> None:
-        """Tell that it ends like that."""
+    async def _fail(self, error: ApiError) -> None:
         self.is_over = True
-        await send("error", error={**error.to_object()["error"], "event_id": None})
-        await send("response.done", response=self.described("failed", error))
+        await self._send("error", error={**error.to_object()["error"], "event_id": None})
+        await self._send("response.done", response=self.described("failed", error))
 
     def described(self, status: str, error: ApiError | None = None) -> Mapping[str, Any]:
-        """The response as events tell it."""
+        """Describe the response as events do."""
         details = None
         if error is not None:
             details = {"type": "failed", "error": {"type": error.kind, "code": error.code}}
@@ -292,48 +286,33 @@ class RealtimeResponse:
             "object": "realtime.response",
             "status": status,
             "status_details": details,
-            "output": [self._item(status)] if has_begun else [],
+            "output": [self._answer_item(status)] if has_begun else [],
             "usage": self._usage(),
         }
 
-    async def _send_new(self, update: Update, send: _Send) -> None:
-        output = update.output.stages.get(self._stage)
+    async def _send_new(self, update: Update) -> None:
+        output = update.output.stages.get(self._plan.writer)
         if output is not None:
             self._output = output
             new, self._text = (output.text or "")[len(self._text) :], output.text or ""
-            kind = "output_text" if self._voice is None else "output_audio_transcript"
             if new:
-                await send(f"response.{kind}.delta", **self._place(), delta=new)
-        sounds = update.sounds.get(self._voice or "")
+                await self._send(f"response.{self._text_kind}.delta", **self._place, delta=new)
+        sounds = update.sounds.get(self._plan.voice or "")
         if sounds:
-            await self._send_sound(self._pieces.of(sounds), send)
+            await self._send_sound(self._sound.of(sounds))
 
-    async def _send_sound(self, samples: bytes, send: _Send) -> None:
+    async def _send_sound(self, samples: bytes) -> None:
         if samples:
-            delta = b64encode(samples).decode()
-            rate = self._pieces.rate
-            await send("response.output_audio.delta", **self._place(), delta=delta, rate=rate)
+            delta, rate = b64encode(samples).decode(), self._sound.rate
+            await self._send("response.output_audio.delta", **self._place, delta=delta, rate=rate)
 
-    def _place(self) -> dict[str, Any]:
-        return {
-            "response_id": self.id,
-            "item_id": self._item_id,
-            "output_index": 0,
-            "content_index": 0,
-        }
-
-    def _item(self, status: str) -> Mapping[str, Any]:
-        part: dict[str, Any] = {"type": "output_text", "text": self._text}
-        if self._voice is not None:
+    def _answer_item(self, status: str) -> Mapping[str, Any]:
+        part = {"type": "output_text", "text": self._text}
+        if self._speaks:
             part = {"type": "output_audio", "transcript": self._text}
-        return {
-            "id": self._item_id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": "completed" if status == "completed" else "incomplete",
-            "role": "assistant",
-            "content": [part] if self._text else [],
-        }
+        status = status if status == "completed" else "incomplete"
+        content = [part] if self._text else []
+        return _item("assistant", content, str(self._place["item_id"]), status)
 
     def _usage(self) -> Mapping[str, Any] | None:
         if self._output is None:
@@ -349,13 +328,13 @@ class RealtimeResponse:
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """How a pipeline is to answer.
+    """The way in which a pipeline is to answer.
 
     Attributes:
         writer: the stage whose text answers.
         voice: the stage whose sound answers; None where text alone is wanted.
         speaker: whose voice; None leaves it to the pipeline.
-        output_rate: samples a second of the sound that is told; None: as it is made.
+        output_rate: samples a second of the sound that is sent; None: as it is made.
         sampling: by stage.
     """
 
@@ -366,22 +345,13 @@ class ResponsePlan:
     sampling: Mapping[str, SamplingParams]
 
 
-def planned(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
-    """Find out how to answer, before anything was said.
-
-    Args:
-        pipeline: that answers.
-        options: of the client.
-        place: where it stands in an event: ``session`` or ``response``.
-
-    Raises:
-        ApiError: with status 400: the pipeline cannot answer like that.
-    """
+def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> ResponsePlan:
+    """Find out how to answer with options at a place of an event: ``session`` or ``response``."""
     writer = text_stage(pipeline)
     output = options.audio.output if options.audio is not None else None
     speaker = output.voice if output is not None else None
     is_spoken = options.output_modalities == ["audio"]
-    # Of a pipeline that speaks, before it is asked to; to others clients may name any.
+    # Of a pipeline that speaks, before it has to; to others clients may name any.
     if is_spoken or pipeline.voices.speaks:
         check_voice(pipeline, speaker, f"{place}.audio.output.voice")
     voice = None
@@ -397,12 +367,10 @@ def planned(pipeline: Pipeline, options: ResponseOptions, place: str) -> Respons
     sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
-        raise ApiError.bad_request(f"{at}: a conversation goes on in one way only", param=at)
+        raise ApiError.bad_field(at, "a conversation goes on in one way only")
     rate = output.format.rate if output is not None and output.format is not None else None
     return ResponsePlan(writer, voice, speaker if voice is not None else None, rate, sampling)
 
-
-_logger = package_logger(__name__)
 
 _UNSUPPORTED_DATA = 1003
 _POLICY_VIOLATION = 1008
@@ -432,22 +400,12 @@ async def talk(websocket: WebSocket) -> None:
 
 
 def _suppress_gone() -> AbstractContextManager[None]:
-    """Pass over that whoever is sent something has gone, or was told to go."""
+    """Pass over that the client has gone, or was sent away."""
     return suppress(WebSocketDisconnect, OSError, RuntimeError)
 
 
 class RealtimeSession:
-    """One client's session with one pipeline. Its end aborts its own request, and nothing else.
-
-    Args:
-        websocket: accepted.
-        server: that it came to.
-        pipeline: that answers.
-        client: who asks.
-
-    Raises:
-        ApiError: the pipeline is not ready, or writes no text.
-    """
+    """One client's session with one pipeline. Its end aborts its own request, and nothing else."""
 
     def __init__(
         self,
@@ -456,8 +414,8 @@ class RealtimeSession:
         pipeline: ServedPipeline,
         client: Client,
     ) -> None:
-        # Whoever wishes for nothing can be answered, or there is no session.
-        planned(pipeline.omni.pipeline, ResponseOptions(), "session")
+        # Without any options it can answer, or there is no session.
+        plan_response(pipeline.omni.pipeline, ResponseOptions(), "session")
         self._websocket = websocket
         self._limits = server.settings.limits
         self._pipeline = pipeline
@@ -469,7 +427,7 @@ class RealtimeSession:
         self._num_responses = 0
 
     async def run(self) -> None:
-        """Talk until the client goes."""
+        """Handle events until the client goes."""
         await self._send("session.created", session=self._session())
         try:
             while True:
@@ -486,7 +444,7 @@ class RealtimeSession:
             await self._stop_answer()
 
     async def _take(self, text: str) -> None:
-        """Handle one event; what is wrong with it is told, and changes nothing."""
+        """Handle one event; one that is wrong is answered by an error, and changes nothing."""
         try:
             if len(text) <= _SMALL:
                 parsed = parse_event(text)
@@ -518,12 +476,11 @@ class RealtimeSession:
 
     def _update(self, session: SessionUpdate) -> None:
         if session.model not in (None, self._pipeline.name):
-            told = "session.model: the model of a session cannot be changed"
-            raise ApiError.bad_request(told, param="session.model")
+            raise ApiError.bad_field("session.model", "the model of a session cannot be changed")
         options = merged_options(self._options, session)
         if session.stages is not None:  # all of them, so that one can be taken back
             options = options.model_copy(update={"stages": session.stages})
-        planned(self._pipeline.omni.pipeline, options, "session")
+        plan_response(self._pipeline.omni.pipeline, options, "session")
         self._options = options
 
     def _begin_answer(self, options: ResponseOptions) -> None:
@@ -533,53 +490,28 @@ class RealtimeSession:
                 "a response is being given already; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
-        response = RealtimeResponse(
+        self._response = RealtimeResponse(
             self._pipeline,
             self._client,
             self._conversation,
             merged_options(self._options, options),
             self._num_responses,
+            self._send,
         )
-        self._response = response
         self._num_responses += 1
-        self._answer = asyncio.create_task(self._run_answer(response))
-
-    async def _run_answer(self, response: RealtimeResponse) -> None:
-        timeout_s = self._limits.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await response.run(self._send)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except TimeoutError:
-            late = ApiError(
-                HTTPStatus.GATEWAY_TIMEOUT,
-                f"the response was not done after {timeout_s:g} s, the server's limit, and was "
-                "aborted",
-                code="timeout",
-            )
-            await response.fail(late, self._send)
-        except Exception as error:  # the session goes on
-            if not isinstance(error, ApiError):
-                _logger.exception("a response broke")
-                error = ApiError.internal()
-            await response.fail(error, self._send)
+        self._answer = asyncio.create_task(self._response.run(self._limits.request_timeout_s))
 
     async def _cancel(self, response_id: str | None) -> None:
-        if self._answer is None or self._response is None or self._response.is_over:
+        response, answer = self._response, self._answer
+        if answer is None or response is None or response.is_over:
             raise ApiError.bad_request("no response is being given", code="no_active_response")
-        if response_id not in (None, self._response.id):
-            raise ApiError.bad_request(
-                f"response_id: {response_id!r:.80} is not being given, but {self._response.id!r}",
-                param="response_id",
-                code="no_active_response",
-            )
-        answer = self._answer
+        if response_id not in (None, response.id):
+            message = f"{response_id!r:.80} is not being given, but {response.id!r}"
+            raise ApiError.bad_field("response_id", message, "no_active_response")
         await self._stop_answer()
-        self._response.cancel()  # where it had not even begun
+        response.cancel()  # where it had not even begun
         if answer.cancelled():
-            await self._send("response.done", response=self._response.described("cancelled"))
+            await self._send("response.done", response=response.described("cancelled"))
 
     async def _stop_answer(self) -> None:
         if self._answer is not None:
@@ -587,7 +519,7 @@ class RealtimeSession:
             await asyncio.gather(self._answer, return_exceptions=True)
 
     async def _send(self, kind: str, **content: Any) -> None:
-        """Send an event; nothing where the client has gone, which the next message tells."""
+        """Send an event; nothing where the client has gone, as the next message says."""
         event = {"type": kind, "event_id": f"event_{uuid.uuid4().hex}", **content}
         with _suppress_gone():
             await self._websocket.send_text(json.dumps(event))
@@ -611,7 +543,7 @@ class RealtimeSession:
 
 
 def merged_options(before: ResponseOptions, change: ResponseOptions) -> ResponseOptions:
-    """The wishes after a change; of ``audio``, too, what is not named stays."""
+    """Lay a change over options; of ``audio``, too, what is not named remains."""
     merged = _laid_over(
         before.model_dump(exclude_none=True),
         change.model_dump(exclude_unset=True, exclude_none=True, exclude={"type", "model"}),

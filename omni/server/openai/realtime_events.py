@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -54,10 +54,10 @@ class _Audio(ApiModel):
 
 
 class ResponseOptions(ApiModel):
-    """How one response, or every response of a session, is to be; absent leaves it as it is.
+    """Options of one response, or of every response of a session; absent ones remain as they are.
 
     Attributes:
-        instructions: what the system says, before all items.
+        instructions: of the system, before all items.
         output_modalities: ``text``, or ``audio`` with its text.
         audio: at which rates sound comes (24,000 samples a second where none is named) and goes
             (the pipeline's own), by whose voice.
@@ -88,12 +88,7 @@ class ResponseOptions(ApiModel):
 
 
 class SessionUpdate(ResponseOptions):
-    """How a session is to be.
-
-    Attributes:
-        type: of the session; there is one.
-        model: of the address; cannot be changed.
-    """
+    """Options of a session; its model is that of the address."""
 
     type: Literal["realtime"] = "realtime"
     model: str | None = None
@@ -147,20 +142,20 @@ class UpdateSession(_Event):
 
 
 class AppendAudio(_Event):
-    """Add samples of 16 bits, in base64, to what is being said."""
+    """Add samples of 16 bits, in base64, to the buffer of sound."""
 
     type: Literal["input_audio_buffer.append"]
     audio: str = Field(min_length=1)
 
 
 class CommitAudio(_Event):
-    """What was said is an item of the conversation."""
+    """Make an item of the buffer of sound."""
 
     type: Literal["input_audio_buffer.commit"]
 
 
 class ClearAudio(_Event):
-    """Forget what was said since the last item."""
+    """Empty the buffer of sound."""
 
     type: Literal["input_audio_buffer.clear"]
 
@@ -193,14 +188,8 @@ ClientEvent = (
 )
 """Any event of a client."""
 
-_KINDS: dict[str, type[ApiModel]] = {
-    "session.update": UpdateSession,
-    "input_audio_buffer.append": AppendAudio,
-    "input_audio_buffer.commit": CommitAudio,
-    "input_audio_buffer.clear": ClearAudio,
-    "conversation.item.create": CreateItem,
-    "response.create": CreateResponse,
-    "response.cancel": Cancel,
+_KINDS: dict[str, type[ClientEvent]] = {
+    get_args(each.model_fields["type"].annotation)[0]: each for each in get_args(ClientEvent)
 }
 
 
@@ -217,24 +206,17 @@ class _NamedEvent(ApiModel):
 
 
 def parse_event(text: str) -> ClientEvent:
-    """Read an event.
-
-    Raises:
-        ApiError: it is none, or wrong; the message names the place.
-    """
+    """Read an event; an error names its wrong place."""
     kind = parse_json(text, _AnyEvent).type
     model = _KINDS.get(kind)
     if model is None:
         known = ", ".join(_KINDS)
-        raise ApiError.bad_request(
-            f"type: unknown event {kind!r:.80}; known are {known}", param="type"
-        )
-    event: Any = parse_json(text, model)
-    return event  # type: ignore[no-any-return]
+        raise ApiError.bad_field("type", f"unknown event {kind!r:.80}; known are {known}")
+    return parse_json(text, model)
 
 
 def event_id_of(text: str) -> str | None:
-    """How a client calls an event, whatever is wrong with it; None where that cannot be read."""
+    """Find the client's id of an event, whatever is wrong with it; None where it cannot be read."""
     try:
         return parse_json(text, _NamedEvent).event_id
     except ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -41,49 +42,37 @@ _UNKNOWN_BYTES = 0xFFFFFFFF
 
 
 def speaking_stage(pipeline: Pipeline, param: str) -> str:
-    """The stage whose sound answers: the last one that the user gets sound of.
-
-    Raises:
-        ApiError: with status 400: there is none.
-    """
+    """Find the stage whose sound answers: the last one that the user gets sound of."""
     speaking = [name for name, stage in pipeline.stages.items() if "audio" in stage.final_output]
     if not speaking:
-        raise ApiError.bad_request(f"{param}: this model does not speak", param=param)
+        raise ApiError.bad_field(param, "this model does not speak")
     return speaking[-1]
 
 
 def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
-    """Check a voice before anything runs.
-
-    Raises:
-        ApiError: with status 400: the pipeline has no such voice.
-    """
+    """Check a voice before anything runs."""
     try:
         pipeline.voices.find(voice)
     except ValueError as error:
-        raise ApiError.bad_request(f"{param}: {error}", param=param) from error
+        raise ApiError.bad_field(param, str(error)) from error
 
 
 async def encoded(sound: Waveform, kind: str) -> bytes:
-    """A sound as a file of a kind, or ``pcm16``; made in another thread."""
+    """Encode a sound as a file of a kind, or ``pcm16``, in another thread."""
     return await asyncio.to_thread(sound.encoded, kind)
 
 
 def sound_of(output: OmniOutput, stage: str) -> Waveform | None:
-    """All that a stage has spoken; None if that is nothing."""
+    """Return the whole sound of a stage; None if that is empty."""
     made = output.stages.get(stage)
     sound = made.audio if made is not None else None
     return sound if sound is not None and sound.duration_s else None
 
 
 class SpokenPieces:
-    """The sound of one answer as samples of 16 bits, piece by piece.
+    """Makes samples of 16 bits of the sound of one answer, piece by piece.
 
-    Args:
-        rate: samples a second that are wanted; None: as many as are made.
-
-    Attributes:
-        rate: of the samples; None until the first are made where any will do.
+    ``rate`` is how many a second; without one, as many as the pipeline makes.
     """
 
     def __init__(self, rate: int | None = None) -> None:
@@ -91,7 +80,7 @@ class SpokenPieces:
         self._resampler: Resampler | None = None
 
     def of(self, sounds: Sequence[Waveform]) -> bytes:
-        """What sounds that follow the ones before make; perhaps nothing yet at another rate."""
+        """Convert sounds that follow the ones before; perhaps to nothing yet, at another rate."""
         made = sounds[0].sampling_rate
         self.rate = self.rate or made
         if self.rate == made:
@@ -102,7 +91,7 @@ class SpokenPieces:
         return b"".join(self._samples(self._resampler.resampled(each)) for each in floats)
 
     def rest(self) -> bytes:
-        """What was held back until nothing more comes."""
+        """Return what was held back until nothing more comes."""
         return b"" if self._resampler is None else self._samples(self._resampler.rest())
 
     def _samples(self, samples: NDArray[np.float32]) -> bytes:
@@ -113,18 +102,16 @@ class SpokenPieces:
 
 
 def pcm16(sounds: Sequence[Waveform]) -> bytes:
-    """Pieces of sound as samples of 16 bits, little-endian."""
+    """Convert sound to samples of 16 bits, little-endian."""
     return b"".join(sound.encoded("pcm16") for sound in sounds)
 
 
 def wav_stream_header(sampling_rate: int) -> bytes:
-    """What a WAV file of mono samples of 16 bits begins with whose length is not known yet."""
-    numbers = [
-        (16, 4), (1, 2), (1, 2), (sampling_rate, 4), (2 * sampling_rate, 4), (2, 2), (16, 2),
-    ]  # fmt: skip
-    form = b"".join(number.to_bytes(size, "little") for number, size in numbers)
-    unknown = _UNKNOWN_BYTES.to_bytes(4, "little")
-    return b"RIFF" + unknown + b"WAVEfmt " + form + b"data" + unknown
+    """Write the head of a WAV file of mono samples of 16 bits whose length is not known yet."""
+    form = (16, 1, 1, sampling_rate, 2 * sampling_rate, 2, 16)
+    return struct.pack(
+        "<4sI8sIHHIIHH4sI", b"RIFF", _UNKNOWN_BYTES, b"WAVEfmt ", *form, b"data", _UNKNOWN_BYTES
+    )
 
 
 _MEDIA_TYPES = {
@@ -139,11 +126,9 @@ class SpeechRequest(StageFields):
     """A request for speech.
 
     Attributes:
-        model: name of a pipeline that speaks.
-        input: what a user says to it.
         voice: a speaker of the pipeline; without one, its own choice.
-        response_format: of the sound; ``pcm`` is samples of 16 bits, little-endian.
-        instructions: what the system says to it.
+        response_format: ``pcm`` is samples of 16 bits, little-endian.
+        instructions: of the system.
     """
 
     not_supported: ClassVar = {"speed": (1, 1.0), "stream_format": ("audio",)}
@@ -160,14 +145,6 @@ class Speech(PipelineResponse):
 
     The pipeline answers as in a chat: whether it reads the input aloud or replies to it, is the
     model's nature.
-
-    Args:
-        server: has the model.
-        client: sent the request.
-        body: of the request.
-
-    Raises:
-        ApiError: it cannot run as asked.
     """
 
     prompt_param = "input"

@@ -48,9 +48,9 @@ _TIMESTAMP_S = 0.02
 
 
 class TranscriptionSegment(Struct, kw_only=True):
-    """What is said from one time to another, in seconds of the recording.
+    """The words between two times, in seconds of the recording.
 
-    ``seek`` is where the window begins that it was heard in, in hundredths of a second.
+    ``seek`` is where the window begins that they were heard in, in hundredths of a second.
     """
 
     id: int
@@ -93,7 +93,7 @@ def segments_of(
 def _between(
     token_ids: Sequence[int], begin: float, end: float | None, tokenizer: Any
 ) -> Iterator[tuple[float, float, list[int]]]:
-    """Every run of tokens that say something, with the times before and after it.
+    """Yield every run of tokens that are words, with the times before and after it.
 
     All ids above that of ``<|notimestamps|>`` are times. Many tokenizers have no text for them.
     """
@@ -121,14 +121,7 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 
 
 class TranscriptionRequest(ApiModel):
-    """The fields of a form beside its file.
-
-    Attributes:
-        model: name of a pipeline that hears.
-        language: spoken; the model finds out without.
-        response_format: of the answer.
-        temperature: of the stage that writes.
-    """
+    """The fields of a form beside its file; without ``language`` the model finds it out."""
 
     not_supported: ClassVar = {
         "timestamp_granularities[]": ("segment",),
@@ -153,55 +146,36 @@ class _Answer(Struct, kw_only=True):
 
 
 async def read_transcription(request: Request) -> tuple[TranscriptionRequest, bytes]:
-    """Read a form.
-
-    Raises:
-        ApiError: with status 400: a field is missing or wrong.
-    """
-    # A second file is one too many, and is let in so that it can be told what it is.
+    """Read a form, and its file."""
+    # A second file is one too many, and is let in so that the error can say so.
     async with request.form(max_files=_MOST_FIELDS, max_fields=_MOST_FIELDS) as form:
         given: dict[str, Any] = {key: _one_of(key, form.getlist(key)) for key in form}
         file = given.pop("file", None)
         if not isinstance(file, UploadFile):
-            raise ApiError.bad_request("file: missing; it must be given as a file", param="file")
+            raise ApiError.bad_field("file", "missing; it must be given as a file")
         content = await file.read()
     if not content:
-        raise ApiError.bad_request("file: it is empty", param="file")
+        raise ApiError.bad_field("file", "it is empty")
     try:
         return TranscriptionRequest.model_validate(given), content
     except ValidationError as error:
-        told = explain_validation_error(error, TranscriptionRequest, given).split("\n")
-        raise ApiError.bad_request("; ".join(told), param=told[0].partition(":")[0]) from None
+        lines = explain_validation_error(error, TranscriptionRequest, given).split("\n")
+        raise ApiError.bad_request("; ".join(lines), param=lines[0].partition(":")[0]) from None
 
 
 def _one_of(key: str, values: Sequence[Any]) -> Any:
-    """The value of a field, which is given once; of a list the one to refuse, if there is any.
-
-    Raises:
-        ApiError: with status 400: a field that is no list is given several times.
-    """
+    """Return the one value of a field; of a list the one to refuse, if there is any."""
     if key.endswith("[]"):
         harmless = TranscriptionRequest.not_supported.get(key, ())
         return next((value for value in values if value not in harmless), values[0])
     if len(values) > 1:
-        told = f"{key:.80}: given {len(values)} times; give it once"
-        raise ApiError.bad_request(told, param=key)
+        message = f"{key:.80}: given {len(values)} times; give it once"
+        raise ApiError.bad_request(message, param=key)
     return values[0]
 
 
 class Transcription(PipelineResponse):
-    """The response to a request for a transcription, or for a translation into English.
-
-    Args:
-        server: has the model.
-        client: sent the request.
-        body: of the request.
-        audio: a file of sound.
-        task: of the model.
-
-    Raises:
-        ApiError: it cannot run as asked.
-    """
+    """The response to a request for a transcription, or for a translation into English."""
 
     prompt_param = "file"
 
@@ -223,7 +197,7 @@ class Transcription(PipelineResponse):
         prompt = AudioPrompt(
             audio,
             language=body.language,
-            # What a checkpoint that knows one task only cannot be asked for.
+            # Checkpoints that know one task only take none.
             task=None if task == "transcribe" and body.language is None else task,
             timestamps=True if body.response_format == "verbose_json" else None,
         )
@@ -258,14 +232,14 @@ class Transcription(PipelineResponse):
         return answer
 
     def _detected(self, output: StageOutput) -> str | None:
-        """The language that the model found out; None if it knows one only."""
+        """Return the language that the model found out; None if it knows one only."""
         pieces = self._tokenizer.convert_ids_to_tokens(list(output.prompt_token_ids))
         found = (_LANGUAGE.fullmatch(piece or "") for piece in pieces)
         return next((match[1] for match in found if match is not None), None)
 
 
 def _hearing_stage(pipeline: Pipeline) -> str:
-    """The first stage that reads the user's prompt and of which the user gets text."""
+    """Find the first stage that reads the user's prompt and of which the user gets text."""
     for name, stage in pipeline.stages.items():
         if stage.inputs is None and "text" in stage.final_output:
             return name

@@ -30,13 +30,8 @@ class _Group:
 class QueuePlace:
     """One request's place: first in the queue, then among those that run.
 
-    Attributes:
-        priority: lower comes first.
-        number: of arrival.
-        admitted: done when the request may run.
-        group: those that came with it.
-        began_s: when it was admitted, by the monotonic clock.
-        is_left: whether it was given up.
+    ``number`` is that of its arrival, ``began_s`` when it was admitted, by the monotonic clock, and
+    ``admitted`` is done then.
     """
 
     priority: int
@@ -70,11 +65,7 @@ class AdmissionQueue:
         self._mean_s = 1.0
 
     def enter(self, priorities: list[int]) -> list[QueuePlace]:
-        """Take a place for each of some requests that belong together: for all, or for none.
-
-        Raises:
-            ApiError: with status 429: too many wait.
-        """
+        """Take a place for each of some requests that belong together: for all, or for none."""
         self.check_room(len(priorities))
         loop, group = asyncio.get_running_loop(), _Group(len(priorities))
         places = [
@@ -88,11 +79,7 @@ class AdmissionQueue:
         return places
 
     def check_room(self, num_requests: int = 1) -> None:
-        """Check that so many requests that belong together would get their places now.
-
-        Raises:
-            ApiError: with status 429: too many wait.
-        """
+        """Refuse with status 429 so many requests that belong together if they had no room now."""
         free = self.max_running - self.num_running if not self.num_waiting else 0
         if num_requests <= free or self.num_waiting < self._max_waiting:
             return

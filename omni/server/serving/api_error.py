@@ -59,6 +59,11 @@ class ApiError(Exception):
         return cls(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
     @classmethod
+    def bad_field(cls, param: str, message: str, code: str | None = None) -> ApiError:
+        """A field of the request is wrong; the message begins with its name."""
+        return cls.bad_request(f"{param}: {message}", param=param, code=code)
+
+    @classmethod
     def internal(cls) -> ApiError:
         """The server is at fault. Why is in its log alone: it may be nobody else's business."""
         return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")

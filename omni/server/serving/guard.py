@@ -46,26 +46,14 @@ _RETRY_S = 5
 
 
 class ArrivingBodies:
-    """How much of all bodies is held that nobody has read yet.
-
-    Args:
-        limits: of the server.
-
-    Attributes:
-        limits: as given.
-        num_bytes: held now, of the larger ones.
-    """
+    """Counts the bytes of larger bodies that are held and that nobody has read yet."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Hold more.
-
-        Raises:
-            ApiError: with status 429: there is no room for it.
-        """
+        """Hold more; an error with status 429 if there is no room for it."""
         most = self.limits.max_arriving_bytes
         if num_bytes and self.num_bytes + num_bytes > most:
             raise ApiError(
@@ -90,11 +78,6 @@ class ArrivingBody:
 
     What has come counts among all that is held until its reader asks for what follows it, which is
     that the client has gone: by then it has been made into a request, or refused.
-
-    Args:
-        receive: where the body comes from.
-        headers: of the request.
-        others: that come at the same time.
     """
 
     def __init__(self, receive: Receive, headers: Headers, others: ArrivingBodies) -> None:
@@ -110,21 +93,17 @@ class ArrivingBody:
 
     @property
     def is_coming(self) -> bool:
-        """Whether some of it has not been received, from a client that is there."""
+        """Tell if some of it has not been received, from a client that is there."""
         return self._is_coming
 
     def check_length(self) -> None:
-        """Refuse what says that it is too long.
-
-        Raises:
-            ApiError: with status 413.
-        """
+        """Refuse with status 413 what says that it is too long."""
         most = self._limits.max_body_bytes
         if not self._announced.isdecimal() or int(self._announced) > most:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The next part of it, or that the client has gone.
+        """Return the next part of it, or that the client has gone.
 
         Raises:
             ApiError: with status 413: more has come than may come; with 408: it stands still, or
@@ -143,20 +122,20 @@ class ArrivingBody:
         return message
 
     def let_go(self) -> None:
-        """It is not held any more. May be called again."""
+        """Stop holding it. May be called again."""
         self._others.num_bytes -= self._num_held
         self._num_held = 0
 
     async def drop_rest(self) -> None:
         """Let in what still comes, and keep nothing of it; not for long."""
         self.let_go()
-        if self._is_waiting:  # to be told to go on: that is not told now, so nothing comes
+        if self._is_waiting:  # to be sent "100 Continue", which is not sent now
             return
         try:
             async with asyncio.timeout(_REST_S):
                 while self._is_coming:
                     await self._next()
-        except TimeoutError:  # whoever takes so long does without
+        except TimeoutError:  # a client that takes so long does without
             pass
 
     async def _next_in_time(self) -> Message:
@@ -204,12 +183,9 @@ _POLICY_VIOLATION = 1008
 class Guard:
     """The server's ASGI application: lets in what may come in, and answers errors.
 
-    What is behind it finds ``server`` and ``client`` in the state of its scope, and leaves there
-    under ``refusal`` an error that it has answered itself.
-
-    Args:
-        app: routes; raises an :class:`ApiError` to refuse a request.
-        server: that they belong to.
+    The routes behind it find ``server`` and ``client`` in the state of their scope, raise an
+    :class:`ApiError` to refuse a request, and leave one that they have sent themselves there, under
+    ``refusal``.
     """
 
     def __init__(self, app: ASGIApp, server: PipelineServer) -> None:

@@ -39,7 +39,11 @@ _COUNTERS = (
     ("encoder_runs", "encoder_runs", "Inputs that towers or encoders encoded."),
     ("encoder_hits", "encoder_hits", "Such inputs that were needed and whose rows were there."),
     ("preemptions", "num_preemptions", "Times that a request had to give its blocks back."),
-    ("restarts", "num_restarts", "Times that a worker was started again, or an engine built anew."),
+    (
+        "restarts",
+        "num_restarts",
+        "Times that a worker was started again, or an engine built again.",
+    ),
     ("transfers", "num_transfers", "Outputs and chunks that other stages handed over."),
     ("transferred_bytes", "transferred_bytes", "Bytes of the tensors in these."),
 )
@@ -59,11 +63,7 @@ class Metered(Protocol):
 
 
 class StageMeters(Collector):
-    """Reads the stages' own counters; all names begin with ``omni_``.
-
-    Args:
-        pipelines: whose stages are read.
-    """
+    """Reads the stages' own counters; all names begin with ``omni_``."""
 
     def __init__(self, pipelines: Sequence[Metered]) -> None:
         self._pipelines = tuple(pipelines)
@@ -157,12 +157,7 @@ _FACTORS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0)
 class Meters:
     """Everything that one server reports of itself; all names begin with ``omni_``.
 
-    Args:
-        pipelines: whose stages are read when ``/metrics`` or the page asks for the figures.
-
-    Attributes:
-        recent: the last requests.
-        spans: makes spans of each request that ends; None where the server exports none.
+    ``recent`` has the last requests; ``spans``, where any are exported, makes spans of each.
     """
 
     def __init__(self, pipelines: Iterable[Metered]) -> None:
@@ -206,13 +201,7 @@ class Meters:
 
 
 class RequestMeter:
-    """Times one request.
-
-    Args:
-        meters: of the server.
-        model: the pipeline's name.
-        request: which; a client stands for a request of which nothing was read.
-    """
+    """Times one request; a client stands for a request of which nothing was read."""
 
     def __init__(self, meters: Meters, model: str, request: ParsedRequest | Client) -> None:
         self._meters = meters
@@ -222,7 +211,7 @@ class RequestMeter:
         )
         self._record.traceparent = request.traceparent
         self._tokens: dict[str, _TokenTimes] = {}
-        self._done: set[str] = set()  # stages, of which every later output tells the same
+        self._done: set[str] = set()  # stages, whose later outputs are all the same
 
     def begin(self) -> None:
         """It is the request's turn."""

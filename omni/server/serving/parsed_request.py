@@ -43,14 +43,7 @@ class Client:
 
         Its cache salt is that of the client's API key. A client with another key can then not find
         out, by the time that a prompt takes, whether another client has sent that prompt before.
-
-        Args:
-            prompt: of every root stage.
-            sampling: by stage.
-            index: among several requests of one HTTP request.
-            priority: lower runs earlier.
-            cache_salt: the client's own, within those of its key.
-            speaker: whose voice answers.
+        ``index`` is its own among several requests of one HTTP request.
         """
         salts = [salt for salt in (self.tenant, cache_salt) if salt is not None]
         return ParsedRequest(

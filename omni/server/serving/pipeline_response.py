@@ -40,7 +40,8 @@ class PipelineResponse(Response):
 
     Work for it ends when its client goes or its time is up. What fails before the first piece is
     answered with a status of its own; a failure after that is an event in a stream of events, and
-    breaks off any other, so that its client knows that some is missing.
+    breaks off any other, so that its client knows that some is missing. Making one raises an
+    :class:`ApiError` where it cannot run as the client wants.
 
     Args:
         server: has the pipeline.
@@ -48,9 +49,6 @@ class PipelineResponse(Response):
         model: the pipeline's name.
         is_streamed: whether to send :meth:`pieces` and not :meth:`whole`.
         media_type: of the pieces.
-
-    Raises:
-        ApiError: there is no such pipeline, or it is not ready.
     """
 
     prompt_param: ClassVar[str] = "prompt"
@@ -133,12 +131,7 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
 async def while_connected(
     work: Coroutine[Any, Any, Any], receive: Receive, timeout_s: float
 ) -> Any:
-    """Await work until its client disconnects.
-
-    Args:
-        work: cancelled, and waited for, when the client goes or time is up.
-        receive: of the request; its body has been read.
-        timeout_s: limit of the whole work.
+    """Await work, and cancel it when its client disconnects or time is up.
 
     Returns:
         The work's result; None if the client has gone.

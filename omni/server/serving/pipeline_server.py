@@ -51,13 +51,8 @@ class PipelineState(StrEnum):
 class ServedPipeline:
     """One pipeline of a server.
 
-    Args:
-        config: which; its name is the model's for clients.
-        limits: the server's.
-        apart: see :class:`~omni.runtime.omni.Omni`.
-
     Attributes:
-        config: as given.
+        config: its name is the model's for clients.
         name: the model's.
         created: when it was announced, in seconds since 1970.
         queue: admits requests.
@@ -83,11 +78,7 @@ class ServedPipeline:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Build the stages and load their models; takes a while. One that was stopped is closed.
-
-        Raises:
-            Exception: whatever building them raises; the state tells of it as well.
-        """
+        """Build the stages and load their models; takes a while. One that was stopped is closed."""
         # Only here: a server answers before torch is imported.
         from omni.runtime.omni import Omni
 
@@ -100,7 +91,7 @@ class ServedPipeline:
                     for name, stage in omni.pipeline.stages.items()
                 }
                 unless_ready.pop_all()
-        except Exception as error:  # the state tells of it to those who ask for the pipeline
+        except Exception as error:  # the state says so to clients
             self.fail(str(error) if isinstance(error, ValueError) else repr(error))
             raise
         with self._lock:
@@ -128,10 +119,10 @@ class ServedPipeline:
         return {} if omni is None else omni.stats()
 
     def describe(self) -> dict[str, Any]:
-        """What clients choose a model by; null is what is known once it is loaded."""
+        """Describe what clients choose a model by; null is what is known once it is loaded."""
         stages = self.config.stages
         made = [kind for stage in stages.values() for kind in stage.final_output]
-        told: dict[str, Any] = {
+        described: dict[str, Any] = {
             "stages": [{"name": name, "kind": stage.kind} for name, stage in stages.items()],
             "modalities": {"input": None, "output": list(dict.fromkeys(made))},
             "voices": None,
@@ -139,24 +130,24 @@ class ServedPipeline:
         }
         omni = self._omni
         if omni is None:
-            return told
+            return described
         # A prompt goes to every stage that no other feeds.
         readers = [each.describe() for each in omni.pipeline.stages.values() if each.inputs is None]
         lengths = [each["max_model_len"] for each in readers if "max_model_len" in each]
         read = [kind for each in readers for kind in each.get("input_modalities", ())]
-        told["modalities"]["input"] = list(dict.fromkeys(read))
-        told["voices"] = list(omni.pipeline.voices.own)
-        told["max_model_len"] = min(lengths, default=None)
-        return told
+        described["modalities"]["input"] = list(dict.fromkeys(read))
+        described["voices"] = list(omni.pipeline.voices.own)
+        described["max_model_len"] = min(lengths, default=None)
+        return described
 
     def worker_states(self) -> Mapping[str, tuple[WorkerState, ...]]:
-        """How the workers of stages that run elsewhere are doing; waits for none of them."""
+        """Return the state of the workers of stages that run elsewhere; waits for none of them."""
         omni = self._omni
         return {} if omni is None else omni.worker_states()
 
     @property
     def lost_stages(self) -> Mapping[str, str]:
-        """Why, of stages of which no worker takes a request, or not before it has a place again."""
+        """Stages of which no worker takes a request, or not before it gets a place, and why."""
         return _lost_stages(self.worker_states())
 
     def check_stages(self) -> None:
@@ -179,19 +170,12 @@ class ServedPipeline:
         )
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
-        """The same by replica."""
+        """Every stage's counters, by replica."""
         omni = self._omni
         return {} if omni is None else omni.replica_stats()
 
     def check_room(self, client: Client) -> None:
-        """Check that a request would be taken now, before any work is put into it.
-
-        Args:
-            client: who asks.
-
-        Raises:
-            ApiError: with status 429: too many wait; with 503: see :meth:`check_stages`.
-        """
+        """Refuse a request that would not be taken now: too many wait, or a stage has no worker."""
         try:
             self.check_stages()
             self.queue.check_room()
@@ -204,16 +188,12 @@ class ServedPipeline:
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
-        """What tells the tokens of a stage's text; None if it writes none, or brings none."""
+        """The tokenizer of a stage's text; None if it writes none, or brings none."""
         return self._tokenizers[stage]
 
     @property
     def omni(self) -> Omni:
-        """What runs requests.
-
-        Raises:
-            ApiError: with status 503 while there is nothing that could.
-        """
+        """The running pipeline; an error with status 503 while there is none."""
         omni = self._omni
         if omni is not None and self.state is PipelineState.READY:
             return omni
@@ -243,7 +223,7 @@ def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
 def _tokenizer_of(
     config: PipelineConfig, name: str, stage: Stage
 ) -> PreTrainedTokenizerBase | None:
-    """The stage's own, or, of one whose workers are elsewhere, the same read here."""
+    """Return the stage's own, or, of one whose workers are elsewhere, the same read here."""
     from stages.worker.stage_link import DistantStage
 
     if not isinstance(stage, DistantStage):
@@ -261,18 +241,14 @@ class PipelineServer:
             that what serves and what computes do not wait for one interpreter.
 
     Attributes:
-        settings: as given.
         pipelines: by name.
-        meters: what it tells of itself.
+        meters: of all pipelines.
         fetcher: of files whose addresses stand in requests.
         num_sessions: realtime ones that are open.
         is_stopping: whether no more requests are taken.
         failure: why a pipeline could not be loaded.
         on_failure: called then, in the loading thread.
         on_loaded: called in that thread when all pipelines are ready.
-
-    Raises:
-        ValueError: there is none, or two have the same name.
     """
 
     def __init__(
@@ -321,11 +297,7 @@ class PipelineServer:
         return PipelineState.READY.value
 
     def find(self, name: str) -> ServedPipeline:
-        """A pipeline by its name.
-
-        Raises:
-            ApiError: with status 404: there is none; with 503: the server stops.
-        """
+        """Return a pipeline by its name; an error with status 404 or, if the server stops, 503."""
         if self.is_stopping:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", code="stopping"
@@ -342,11 +314,7 @@ class PipelineServer:
 
     @contextmanager
     def session(self) -> Generator[None]:
-        """Count a realtime session for as long as the ``with`` block lasts.
-
-        Raises:
-            ApiError: with status 429: there are as many as may be.
-        """
+        """Count a realtime session while the ``with`` block lasts; refuse one too many (429)."""
         most = self.settings.limits.max_sessions
         if self.num_sessions >= most:
             raise ApiError(
@@ -361,15 +329,9 @@ class PipelineServer:
             self.num_sessions -= 1
 
     def check_room(self, client: Client) -> None:
-        """Check that a request would be taken now, before anything of it is read.
+        """Raise an error where a request would not be taken now, before anything of it is read.
 
         With several pipelines it has to be read for which one it is; that is checked later.
-
-        Args:
-            client: who asks.
-
-        Raises:
-            ApiError: with status 429: too many wait; with 503: a stage has no worker.
         """
         if len(self.pipelines) == 1:
             for pipeline in self.pipelines.values():
@@ -395,7 +357,7 @@ class PipelineServer:
                 return
             try:
                 pipeline.load()
-            except Exception as error:  # the pipeline's state tells of it, and serve() raises it
+            except Exception as error:  # its state says so, and serve() raises it
                 _logger.debug("pipeline %r cannot be loaded", pipeline.name, exc_info=True)
                 self.failure = error
                 self.on_failure()

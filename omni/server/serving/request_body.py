@@ -28,52 +28,36 @@ _SMALL = 1 << 16
 
 
 async def decoded(data: str, param: str) -> bytes:
-    """Decode base64.
-
-    Args:
-        data: without line breaks.
-        param: where it stands.
-
-    Raises:
-        ApiError: with status 400: it is none, or nothing.
-    """
+    """Decode base64; ``param`` is its place in the request, which an error names."""
     try:
         if len(data) <= _SMALL:
             content = b64decode(data, validate=True)
         else:
             content = await asyncio.to_thread(b64decode, data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ApiError.bad_request(f"{param}: not valid base64: {error}", param=param) from error
+        raise ApiError.bad_field(param, f"not valid base64: {error}") from error
     if not content:
-        raise ApiError.bad_request(f"{param}: it is empty", param=param)
+        raise ApiError.bad_field(param, "it is empty")
     return content
 
 
 async def fetched(url: str, param: str, fetcher: UrlFetcher, room: int) -> bytes:
-    """What is at an address: in a data URL itself, else somewhere in the network.
+    """Read a data URL, or fetch a file of up to ``room`` bytes from the network; never a path.
 
-    Args:
-        url: as the client gives it; never a path.
-        param: where it stands.
-        fetcher: for addresses in the network.
-        room: bytes that it may have there.
-
-    Raises:
-        ApiError: with status 400: it is neither, or cannot be had.
+    An error names its place in the request, ``param``.
     """
     head, comma, data = url.partition(",")
     scheme = head.partition(":")[0].lower()
     if scheme == "data":
         if not comma or not head.lower().endswith(";base64"):
-            told = f"{param}: a data URL must begin like 'data:image/png;base64,'"
-            raise ApiError.bad_request(told, param=param)
+            raise ApiError.bad_field(param, "a data URL must begin like 'data:image/png;base64,'")
         return await decoded(data, param)
     if scheme in ("http", "https"):
         return await fetcher.fetch(url, param, room)
-    raise ApiError.bad_request(
-        f"{param}: must be a data URL, such as 'data:image/png;base64,...', or begin with "
-        f"http:// or https://, got {url!r:.80}",
-        param=param,
+    raise ApiError.bad_field(
+        param,
+        "must be a data URL, such as 'data:image/png;base64,...', or begin with http:// or "
+        f"https://, got {url!r:.80}",
     )
 
 
@@ -115,15 +99,7 @@ class ApiModel(BaseModel):
 
 
 async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
-    """Read a body of JSON.
-
-    Args:
-        request: whose body has not been read.
-        model: what it should be.
-
-    Raises:
-        ApiError: with status 415 if it is of another kind, with 400 if it is wrong.
-    """
+    """Read a body of JSON; an error has status 415 if it is of another kind, 400 if it is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Not only for tidiness: a web page may send plain text anywhere, but JSON only where it may.
     if kind != "application/json":
@@ -138,11 +114,7 @@ async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
 
 
 def parse_json(body: bytes | str, model: type[_ModelT]) -> _ModelT:
-    """Check a document of JSON against a model.
-
-    Raises:
-        ApiError: with status 400, and the first wrong place as its ``param``.
-    """
+    """Check a document of JSON against a model; an error names the first wrong place."""
     try:
         return model.model_validate_json(body, strict=True)
     except ValidationError as error:

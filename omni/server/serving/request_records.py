@@ -1,7 +1,7 @@
 """Records of requests that have ended: the last ones, and spans of OpenTelemetry.
 
 A span is made for every request, and below it one for each of its stages, when it has ended.
-Nothing of OpenTelemetry is imported unless spans are asked for: by environment variables, as
+Nothing of OpenTelemetry is imported unless spans are wanted: by environment variables, as
 OpenTelemetry's own programs read them, or by a program around the server that has set a provider.
 """
 
@@ -34,21 +34,17 @@ _REJECTED = "rejected"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, without anything that was asked or answered.
+    """One request, without its prompt and without its output.
+
+    Times are those of ``time.monotonic`` in this process, and None if they never came.
 
     Attributes:
-        model: the pipeline's name.
-        request_id: the server's own.
         tenant: whose key it came with; None where no key is needed.
         arrived_s: in seconds since 1970.
-        began_s: of ``time.monotonic`` in this process, as all times below.
-        turn_s: when it was handed to the pipeline; None if it never was.
-        first_token_s: when the first token came; None if none did.
-        first_audio_s: when the first sound came; likewise.
-        ended_s: when it had ended.
-        status: how: ok, refused, rejected, failed, aborted.
+        turn_s: when it was handed to the pipeline.
+        status: ok, refused, rejected, failed or aborted.
         traceparent: the client's, as W3C's Trace Context writes it; not checked.
-        stages: its stays, as far as they are known: of stages that it had entered.
+        stages: of those that it had entered.
     """
 
     model: str
@@ -98,7 +94,7 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """Keeps the last requests of all pipelines; what was before them is forgotten.
+    """Keeps the last requests of all pipelines.
 
     Those for which there was no room are kept apart: they come by the hundreds in a second, and
     would leave nothing of the others.
@@ -109,11 +105,11 @@ class RecentRequests:
         self._rejected: deque[RequestRecord] = deque(maxlen=_KEPT_REJECTED)
 
     def add(self, record: RequestRecord) -> None:
-        """Take in one that has ended."""
+        """Add one that has ended."""
         (self._rejected if record.status == _REJECTED else self._records).append(record)
 
     def of(self, model: str, tenant: str | None) -> Iterator[RequestRecord]:
-        """Those of a pipeline that came with one key, the one that ended last first."""
+        """Yield those of a pipeline that came with one key, the one that ended last first."""
         kept = [*self._records, *self._rejected]
         for record in sorted(kept, key=lambda each: each.ended_s, reverse=True):
             if record.model == model and record.tenant == tenant:
@@ -129,12 +125,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 class RequestSpans:
-    """Tells a tracer of requests that have ended.
-
-    Args:
-        tracer: makes the spans.
-        close: called in the end, such as to send what has not been sent.
-    """
+    """Makes spans of requests that have ended; ``close`` sends what has not been sent."""
 
     def __init__(self, tracer: Tracer, close: Callable[[], object] = lambda: None) -> None:
         self._tracer = tracer
@@ -201,12 +192,12 @@ class RequestSpans:
 
 
 def spans_by_environment(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
-    """What makes spans as the environment says; None if it asks for none.
+    """Make spans as the environment says; None if it asks for none.
 
     A provider that the program around has set, such as ``opentelemetry-instrument``, is used. Else
     ``OTEL_TRACES_EXPORTER`` names exporters (``otlp``, ``console``, ...), or an endpoint of OTLP is
-    given; all other variables of OpenTelemetry are read by it. What cannot be had is told by a
-    warning: a server works without being watched.
+    given; all other variables of OpenTelemetry are read by it. What is missing is a warning: a
+    server works without being watched.
     """
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -256,10 +247,10 @@ def _provider(names: list[str], environment: Mapping[str, str]) -> TracerProvide
 
 
 def _otlp_by_protocol(known: Collection[str], environment: Mapping[str, str]) -> str:
-    """Which exporter ``otlp`` means: that of the protocol that is asked for, else one there is."""
-    asked = next((environment[name] for name in _PROTOCOLS if environment.get(name)), None)
-    if asked is not None:
-        return _OTLP.get(asked, f"otlp by {asked}")
+    """Find the exporter that ``otlp`` means: that of the wanted protocol, else one there is."""
+    wanted = next((environment[name] for name in _PROTOCOLS if environment.get(name)), None)
+    if wanted is not None:
+        return _OTLP.get(wanted, f"otlp by {wanted}")
     return next((name for name in _OTLP.values() if name in known), "otlp")
 
 
@@ -276,5 +267,5 @@ def _attributes(record: RequestRecord, time: StageTime) -> dict[str, str | int |
 
 
 def _nanos(record: RequestRecord, time_s: float) -> int:
-    """A time of this process's clock in nanoseconds since 1970."""
+    """Convert a time of this process's clock to nanoseconds since 1970."""
     return round((record.arrived_s + (time_s - record.began_s)) * 1e9)

@@ -71,15 +71,14 @@ class ResponseStream:
             async for update in stream.updates():
                 ...
 
+    Entering it raises an :class:`ApiError` if the pipeline is not ready or too many requests wait.
+
     Args:
         pipeline: runs the requests.
         requests: each with its id.
         prompt_param: the field in which the client sent the prompt.
         stages: a request ends when these are done with it; later ones are not waited for. None
             named: when all are.
-
-    Raises:
-        ApiError: on entering, the pipeline is not ready, or too many requests wait.
     """
 
     def __init__(
@@ -157,11 +156,7 @@ class ResponseStream:
                 yield Update(index, output, sounds, is_last)
 
     async def last_outputs(self) -> list[OmniOutput]:
-        """Wait until every request has ended, and return the last output of each.
-
-        Raises:
-            ApiError: see :meth:`updates`.
-        """
+        """Wait until every request has ended, and return the last output of each."""
         last = {update.index: update.output async for update in self.updates()}
         return [last[index] for index in range(len(self._requests))]
 

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""Limits and other settings of a server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServerLimits(BaseModel):
 
     @property
     def max_arriving_bytes(self) -> int:
-        """Of bodies that come at once, without the first 64 KiB of each."""
+        """Bytes of bodies that come at once, without the first 64 KiB of each."""
         return 4 * self.max_body_bytes
 
     @property
@@ -57,21 +57,21 @@ class ServerLimits(BaseModel):
         return max(self.request_timeout_s, self.body_timeout_s)
 
     def running_requests(self, stages: Iterable[StageConfig]) -> int:
-        """How many requests are handed at once to a pipeline of these stages."""
+        """Count the requests that are handed at once to a pipeline of these stages."""
         if self.max_running_requests is not None:
             return self.max_running_requests
         return sum(_most_at_once(stage) for stage in stages)
 
 
 class ServerSettings(BaseModel):
-    """What a server is told when it starts.
+    """Settings with which a server starts.
 
     Attributes:
         host: name or address to bind.
         port: to bind; 0 takes a free one.
         api_keys: of which a request must bring one; none lets everybody in.
-        allow_url_hosts: of which files may be fetched whose addresses stand in requests.
-        allow_origins: of web pages on other hosts that may ask, such as ``https://example.org``.
+        allow_url_hosts: from which files may be fetched whose addresses stand in requests.
+        allow_origins: web pages on other hosts that may ask, such as ``https://example.org``.
         limits: see :class:`ServerLimits`.
     """
 
@@ -98,8 +98,7 @@ class ServerSettings(BaseModel):
 
 
 def _most_at_once(stage: StageConfig) -> int:
-    """How many requests a stage's workers run in one step at most; 1 each for kinds that do not
-    say."""
+    """Count the requests that a stage's workers run in a step; 1 each for kinds without a limit."""
     engine = getattr(stage, "engine", None)
     sizes = (getattr(engine, name, None) for name in ("max_num_seqs", "max_batch_size"))
     each = next((size for size in sizes if isinstance(size, int)), 1)

@@ -17,6 +17,7 @@ from omni.server.serving.api_error import ApiError
 __all__ = ["UrlFetcher", "is_public"]
 
 _AT_ONCE = 8
+_CODE = "invalid_url"
 
 
 class UrlFetcher:
@@ -52,11 +53,7 @@ class UrlFetcher:
 
     @contextmanager
     def place(self) -> Generator[None]:
-        """Count a request that waits for files for as long as the ``with`` block lasts.
-
-        Raises:
-            ApiError: with status 429: there are as many as may be.
-        """
+        """Count a request that waits for files while the block lasts; refuse one too many."""
         if self._num_requests >= self._max_requests:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -72,38 +69,32 @@ class UrlFetcher:
             self._num_requests -= 1
 
     async def fetch(self, url: str, param: str, room: int) -> bytes:
-        """Fetch one file.
-
-        Args:
-            url: of http or https.
-            param: where it stands in the request.
-            room: bytes that the request may still have fetched.
-
-        Raises:
-            ApiError: with status 400: it may not be fetched, or cannot be.
-        """
+        """Fetch one file of at most ``room`` bytes; an error names ``param``, where it stands."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise _refused(param, f"it is no address: {error}") from error
+            raise ApiError.bad_field(param, f"it is no address: {error}", _CODE) from error
         if host not in self._hosts:
-            raise _refused(
+            raise ApiError.bad_field(
                 param,
                 f"nothing is fetched from {host!r:.80}; send the file as a data URL, or have "
                 "the server started with --allow-url-hosts",
+                _CODE,
             )
         if not url.isascii() or not url.isprintable() or " " in url:
-            raise _refused(param, "it has characters that an address cannot have")
+            raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
-            raise _refused(param, "it must not name a user")
+            raise ApiError.bad_field(param, "it must not name a user", _CODE)
         most = min(self._max_bytes, room)
         try:
             async with asyncio.timeout(self._timeout_s), self._room:
                 return await self._get(parts, host, port, most)
         except Exception as error:  # of many kinds, of the network, of TLS and of the host's answer
             message = str(error) or type(error).__name__
-            raise _refused(param, f"it cannot be fetched from {host!r}: {message}") from error
+            raise ApiError.bad_field(
+                param, f"it cannot be fetched from {host!r}: {message}", _CODE
+            ) from error
 
     async def _get(self, parts: SplitResult, host: str, port: int | None, most: int) -> bytes:
         import httpcore2  # most servers fetch nothing
@@ -167,7 +158,3 @@ def _inner(address: IPv4Address | IPv6Address) -> list[IPv4Address]:
     if packed[:12] in (bytes.fromhex("0064ff9b0000000000000000"), bytes(12)):
         inner.append(IPv4Address(packed[12:]))
     return [each for each in inner if each is not None]
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError.bad_request(f"{param}: {message}", param=param, code="invalid_url")
