@@ -217,7 +217,7 @@ class StageWorker(StageLink):
     def _seeded(self, params: SamplingParams | None) -> SamplingParams | None:
         """A request's parameters, or the stage's own, with a seed if tokens are drawn for it."""
         given = params or self.stage.sampling
-        if given is None or given.seed is not None:
+        if given is None or given.seed is not None or self.stage.sampling is None:
             return params
         if self._seeds is None:
             self._seeds = RequestSeeds(self.stage.seed)
