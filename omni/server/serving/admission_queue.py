@@ -7,7 +7,6 @@ import heapq
 import math
 import time
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from itertools import count
 
 from omni.server.serving.api_error import ApiError
@@ -86,12 +85,11 @@ class AdmissionQueue:
         ahead = self.num_waiting + self.num_running
         seconds = min(_LONGEST_RETRY_S, math.ceil(self._mean_s * ahead / self.max_running))
         seconds = max(1, seconds)
-        raise ApiError(
-            HTTPStatus.TOO_MANY_REQUESTS,
+        raise ApiError.too_many(
             f"{self.num_running} requests run and {self.num_waiting} wait, of at most "
             f"{self.max_running} and {self._max_waiting}; try again in {seconds} s",
-            code="queue_full",
-            headers={"Retry-After": str(seconds)},
+            "queue_full",
+            seconds,
         )
 
     def leave(self, place: QueuePlace) -> None:

@@ -27,7 +27,8 @@ class ApiError(Exception):
         message: for people.
         param: the field at fault, with dots and indices.
         code: for programs.
-        headers: more of them, such as ``Retry-After``.
+        headers: more of them.
+        retry_after_s: when to try again.
 
     Attributes:
         is_recorded: whether the request that it ends has a record of its own, see
@@ -42,6 +43,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -49,6 +51,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
         self.is_recorded = False
 
     @classmethod
@@ -62,6 +66,18 @@ class ApiError(Exception):
     def bad_field(cls, param: str, message: str, code: str | None = None) -> ApiError:
         """A field of the request is wrong; the message begins with its name."""
         return cls.bad_request(f"{param}: {message}", param=param, code=code)
+
+    @classmethod
+    def too_many(cls, message: str, code: str, retry_after_s: float | None = None) -> ApiError:
+        """The server takes no more of something now."""
+        status = HTTPStatus.TOO_MANY_REQUESTS
+        return cls(status, message, code=code, retry_after_s=retry_after_s)
+
+    @classmethod
+    def unavailable(cls, message: str, code: str, retry_after_s: float | None = None) -> ApiError:
+        """The server, or a model, cannot answer now."""
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        return cls(status, message, code=code, retry_after_s=retry_after_s)
 
     @classmethod
     def internal(cls) -> ApiError:

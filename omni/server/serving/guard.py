@@ -56,12 +56,11 @@ class ArrivingBodies:
         """Hold more; an error with status 429 if there is no room for it."""
         most = self.limits.max_arriving_bytes
         if num_bytes and self.num_bytes + num_bytes > most:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
+            raise ApiError.too_many(
                 f"bodies of {most} bytes are being sent already, as much as this server takes at "
                 "once; try again later",
-                code="bodies_full",
-                headers={"Retry-After": str(_RETRY_S)},
+                "bodies_full",
+                _RETRY_S,
             )
         self.num_bytes += num_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,8 +65,8 @@ class Metered(Protocol):
 class StageMeters(Collector):
     """Reads the stages' own counters; all names begin with ``omni_``."""
 
-    def __init__(self, pipelines: Sequence[Metered]) -> None:
-        self._pipelines = tuple(pipelines)
+    def __init__(self, pipelines: Collection[Metered]) -> None:
+        self._pipelines = pipelines
 
     def collect(self) -> Iterator[Metric]:
         """See :class:`prometheus_client.registry.Collector`."""
@@ -160,7 +160,7 @@ class Meters:
     ``recent`` has the last requests; ``spans``, where any are exported, makes spans of each.
     """
 
-    def __init__(self, pipelines: Iterable[Metered]) -> None:
+    def __init__(self, pipelines: Collection[Metered]) -> None:
         self.recent = RecentRequests()
         self.spans: RequestSpans | None = None
         self._registry = CollectorRegistry()
@@ -188,7 +188,7 @@ class Meters:
             buckets=_FACTORS,
             registry=self._registry,
         )
-        self._registry.register(StageMeters(tuple(pipelines)))
+        self._registry.register(StageMeters(pipelines))
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

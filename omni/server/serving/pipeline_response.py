@@ -158,10 +158,8 @@ async def while_connected(
             headers={"x-should-retry": "false"},
         )
     except asyncio.CancelledError:  # only the end of the server cancels a response
-        raise ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "the server was stopped before the request was done",
-            code="stopping",
+        raise ApiError.unavailable(
+            "the server was stopped before the request was done", "stopping"
         ) from None
     finally:
         for each in (task, gone):

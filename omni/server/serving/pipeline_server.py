@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.runtime.omni import Omni
-    from omni.server.serving.meters import Meters
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.settings import ServerLimits, ServerSettings
     from stages import Stage, StageStats
@@ -58,11 +57,16 @@ class ServedPipeline:
         queue: admits requests.
         state: may be read by any thread.
         error: why it failed.
-        meters: of the server, which sets them.
+        meters: of the server.
     """
 
     def __init__(
-        self, config: PipelineConfig, limits: ServerLimits, *, apart: bool = False
+        self,
+        config: PipelineConfig,
+        limits: ServerLimits,
+        meters: Meters | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self.config = config
         self._apart = apart
@@ -72,7 +76,7 @@ class ServedPipeline:
         self.queue = AdmissionQueue(running, limits.max_waiting_requests)
         self.state = PipelineState.LOADING
         self.error: str | None = None
-        self.meters: Meters | None = None
+        self.meters = Meters([self]) if meters is None else meters
         self._omni: Omni | None = None
         self._tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
         self._lock = threading.Lock()
@@ -162,12 +166,10 @@ class ServedPipeline:
         if not lost:
             return
         is_waiting = all(any(each.state == "waiting" for each in states[name]) for name in lost)
-        raise ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "; ".join(f"stage {name!r}: {why}" for name, why in lost.items()),
-            code="stage_waiting" if is_waiting else "stage_down",
-            headers={"Retry-After": str(_RETRY_WHILE_WAITING_S)} if is_waiting else {},
-        )
+        message = "; ".join(f"stage {name!r}: {why}" for name, why in lost.items())
+        if is_waiting:
+            raise ApiError.unavailable(message, "stage_waiting", _RETRY_WHILE_WAITING_S)
+        raise ApiError.unavailable(message, "stage_down")
 
     def replica_stats(self) -> Mapping[str, Sequence[StageStats]]:
         """Every stage's counters, by replica."""
@@ -180,11 +182,9 @@ class ServedPipeline:
             self.check_stages()
             self.queue.check_room()
         except ApiError as error:
-            if self.meters is not None:
-                is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
-                status = "rejected" if is_full else "failed"
-                RequestMeter(self.meters, self.name, client).end(status)
-                error.is_recorded = True
+            is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
+            RequestMeter(self.meters, self.name, client).end("rejected" if is_full else "failed")
+            error.is_recorded = True
             raise
 
     def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
@@ -198,18 +198,11 @@ class ServedPipeline:
         if omni is not None and self.state is PipelineState.READY:
             return omni
         if self.state is PipelineState.LOADING:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the model {self.name!r} is loading; /health tells when it is ready",
-                code="model_loading",
-                headers={"Retry-After": str(_RETRY_WHILE_LOADING_S)},
-            )
+            message = f"the model {self.name!r} is loading; /health tells when it is ready"
+            raise ApiError.unavailable(message, "model_loading", _RETRY_WHILE_LOADING_S)
         why = f": {self.error}" if self.error else ""
-        raise ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"the model {self.name!r} is {self.state}{why}",
-            code=f"model_{self.state}",
-        )
+        message = f"the model {self.name!r} is {self.state}{why}"
+        raise ApiError.unavailable(message, f"model_{self.state}")
 
 
 def _lost_stages(states: Mapping[str, Sequence[WorkerState]]) -> dict[str, str]:
@@ -258,17 +251,17 @@ class PipelineServer:
             raise ValueError("a server needs at least one pipeline")
         self.settings = settings
         self.pipelines: dict[str, ServedPipeline] = {}
+        self.meters = Meters(self.pipelines.values())  # which still come
+        self.meters.spans = spans_by_environment()
         for config in configs:
             if config.name in self.pipelines:
                 raise ValueError(
                     f"two pipelines are named {config.name!r}; clients choose by name, so change "
                     "one with the key 'name' of its YAML file"
                 )
-            self.pipelines[config.name] = ServedPipeline(config, settings.limits, apart=apart)
-        self.meters = Meters(self.pipelines.values())
-        self.meters.spans = spans_by_environment()
-        for pipeline in self.pipelines.values():
-            pipeline.meters = self.meters
+            self.pipelines[config.name] = ServedPipeline(
+                config, settings.limits, self.meters, apart=apart
+            )
         limits = settings.limits
         self.fetcher = UrlFetcher(
             settings.allow_url_hosts,
@@ -299,9 +292,7 @@ class PipelineServer:
     def find(self, name: str) -> ServedPipeline:
         """Return a pipeline by its name; an error with status 404 or, if the server stops, 503."""
         if self.is_stopping:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", code="stopping"
-            )
+            raise ApiError.unavailable("the server is stopping", "stopping")
         pipeline = self.pipelines.get(name)
         if pipeline is None:
             raise ApiError(
@@ -317,10 +308,9 @@ class PipelineServer:
         """Count a realtime session while the ``with`` block lasts; refuse one too many (429)."""
         most = self.settings.limits.max_sessions
         if self.num_sessions >= most:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
+            raise ApiError.too_many(
                 f"{most} realtime sessions are open, as many as this server takes; try again later",
-                code="too_many_sessions",
+                "too_many_sessions",
             )
         self.num_sessions += 1
         try:

@@ -99,7 +99,6 @@ class ResponseStream:
 
     async def __aenter__(self) -> Self:
         omni, meters = self._pipeline.omni, self._pipeline.meters
-        assert meters is not None
         timed = [RequestMeter(meters, self._pipeline.name, each) for each in self._requests]
         try:
             places = self._pipeline.queue.enter([each.priority for each in self._requests])
@@ -199,11 +198,8 @@ class ResponseStream:
         """Explain why a pipeline cannot go on: it was closed, or its driver crashed."""
         if not isinstance(error, ApiError):
             self._pipeline.fail(f"{type(error).__name__}: {error}")
-            error = ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the model {self._pipeline.name!r} cannot go on: {error}",
-                code="model_failed",
-            )
+            message = f"the model {self._pipeline.name!r} cannot go on: {error}"
+            error = ApiError.unavailable(message, "model_failed")
         error.is_recorded = True  # by the meter of its request
         return error
 

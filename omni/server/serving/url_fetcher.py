@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -55,12 +54,11 @@ class UrlFetcher:
     def place(self) -> Generator[None]:
         """Count a request that waits for files while the block lasts; refuse one too many."""
         if self._num_requests >= self._max_requests:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
+            raise ApiError.too_many(
                 f"{self._num_requests} requests wait for files to be fetched, as many as this "
                 "server lets wait; try again later",
-                code="queue_full",
-                headers={"Retry-After": str(max(1, round(self._timeout_s)))},
+                "queue_full",
+                self._timeout_s,
             )
         self._num_requests += 1
         try:
