@@ -29,24 +29,14 @@ if TYPE_CHECKING:
     from stages import StageOutput
 
 __all__ = [
-    "ChatAnswer",
+    "Answer",
     "ChatAudio",
-    "ChatChoice",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "ChatDelta",
-    "ChatLogprobs",
-    "ChatMessageAnswer",
-    "CompletionAnswer",
-    "CompletionChoice",
-    "CompletionLogprobs",
+    "Choice",
     "LogprobWriter",
-    "PromptTokensDetails",
+    "Message",
     "TextEvent",
-    "TokenLogprob",
     "TokenPlaces",
     "TokenTexts",
-    "TopLogprob",
     "Usage",
     "Written",
     "as_event",
@@ -355,62 +345,6 @@ class ChatAudio(Struct, kw_only=True):
     sampling_rate: int | UnsetType = UNSET
 
 
-class ChatMessageAnswer(Struct, kw_only=True):
-    """The assistant's message."""
-
-    role: Literal["assistant"]
-    content: str | None
-    audio: ChatAudio | UnsetType = UNSET
-
-
-class ChatChoice(Struct, kw_only=True):
-    """One completion of a chat."""
-
-    index: int
-    message: ChatMessageAnswer
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatAnswer(Struct, kw_only=True):
-    """The answer to a chat."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(Struct, kw_only=True):
-    """New parts of the assistant's message."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    audio: ChatAudio | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct, kw_only=True):
-    """New parts of one completion."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatChunk(Struct, kw_only=True):
-    """A piece of a streamed answer to a chat."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
 class CompletionLogprobs(Struct, kw_only=True):
     """Of the tokens of a completion; ``text_offset`` counts characters of its text."""
 
@@ -420,23 +354,33 @@ class CompletionLogprobs(Struct, kw_only=True):
     text_offset: list[int]
 
 
-class CompletionChoice(Struct, kw_only=True):
-    """One completion of one prompt, or new parts of it."""
+class Message(Struct, kw_only=True):
+    """The assistant's message, or new parts of it."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    audio: ChatAudio | UnsetType = UNSET
+
+
+class Choice(Struct, kw_only=True):
+    """One completion: of a chat its message, or in a stream the delta of it; else its text."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
+    message: Message | UnsetType = UNSET
+    delta: Message | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    finish_reason: str | None = None
 
 
-class CompletionAnswer(Struct, kw_only=True):
-    """Completions of one or several prompts, or new parts of them."""
+class Answer(Struct, kw_only=True):
+    """Completions of a chat or of prompts, or new parts of them."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
 
 

@@ -11,14 +11,11 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from omni.server.openai.answers import (
-    ChatAnswer,
+    Answer,
     ChatAudio,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatMessageAnswer,
+    Choice,
     LogprobWriter,
+    Message,
     TextEvent,
     Usage,
     Written,
@@ -91,27 +88,24 @@ class Chat(PipelineResponse):
         async with await self._stream() as stream:
             (last,) = await stream.last_outputs()
         output = last.stages[self._stage]
-        choices = [
-            ChatChoice(
-                index=index,
-                message=ChatMessageAnswer(role="assistant", content=each.text),
-                logprobs=self._logprobs.chat(each.logprobs) if self._logprobs else None,
-                finish_reason=each.finish_reason,
-            )
-            for index, each in enumerate(completions_of(output, self._n))
-        ]
-        if self._voice is not None:
-            sound = sound_of(last, self._voice)
-            if sound is not None:  # else the text is the answer, as in a stream
-                choices[0].message.audio = await self._file(sound, output.text or "")
-        answer = ChatAnswer(
-            id=self._id,
-            object="chat.completion",
-            created=self._created,
-            model=self.pipeline.name,
-            choices=choices,
-            usage=usage_of([output]),
+        completions = completions_of(output, self._n)
+        messages = [Message(role="assistant", content=each.text) for each in completions]
+        sound = sound_of(last, self._voice) if self._voice is not None else None
+        if sound is not None:  # else the text is the answer, as in a stream
+            messages[0].audio = await self._file(sound, output.text or "")
+        answer = self._answer(
+            "chat.completion",
+            [
+                Choice(
+                    index=index,
+                    message=message,
+                    logprobs=self._logprobs.chat(each.logprobs) if self._logprobs else None,
+                    finish_reason=each.finish_reason,
+                )
+                for index, (message, each) in enumerate(zip(messages, completions, strict=True))
+            ],
         )
+        answer.usage = usage_of([output])
         return Response(as_json(answer), media_type="application/json")
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -152,11 +146,11 @@ class Chat(PipelineResponse):
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 
-    def _event_of(self, choice: ChatChunkChoice, output: StageOutput | None) -> bytes:
+    def _event_of(self, choice: Choice, output: StageOutput | None) -> bytes:
         """The event of what is new of one completion."""
         usage = None
         if self._options.counts_each_chunk and output is not None:
-            is_first = choice.delta.role is not UNSET
+            is_first = isinstance(choice.delta, Message) and choice.delta.role is not UNSET
             written = completions_of(output, self._n)[choice.index]
             usage = usage_of([output], 0 if is_first else written.num_tokens)
         return as_event(self._chunk([choice], usage))
@@ -174,27 +168,26 @@ class Chat(PipelineResponse):
         sent: Sequence[_Sent],
         *,
         is_over: bool,
-    ) -> list[ChatChunkChoice]:
+    ) -> list[Choice]:
         """What is new: of each completion its beginning and its text, sound, and what has ended."""
         completions = completions_of(output, self._n) if output is not None else []
-        new: list[ChatChunkChoice] = []
+        new: list[Choice] = []
         for index, written in enumerate(completions):
             self._add_text(new, index, written, sent[index])
         if sounds:
-            new.append(_choice(0, ChatDelta(audio=self._piece(sounds))))
+            new.append(Choice(index=0, delta=Message(audio=self._piece(sounds))))
         if self._voice is None or is_over:
             for index, written in enumerate(completions):
                 if written.finish_reason is not None and not sent[index].is_over:
                     sent[index].is_over = True
-                    new.append(_choice(index, ChatDelta(), written.finish_reason))
+                    reason = written.finish_reason
+                    new.append(Choice(index=index, delta=Message(), finish_reason=reason))
         return new
 
-    def _add_text(
-        self, new: list[ChatChunkChoice], index: int, written: Written, sent: _Sent
-    ) -> None:
+    def _add_text(self, new: list[Choice], index: int, written: Written, sent: _Sent) -> None:
         if not sent.has_begun:
             sent.has_begun = True
-            new.append(_choice(index, ChatDelta(role="assistant", content="")))
+            new.append(Choice(index=index, delta=Message(role="assistant", content="")))
         text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
         if text or (logprobs and self._logprobs):
             choice = self._text_choice(index, text)
@@ -203,11 +196,11 @@ class Chat(PipelineResponse):
             new.append(choice)
         sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
 
-    def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
-        choice = _choice(index, ChatDelta(content=text))
+    def _text_choice(self, index: int, text: str) -> Choice:
+        delta = Message(content=text)
         if self._voice is not None:
-            choice.delta.audio = ChatAudio(id=self._audio_id, transcript=text)
-        return choice
+            delta.audio = ChatAudio(id=self._audio_id, transcript=text)
+        return Choice(index=index, delta=delta)
 
     def _piece(self, sounds: Sequence[Waveform]) -> ChatAudio:
         return ChatAudio(
@@ -227,18 +220,17 @@ class Chat(PipelineResponse):
             sampling_rate=sound.sampling_rate,
         )
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        chunk = ChatChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self.pipeline.name,
-            choices=choices,
-        )
+    def _chunk(self, choices: list[Choice], usage: Usage | None = None) -> Answer:
+        chunk = self._answer("chat.completion.chunk", choices)
         if self._options.include_usage:
             chunk.usage = usage  # null where it is not counted
         return chunk
 
-
-def _choice(index: int, delta: ChatDelta, finish_reason: str | None = None) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=finish_reason)
+    def _answer(self, kind: str, choices: list[Choice]) -> Answer:
+        return Answer(
+            id=self._id,
+            object=kind,
+            created=self._created,
+            model=self.pipeline.name,
+            choices=choices,
+        )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from omni.server.openai.answers import (
-    CompletionAnswer,
-    CompletionChoice,
+    Answer,
+    Choice,
     LogprobWriter,
     TokenPlaces,
     Usage,
@@ -113,29 +113,27 @@ class Completions(PipelineResponse):
         """Of a completion that begins."""
         return _Sent(None if self._logprobs is None else self._logprobs.places())
 
-    def _new(self, index: int, written: Written, sent: _Sent) -> CompletionChoice | None:
+    def _new(self, index: int, written: Written, sent: _Sent) -> Choice | None:
         """What is new of one completion, if anything."""
         text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
         ends = written.finish_reason is not None and not sent.is_over
         if not (text or ends or (logprobs and self._logprobs)):
             return None
-        choice = CompletionChoice(
-            index=index, text=text, logprobs=None, finish_reason=written.finish_reason
-        )
+        choice = Choice(index=index, text=text, finish_reason=written.finish_reason)
         if self._logprobs is not None and sent.places is not None:
             choice.logprobs = self._logprobs.completion(logprobs, sent.places)
         sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
         sent.is_over = ends or sent.is_over
         return choice
 
-    def _event_of(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+    def _event_of(self, choices: list[Choice], usage: Usage | None) -> bytes:
         answer = self._answer(choices)
         if self._options.include_usage:
             answer.usage = usage  # null where it is not counted
         return as_event(answer)
 
-    def _answer(self, choices: list[CompletionChoice]) -> CompletionAnswer:
-        return CompletionAnswer(
+    def _answer(self, choices: list[Choice]) -> Answer:
+        return Answer(
             id=self._id,
             object="text_completion",
             created=self._created,

@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni.server.openai.answers import (
+    Answer,
     ChatAudio,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
+    Choice,
+    Message,
     TextEvent,
     as_event,
 )
 from tests.support.examples import examples
 
 
-def chunk(text: str, model: str = "m", *, speaks: bool = True) -> ChatChunk:
-    delta = ChatDelta(content=text)
+def chunk(text: str, model: str = "m", *, speaks: bool = True) -> Answer:
+    delta = Message(content=text)
     if speaks:
         delta.audio = ChatAudio(id="audio-1", transcript=text)
-    choice = ChatChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=None)
-    return ChatChunk(
+    choice = Choice(index=0, delta=delta)
+    return Answer(
         id="chatcmpl-1", object="chat.completion.chunk", created=1, model=model, choices=[choice]
     )
 
