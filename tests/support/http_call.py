@@ -1,15 +1,17 @@
-"""One request by urllib, whatever its status is."""
+"""One request by urllib, whatever its status is, or by a plain socket."""
 
 from __future__ import annotations
 
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from email.message import Message
+from urllib.parse import urlsplit
 
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["call"]
+__all__ = ["call", "connection", "raw_post"]
 
 
 def call(
@@ -28,3 +30,23 @@ def call(
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
+
+
+def connection(url: str) -> socket.socket:
+    """Connect to a server; closed by whoever gets it."""
+    where = urlsplit(url)
+    return socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
+
+
+def raw_post(
+    body: bytes = b"",
+    length: int | None = None,
+    *,
+    path: str = "/v1/completions",
+    kind: str = "application/json",
+    more: str = "",
+) -> bytes:
+    """A POST as it goes over the wire; of a body that is to come, its ``length`` is announced."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{more}"
+    announced = len(body) if length is None else length
+    return f"{head}Content-Length: {announced}\r\n\r\n".encode() + body

@@ -66,43 +66,34 @@ def told(output: StageOutput) -> list[tuple[str | None, str]]:
     return [(each[0], each[2].value) for each in output.completions]
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "sampling"), SAMPLING)
 def test_an_answer_is_that_of_omni_in_python(
-    server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any]
+    server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any], stream: bool
 ):
-    answer = client.chat.completions.create(model="chat", messages=HELLO, **asked)
-    expected = in_python(server, ChatPrompt(tuple(HELLO)), sampling)
-    found = [(each.message.content, each.finish_reason) for each in answer.choices]
-    assert found == told(expected)
-    assert [each.index for each in answer.choices] == list(range(len(found)))
-    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
-    lengths = [len(each[1]) for each in expected.completions] or [len(expected.token_ids)]
-    assert answer.usage.completion_tokens == sum(lengths)
-    assert answer.usage.total_tokens == expected.num_prompt_tokens + sum(lengths)
-    assert answer.model == "chat" and answer.id.startswith("chatcmpl-")
-
-
-@pytest.mark.parametrize(("asked", "sampling"), SAMPLING)
-def test_the_pieces_of_a_stream_are_the_whole_answer(
-    server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any]
-):
-    expected = told(in_python(server, ChatPrompt(tuple(HELLO)), sampling))
-    texts, roles = [""] * len(expected), [0] * len(expected)
+    output = in_python(server, ChatPrompt(tuple(HELLO)), sampling)
+    expected = told(output)
+    texts, roles = [""] * len(expected), [""] * len(expected)
     reasons: list[str | None] = [None] * len(expected)
-    stream = client.chat.completions.create(
-        model="chat", messages=HELLO, stream=True, stream_options={"include_usage": True}, **asked
-    )
-    chunks = list(stream)
-    for chunk in chunks[:-1]:
-        assert chunk.usage is None and len({chunk.id, chunks[0].id}) == 1
-        for choice in chunk.choices:
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = client.chat.completions.create(model="chat", messages=HELLO, **more, **asked)
+    *parts, last = answer if stream else [answer, answer]
+    for part in parts:
+        assert (part.usage is None) == stream and part.id == last.id and part.model == "chat"
+        for choice in part.choices:
             assert reasons[choice.index] is None, "nothing follows the end"
-            roles[choice.index] += choice.delta.role is not None
-            texts[choice.index] += choice.delta.content or ""
+            message = choice.delta if stream else choice.message
+            roles[choice.index] += message.role or ""
+            texts[choice.index] += message.content or ""
             reasons[choice.index] = choice.finish_reason
     assert list(zip(texts, reasons, strict=True)) == expected
-    assert roles == [1] * len(expected)
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
+    assert roles == ["assistant"] * len(expected) and last.id.startswith("chatcmpl-")
+    assert not stream or last.choices == []
+    lengths = [len(each[1]) for each in output.completions] or [len(output.token_ids)]
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        output.num_prompt_tokens, sum(lengths), output.num_prompt_tokens + sum(lengths),
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -229,36 +220,32 @@ def test_bytes_of_tokens_join_to_the_characters_of_the_text(server: LiveServer, 
         assert one.bytes is None or bytes(one.bytes).decode(errors="replace") == one.token
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_one_of_several_answers_has_its_own_logprobs(
-    server: LiveServer, client: Any, stream: bool
+    server: LiveServer, client: Any, stream: bool, endpoint: str
 ):
-    sampling = {"logprobs": 2, "n": 3, "temperature": 1.0, "seed": 7}
-    answer = client.chat.completions.create(
-        model="chat", messages=HELLO, logprobs=True, top_logprobs=2, stream=stream,
-        n=3, temperature=1.0, seed=7,
-    )  # fmt: skip
-    expected = in_python(server, ChatPrompt(tuple(HELLO)), sampling).completions
+    drawn = {"n": 3, "temperature": 1.0, "seed": 7}
     found: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    prompt: Any
+    if endpoint == "chat":
+        prompt, more = ChatPrompt(tuple(HELLO)), {"logprobs": True, "top_logprobs": 2}
+        create, given = client.chat.completions.create, {"messages": HELLO, **more}
+    else:
+        prompt, create = TextPrompt("Once upon"), client.completions.create
+        given = {"prompt": "Once upon", "logprobs": 2}
+    answer = create(model="chat", stream=stream, **drawn, **given)
     for part in answer if stream else [answer]:
         for choice in part.choices:
-            if choice.logprobs is not None:
+            if choice.logprobs is not None and endpoint == "chat":
                 found[choice.index] += [each.logprob for each in choice.logprobs.content]
+            elif choice.logprobs is not None:
+                found[choice.index] += choice.logprobs.token_logprobs
+    expected = in_python(server, prompt, {"logprobs": 2, **drawn}).completions
     assert len({each.text for each in expected}) > 1
     for index, each in enumerate(expected):
         assert found[index] == [entry.logprob for entry in each.logprobs]
         assert len(found[index]) == len(each.token_ids)
-
-
-def test_several_completions_of_text_have_logprobs_of_their_own(server: LiveServer, client: Any):
-    answer = client.completions.create(
-        model="chat", prompt="Once upon", logprobs=2, n=2, temperature=1.0, seed=7
-    )
-    sampling = {"logprobs": 2, "n": 2, "temperature": 1.0, "seed": 7}
-    expected = in_python(server, TextPrompt("Once upon"), sampling).completions
-    assert [choice.logprobs.token_logprobs for choice in answer.choices] == [
-        [entry.logprob for entry in each.logprobs] for each in expected
-    ]
 
 
 def test_a_bias_chooses_and_bans_and_logprobs_are_the_models_own(server: LiveServer, client: Any):

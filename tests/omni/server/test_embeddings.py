@@ -18,6 +18,7 @@ from tests.support.live_server import LiveServer
 def embedding(checkpoint_cache: object) -> Iterator[LiveServer]:
     with LiveServer(["encode_then_generate"]) as server:
         yield server
+        server.check_nothing_is_left()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,3 @@ def test_a_length_that_cannot_be_is_refused_by_its_name(client: Any, num_tokens:
             extra_body={"truncate_prompt_tokens": num_tokens},
         )
     assert error.value.param == "truncate_prompt_tokens"
-
-
-def test_nothing_is_left_of_all_that(embedding: LiveServer):
-    embedding.check_nothing_is_left()

@@ -6,22 +6,19 @@ import http.client
 import json
 import logging
 import random
-import select
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import openai
 import pytest
 
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
-from tests.support.http_call import call
+from tests.support.http_call import call, connection, raw_post
 from tests.support.live_server import LiveServer, wait_until
-from tests.support.patience import PATIENCE_S
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -206,7 +203,7 @@ def test_a_body_that_is_too_large_is_refused_whatever_its_header_says():
         assert status == 413 and "larger than 2048 bytes" in told["error"]["message"]
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        with connection(server) as client:
+        with connection(server.url) as client:
             client.sendall(head + b"%x\r\n" % 3000 + b"x" * 3000 + b"\r\n0\r\n\r\n")
             assert client.makefile("rb").readline().startswith(b"HTTP/1.1 413 ")
 
@@ -223,12 +220,12 @@ def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
     path: str, kind: str, size: int, status: int
 ):
     """Where the connection is closed at once instead, it is reset, and the answer may be lost."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}"
     with (
         LiveServer([gated_pipeline("early")], max_body_bytes=2048) as server,
-        connection(server) as client,
+        connection(server.url) as client,
     ):
-        client.sendall(f"{head}\r\nContent-Length: {size}\r\n\r\n".encode())
+        more = "Connection: close\r\n"
+        client.sendall(raw_post(length=size, path=path, kind=kind, more=more))
         answer = http.client.HTTPResponse(client)
         answer.begin()
         assert answer.status == status and "error" in json.loads(answer.read())
@@ -238,44 +235,15 @@ def test_who_is_refused_before_all_was_sent_is_told_why_and_may_send_the_rest(
 
 
 def test_a_body_that_stands_still_is_given_up_and_its_client_told():
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     with (
         LiveServer([gated_pipeline("still")], body_timeout_s=0.1) as server,
-        connection(server) as client,
+        connection(server.url) as client,
     ):
-        client.sendall(head + b'\r\nContent-Length: 100\r\n\r\n{"prompt":')
+        client.sendall(raw_post(b'{"prompt":', 100))
         answer = http.client.HTTPResponse(client)
         answer.begin()
         assert answer.status == 408 and answer.getheader("connection") == "close"
         assert "nothing of the body came" in json.loads(answer.read())["error"]["message"]
-
-
-def test_more_large_bodies_than_there_is_room_for_are_told_to_come_again():
-    size = 200_000
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-    with (
-        LiveServer(
-            [gated_pipeline("bodies")], max_body_bytes=size, body_timeout_s=PATIENCE_S
-        ) as server,
-        ExitStack() as clients,
-    ):
-        senders = [clients.enter_context(connection(server)) for _ in range(6)]
-        for sender in senders:
-            sender.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % size + b" " * (size - 1))
-        # Beyond the 64 KiB that each may have, there is room for five of them.
-        (refused,), _, _ = select.select(senders, [], [], PATIENCE_S)
-        assert refused.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
-        for sender in senders:
-            sender.sendall(b"1")
-            if sender is not refused:
-                answer = http.client.HTTPResponse(sender)
-                answer.begin()
-                assert answer.status == 400 and b"must be a JSON object" in answer.read()
-
-
-def connection(server: LiveServer) -> socket.socket:
-    where = urlsplit(server.url)
-    return socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
 
 
 def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
@@ -298,10 +266,9 @@ def test_one_request_too_many_is_told_to_come_again(gated: LiveServer):
 @pytest.mark.parametrize("stream", [False, True])
 def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool):
     body = json.dumps({"model": "gated", "prompt": ["x", "y", "z"], "stream": stream}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     queue = gated.pipelines.pipelines["gated"].queue
-    with connection(gated) as client:
-        client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    with connection(gated.url) as client:
+        client.sendall(raw_post(body))
         wait_until(lambda: len(held_by(gated)) == 2 and queue.num_waiting == 1)
     wait_until(lambda: not held_by(gated))
     assert (queue.num_running, queue.num_waiting) == (0, 0)
@@ -310,10 +277,9 @@ def test_whoever_leaves_takes_the_request_along(gated: LiveServer, stream: bool)
 def test_who_leaves_before_all_was_said_is_no_mistake_of_the_server(
     gated: LiveServer, caplog: pytest.LogCaptureFixture
 ):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     with caplog.at_level(logging.INFO, "omni.server"):
-        with connection(gated) as client:
-            client.sendall(head + b"\r\nContent-Length: 100\r\n\r\n{")
+        with connection(gated.url) as client:
+            client.sendall(raw_post(b"{", 100))
         wait_until(lambda: "POST '/v1/completions'" in caplog.text)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -323,27 +289,13 @@ def test_clients_that_leave_at_any_time_leave_nothing_behind(server: LiveServer,
     """A sample; many more go by hand."""
     asked = {"model": "chat", "prompt": ["x", "y"], "max_tokens": 200, "stream": stream}
     body = json.dumps({**asked, "ignore_eos": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
     draw = random.Random(stream)
     for _ in range(30):
-        with connection(server) as client:
-            client.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        with connection(server.url) as client:
+            client.sendall(raw_post(body))
             client.settimeout(draw.uniform(0.001, 0.05))
             with suppress(TimeoutError):
                 client.recv(draw.choice([1, 100, 10_000]))
-    server.check_nothing_is_left()
-
-
-def test_leaving_in_the_middle_of_a_stream_frees_every_block(server: LiveServer, client: Any):
-    stream = client.chat.completions.create(
-        model="chat",
-        messages=HELLO,
-        max_tokens=900,
-        stream=True,
-        extra_body={"ignore_eos": True, "n": 2},
-    )
-    with stream:
-        next(iter(stream))
     server.check_nothing_is_left()
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import re
-import socket
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from email.message import Message
@@ -18,9 +17,8 @@ import pytest
 import soundfile
 from PIL import Image
 
-from tests.support.http_call import call
+from tests.support.http_call import call, connection
 from tests.support.live_server import LiveServer
-from tests.support.patience import PATIENCE_S
 
 TRICKS = [
     "../../etc/passwd",
@@ -94,18 +92,6 @@ def test_a_packed_body_is_not_unpacked(server: LiveServer) -> None:
     assert status in (400, 415), answer
 
 
-def test_a_data_url_of_100_megabytes_is_refused_before_it_has_come(server: LiveServer) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    size = 4 * 100 * 10**6 // 3
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % size
-    begin = b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": '
-    with socket.create_connection((host, int(port)), PATIENCE_S) as client:
-        client.sendall(head + begin + b'{"url": "data:image/png;base64,' + b"A" * 1000)
-        answer = client.recv(4096)
-    assert answer.startswith(b"HTTP/1.1 413 "), answer
-
-
 @pytest.mark.parametrize("voice", TRICKS)
 def test_a_voice_is_a_name_and_no_path(server: LiveServer, voice: str) -> None:
     audio = {"voice": voice, "format": "wav"}
@@ -132,11 +118,7 @@ def test_a_voice_is_a_name_and_no_path(server: LiveServer, voice: str) -> None:
 def test_no_header_of_a_client_gets_into_an_answer_or_a_log(
     server: LiveServer, caplog: pytest.LogCaptureFixture, head: bytes
 ) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with (
-        caplog.at_level(logging.DEBUG, "omni"),
-        socket.create_connection((host, int(port)), PATIENCE_S) as client,
-    ):
+    with caplog.at_level(logging.DEBUG, "omni"), connection(server.url) as client:
         # In one piece: a server that has refused the first line of two pieces closes with
         # the second unread, and what it answered may then be lost on the way.
         start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

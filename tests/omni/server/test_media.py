@@ -8,7 +8,6 @@ import json
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,7 @@ def media(checkpoint_cache: object) -> Iterator[LiveServer]:
     names = ["omni_speech", "transcribe_then_summarize", "encode_then_generate", seeing, silent()]
     with LiveServer(names) as server:
         yield server
+        server.check_nothing_is_left()
 
 
 @pytest.fixture(scope="module")
@@ -109,36 +109,23 @@ def test_a_transcription_that_a_model_cannot_give_says_what_it_needs(client: Any
             client.audio.transcriptions.create(model=model, file=("a.wav", sound()), **fields)
 
 
-def test_an_image_is_seen(media: LiveServer, client: Any):
-    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
-    parts: list[Any] = [
-        {"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
-        {"type": "text", "text": "What is this?"},
-    ]
+@pytest.mark.parametrize(
+    ("model", "kind"), [("seeing", "image"), ("omni_speech", "image"), ("omni_speech", "video")]
+)
+def test_images_and_videos_are_seen(media: LiveServer, client: Any, model: str, kind: str):
+    content = picture() if kind == "image" else video_file("mp4", moving_picture(8))
+    mime = "image/png" if kind == "image" else "video/mp4"
+    where = {"url": f"data:{mime};base64,{b64encode(content).decode()}"}
+    where |= {"detail": "auto"} if kind == "image" else {}
+    question = {"type": "text", "text": "What is this?"}
+    parts: list[Any] = [{"type": f"{kind}_url", f"{kind}_url": where}, question]
     answer = client.chat.completions.create(
-        model="seeing", messages=[{"role": "user", "content": parts}]
+        model=model, messages=[{"role": "user", "content": parts}], max_tokens=8
     )
-    said = [{"type": "image"}, parts[1]]
-    prompt = ChatPrompt(({"role": "user", "content": said},), {"image": [picture()]})
-    expected = in_python(media, "seeing", OmniRequest(prompt)).stages["seer"]
-    assert answer.choices[0].message.content == expected.text
-    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
-
-
-def test_a_video_is_seen(media: LiveServer, client: Any):
-    clip = video_file("mp4", moving_picture(8))
-    url = f"data:video/mp4;base64,{b64encode(clip).decode()}"
-    parts: list[Any] = [
-        {"type": "video_url", "video_url": {"url": url}},
-        {"type": "text", "text": "What happens here?"},
-    ]
-    answer = client.chat.completions.create(
-        **MODEL, messages=[{"role": "user", "content": parts}], max_tokens=8
-    )
-    said = [{"type": "video"}, parts[1]]
-    prompt = ChatPrompt(({"role": "user", "content": said},), {"video": [clip]})
-    request = OmniRequest(prompt, sampling=SHORT)
-    expected = in_python(media, "omni_speech", request).stages["thinker"]
+    said = [{"type": kind}, question]
+    prompt = ChatPrompt(({"role": "user", "content": said},), {kind: [content]})
+    request = OmniRequest(prompt, sampling=SHORT if model == "omni_speech" else {})
+    expected = next(iter(in_python(media, model, request).stages.values()))
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
 
@@ -425,10 +412,6 @@ def test_what_a_model_cannot_do_is_told(client: Any):
         )
     with pytest.raises(openai.BadRequestError, match="file: it is empty"):
         client.audio.transcriptions.create(model="transcribe_then_summarize", file=("a.wav", b""))
-
-
-def test_nothing_is_left_of_all_that(media: LiveServer, tmp_path: Path):
-    media.check_nothing_is_left()
 
 
 def test_a_stage_whose_voice_has_no_name_speaks():

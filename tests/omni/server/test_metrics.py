@@ -6,8 +6,10 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,9 +21,10 @@ from tests.support.live_server import LiveServer
 from tests.support.patience import PATIENCE_S
 
 DASHBOARD = json.loads((ROOT / "examples/grafana_dashboard.json").read_text("utf-8"))
+NUM_BLOCKS = 128
 MODEL = {
     "kind": "autoregressive",
-    "engine": {"num_blocks": 128, "block_size": 4, "max_model_len": 128},
+    "engine": {"num_blocks": NUM_BLOCKS, "block_size": 4, "max_model_len": 128},
     "sampling": {"temperature": 0.0, "max_tokens": 5},
 }
 WIDE = PipelineConfig.model_validate(
@@ -44,10 +47,12 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 @pytest.fixture(scope="module")
 def told(checkpoint_cache: object) -> Iterator[Samples]:
-    """What a server tells that has answered one request twice, and spoken once."""
+    """Metrics of a server that has answered one request twice, refused one and spoken once."""
     with LiveServer([WIDE, "omni_speech"]) as server, server.client() as client:
         for _ in range(2):
             client.completions.create(model="wide", prompt="Once upon a time, in a house by a sea")
+        with suppress(openai.BadRequestError):
+            client.completions.create(model="wide", prompt=[10**6])
         client.audio.speech.create(model="omni_speech", input="Hello", voice="Ethan")
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
@@ -80,6 +85,13 @@ def test_what_a_stage_has_done_is_told(told: Samples) -> None:
     assert of_stage(told, "transfers_total", "writer") == 0
     for name in ("running", "waiting", "preemptions_total", "restarts_total"):
         assert of_stage(told, name, "writer") == 0
+    assert 0 < of_stage(told, "hit_rate", "writer") < 1
+    blocks = [of_stage(told, "blocks", "writer", state=each) for each in ("free", "held", "cached")]
+    assert sum(blocks) == NUM_BLOCKS - 1
+    counted = told["omni_requests_total"]
+    for status, number in (("ok", 2), ("refused", 1)):
+        assert counted[("model", "wide"), ("status", status)] == number
+    assert all(name.startswith("omni_") for name in told)
 
 
 def test_memory_is_told_by_cache_and_by_group_of_layers(told: Samples) -> None:
@@ -101,7 +113,8 @@ def test_every_time_is_told(told: Samples) -> None:
     def count(name: str, **labels: str) -> float:
         return told[f"omni_{name}_count"][tuple(sorted(labels.items()))]
 
-    for name in ("queue_seconds", "time_to_first_token_seconds", "request_duration_seconds"):
+    assert count("queue_seconds", model="wide") == 3
+    for name in ("time_to_first_token_seconds", "request_duration_seconds"):
         assert count(name, model="wide") == 2
     for name in ("time_to_first_audio_seconds", "real_time_factor"):
         assert count(name, model="omni_speech") == 1

@@ -26,6 +26,7 @@ from omni.commands.bench.load_sources import line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, gated_pipeline
+from tests.support.http_call import raw_post
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -135,9 +136,7 @@ def test_of_a_full_server_s_requests_nothing_is_read_and_they_hide_no_other():
 
 
 def raw_request(**fields: Any) -> bytes:
-    body = json.dumps({"model": "chat", "stream": True, **fields}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-    return head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    return raw_post(json.dumps({"model": "chat", "stream": True, **fields}).encode())
 
 
 def connected(server: LiveServer) -> socket.socket:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import urllib.error
-import urllib.request
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +18,6 @@ from omni import EmbedsPrompt, OmniRequest, TextPrompt
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone
 from tests.support.http_call import call
 from tests.support.live_server import LiveServer
-from tests.support.patience import PATIENCE_S
 
 IMAGE = {"type": "image_url", "image_url": "x.png"}
 
@@ -144,54 +141,3 @@ def test_a_mistake_is_told_with_its_key(
 def test_a_pipeline_that_is_not_there_is_told(running: LiveServer, name: str):
     status, content = post(running, name, {"prompt": "x"})
     assert status == 404 and json.loads(content)["error"]["message"]
-
-
-def metrics(server: LiveServer) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in lines
-        if not line.startswith("#")
-    }
-
-
-def test_what_was_done_is_counted(running: LiveServer):
-    before = metrics(running)
-    assert all(name.startswith("omni_") for name in before)
-    body = {"prompt": "The clocks of the library count the hours. " * 4}
-    for _ in range(2):
-        line_of(running, "encode_then_generate", body)
-    post(running, "encode_then_generate", {"prompt_token_ids": [10**6]})
-    after = metrics(running)
-
-    def grown(name: str) -> float:
-        return after[name] - before.get(name, 0)
-
-    model = 'model="encode_then_generate"'
-    assert grown(f'omni_requests_total{{{model},status="ok"}}') == 2
-    assert grown(f'omni_requests_total{{{model},status="refused"}}') == 1
-    assert grown(f"omni_request_duration_seconds_count{{{model}}}") == 2
-    assert grown(f"omni_time_to_first_token_seconds_count{{{model}}}") == 2
-    assert grown(f"omni_queue_seconds_count{{{model}}}") == 3
-    assert after[f"omni_requests_running{{{model}}}"] == 0
-    for stage in ("encoder", "generator"):
-        labels = f'{model},replica="0",stage="{stage}"'
-        tokens = grown(f"omni_stage_prompt_tokens_total{{{labels}}}")
-        cached = grown(f"omni_stage_cached_tokens_total{{{labels}}}")
-        assert 0 < cached < tokens
-        assert 0 < after[f"omni_stage_hit_rate{{{labels}}}"] < 1
-        blocks = [
-            after[f'omni_stage_blocks{{{labels},state="{state}"}}']
-            for state in ("free", "held", "cached")
-        ]
-        stats = running.omni("encode_then_generate").stats()[stage]
-        assert sum(blocks) == stats.kv.num_blocks - 1
-
-
-def test_sound_is_timed(running: LiveServer):
-    body = {"messages": [{"role": "user", "content": "Hello"}]}
-    line_of(running, "omni_speech", body)
-    after = metrics(running)
-    assert after['omni_time_to_first_audio_seconds_count{model="omni_speech"}'] >= 1
-    assert after['omni_real_time_factor_count{model="omni_speech"}'] >= 1

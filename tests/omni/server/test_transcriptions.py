@@ -19,6 +19,7 @@ from tests.support.media_requests import in_python, sound
 def hearing(checkpoint_cache: object) -> Iterator[LiveServer]:
     with LiveServer(["transcribe_then_summarize"]) as server:
         yield server
+        server.check_nothing_is_left()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,3 @@ def test_speech_is_translated(hearing: LiveServer, client: Any):
     prompt = AudioPrompt(sound("mp3"), task="translate")
     expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
     assert answer.text == expected.stages["transcriber"].text
-
-
-def test_nothing_is_left_of_all_that(hearing: LiveServer):
-    hearing.check_nothing_is_left()

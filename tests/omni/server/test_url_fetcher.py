@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -21,6 +20,7 @@ from omni.server.serving import url_fetcher
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher, is_public
 from tests.support.gated_stage import gated_pipeline
+from tests.support.http_call import connection, raw_post
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -170,18 +170,6 @@ def test_what_is_not_the_file_itself_is_refused(
     assert told in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
 
 
-def test_a_host_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
-
-        async def run() -> bytes:
-            return await UrlFetcher(["127.0.0.1"], 4096, timeout_s=0.2).fetch(url, "url", 4096)
-
-        with pytest.raises(ApiError, match="cannot be fetched"):
-            asyncio.run(run())
-
-
 def test_what_one_request_has_fetched_has_an_end(port: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(url_fetcher, "is_public", lambda _: True)
     size = len(fetch(f"http://127.0.0.1:{port}/file", "127.0.0.1"))
@@ -216,8 +204,8 @@ def test_hosts_that_say_nothing_keep_no_other_thread_of_the_server(silent: socke
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        for connection, _ in hosts:
-            connection.close()
+        for asked_for, _ in hosts:
+            asked_for.close()
         fetcher.close()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
@@ -269,15 +257,12 @@ def test_who_has_a_silent_host_asked_is_told_that_time_is_up(silent: socket.sock
 
 def test_who_has_a_silent_host_asked_may_leave(silent: socket.socket):
     body = json.dumps({"model": "left", "messages": picture_of(silent)}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     with LiveServer(
         [gated_pipeline("left")], allow_url_hosts=["127.0.0.1"], url_timeout_s=PATIENCE_S
     ) as server:
         tasks = server.num_tasks()
-        where = urlsplit(server.url)
-        with socket.create_connection((where.hostname, where.port), PATIENCE_S) as client:
-            client.sendall(head + body)
+        with connection(server.url) as client:
+            client.sendall(raw_post(body, path="/v1/chat/completions"))
             asked, _ = silent.accept()
         with asked:
             wait_until(lambda: server.num_tasks() <= tasks)
