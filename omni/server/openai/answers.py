@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "AssistantMessage",
     "ChatAudio",
     "Choice",
     "LogprobWriter",
-    "Message",
     "TextEvent",
     "TokenPlaces",
     "TokenTexts",
@@ -354,7 +354,7 @@ class CompletionLogprobs(Struct, kw_only=True):
     text_offset: list[int]
 
 
-class Message(Struct, kw_only=True):
+class AssistantMessage(Struct, kw_only=True):
     """The assistant's message, or new parts of it."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -366,8 +366,8 @@ class Choice(Struct, kw_only=True):
     """One completion: of a chat its message, or in a stream the delta of it; else its text."""
 
     index: int
-    message: Message | UnsetType = UNSET
-    delta: Message | UnsetType = UNSET
+    message: AssistantMessage | UnsetType = UNSET
+    delta: AssistantMessage | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: ChatLogprobs | CompletionLogprobs | None = None
     finish_reason: str | None = None

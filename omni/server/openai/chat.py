@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from omni.server.openai.answers import (
     Answer,
+    AssistantMessage,
     ChatAudio,
     Choice,
     LogprobWriter,
-    Message,
     TextEvent,
     Usage,
     Written,
@@ -89,7 +89,7 @@ class Chat(PipelineResponse):
             (last,) = await stream.last_outputs()
         output = last.stages[self._stage]
         completions = completions_of(output, self._n)
-        messages = [Message(role="assistant", content=each.text) for each in completions]
+        messages = [AssistantMessage(role="assistant", content=each.text) for each in completions]
         sound = sound_of(last, self._voice) if self._voice is not None else None
         if sound is not None:  # else the text is the answer, as in a stream
             messages[0].audio = await self._file(sound, output.text or "")
@@ -150,7 +150,7 @@ class Chat(PipelineResponse):
         """The event of what is new of one completion."""
         usage = None
         if self._options.counts_each_chunk and output is not None:
-            is_first = isinstance(choice.delta, Message) and choice.delta.role is not UNSET
+            is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
             written = completions_of(output, self._n)[choice.index]
             usage = usage_of([output], 0 if is_first else written.num_tokens)
         return as_event(self._chunk([choice], usage))
@@ -175,19 +175,19 @@ class Chat(PipelineResponse):
         for index, written in enumerate(completions):
             self._add_text(new, index, written, sent[index])
         if sounds:
-            new.append(Choice(index=0, delta=Message(audio=self._piece(sounds))))
+            new.append(Choice(index=0, delta=AssistantMessage(audio=self._piece(sounds))))
         if self._voice is None or is_over:
             for index, written in enumerate(completions):
                 if written.finish_reason is not None and not sent[index].is_over:
                     sent[index].is_over = True
                     reason = written.finish_reason
-                    new.append(Choice(index=index, delta=Message(), finish_reason=reason))
+                    new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
         return new
 
     def _add_text(self, new: list[Choice], index: int, written: Written, sent: _Sent) -> None:
         if not sent.has_begun:
             sent.has_begun = True
-            new.append(Choice(index=index, delta=Message(role="assistant", content="")))
+            new.append(Choice(index=index, delta=AssistantMessage(role="assistant", content="")))
         text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
         if text or (logprobs and self._logprobs):
             choice = self._text_choice(index, text)
@@ -197,7 +197,7 @@ class Chat(PipelineResponse):
         sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
 
     def _text_choice(self, index: int, text: str) -> Choice:
-        delta = Message(content=text)
+        delta = AssistantMessage(content=text)
         if self._voice is not None:
             delta.audio = ChatAudio(id=self._audio_id, transcript=text)
         return Choice(index=index, delta=delta)

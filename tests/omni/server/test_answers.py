@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from omni.server.openai.answers import (
     Answer,
+    AssistantMessage,
     ChatAudio,
     Choice,
-    Message,
     TextEvent,
     as_event,
 )
@@ -20,7 +20,7 @@ from tests.support.examples import examples
 
 
 def chunk(text: str, model: str = "m", *, speaks: bool = True) -> Answer:
-    delta = Message(content=text)
+    delta = AssistantMessage(content=text)
     if speaks:
         delta.audio = ChatAudio(id="audio-1", transcript=text)
     choice = Choice(index=0, delta=delta)
