@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from omni.commands.bench.http_target import AnswerEvents
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
-from omni.commands.bench.openai_answers import AnswerEvents
 
 __all__ = ["LeanSender"]
 

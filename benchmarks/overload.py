@@ -36,8 +36,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.lean_sender import LeanSender
 from benchmarks.served import MemoryWatch, Served
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
-from omni.commands.bench.load_sources import line_source, made_up_text
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source, made_up_text
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.commands.bench.report import LevelReport
 

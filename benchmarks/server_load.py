@@ -28,8 +28,13 @@ from rich.table import Table
 
 from benchmarks.served import Served
 from omni.commands.bench.http_target import HttpSettings, HttpTarget
-from omni.commands.bench.load import LoadAmount, LoadLevel, Measurement, MeasurementPlan
-from omni.commands.bench.load_sources import MadeUpShape
+from omni.commands.bench.load import (
+    LoadAmount,
+    LoadLevel,
+    MadeUpShape,
+    Measurement,
+    MeasurementPlan,
+)
 from omni.commands.bench.report import LevelReport
 
 __all__ = ["main"]

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from omni.commands.bench.load import LoadAmount, Measurement, MeasurementPlan, parse_levels
-from omni.commands.bench.load_sources import MadeUpForm, MadeUpShape, RequestLines
+from omni.commands.bench.load import (
+    LoadAmount,
+    MadeUpForm,
+    MadeUpShape,
+    Measurement,
+    MeasurementPlan,
+    RequestLines,
+    parse_levels,
+)
 from omni.commands.bench.report import (
     BenchReport,
     LevelReport,
@@ -24,9 +31,7 @@ from omni.commands.bench.report import (
     save_plot,
 )
 from omni.commands.bench_options import BenchOptions
-from omni.commands.command import Stopped
-from omni.commands.interruptible_loop import run_interruptibly
-from omni.commands.interrupts import exit_status
+from omni.commands.command import Stopped, exit_status, run_interruptibly
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:

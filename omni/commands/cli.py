@@ -98,9 +98,13 @@ def validate(options: ValidateOptions) -> bool:
 def explain(options: ExplainOptions) -> bool:
     """Show a pipeline's graph, every setting with its default, limits, and what it reserves."""
     from engine.interface.cpu_threads import available_cores
-    from omni.commands.explanation import describe_config, describe_memory, draw_graph
-    from omni.commands.placement_drawing import draw_placement
-    from omni.commands.serving_limits import describe_serving
+    from omni.commands.explanation import (
+        describe_config,
+        describe_memory,
+        describe_serving,
+        draw_graph,
+        draw_placement,
+    )
 
     pipeline = _load(options)
     typer.echo(
@@ -173,7 +177,7 @@ def bench(options: BenchOptions) -> bool:
 def demo(options: DemoOptions) -> bool:
     """Ask spoken_sums aloud: what it hears, says, finds in its caches, and how soon."""
     if options.random:
-        from omni.commands.random_demo import run_random_demo
+        from omni.commands.demo import run_random_demo
 
         return run_random_demo()
     from omni.commands.demo import run_demo

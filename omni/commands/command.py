@@ -2,22 +2,186 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
+import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import FrameType
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from omni.commands.interrupts import exit_status, sigterm_interrupts
-from omni.commands.log_lines import shown_log
+__all__ = [
+    "CommandOptions",
+    "Stopped",
+    "Terminated",
+    "command",
+    "exit_status",
+    "run_interruptibly",
+    "shown_log",
+    "sigterm_interrupts",
+    "terminate",
+]
 
-__all__ = ["CommandOptions", "Stopped", "command"]
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, which ends a command like Ctrl-C, with another exit status."""
+
+
+def exit_status(interrupt: KeyboardInterrupt) -> int:
+    """The exit status that shells expect: 128 and the number of the signal."""
+    sent = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+    return 128 + sent
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Raise :class:`Terminated` in the main thread when SIGTERM comes; it would end in silence.
+
+    Nothing is changed where another handler of SIGTERM is set, or where it is ignored.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """What handles SIGTERM within :func:`sigterm_interrupts`."""
+    raise Terminated
+
+
+def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run``, which cancels the work when Ctrl-C or SIGTERM comes.
+
+    What is raised in the middle of whatever the loop is doing would break that off instead.
+
+    Raises:
+        Terminated: SIGTERM came, where :func:`sigterm_interrupts` has it raised.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    import asyncio  # only here: help need not wait for it
+
+    match asyncio.run(_interrupted(work)):
+        case signal.SIGTERM:
+            raise Terminated
+        case signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+async def _interrupted(work: Coroutine[Any, Any, None]) -> signal.Signals | None:
+    """Await the work; the signal that has ended it."""
+    import asyncio
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    came: list[signal.Signals] = []
+
+    def interrupt(sent: signal.Signals) -> None:
+        came.append(sent)
+        task.cancel()
+
+    handlers = {sent: signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)}
+    heard = []
+    if threading.current_thread() is threading.main_thread():
+        # Ctrl-C unless it is ignored; SIGTERM unless another handler than ours is set.
+        heard += [signal.SIGINT] if callable(handlers[signal.SIGINT]) else []
+        heard += [signal.SIGTERM] if handlers[signal.SIGTERM] is terminate else []
+    for sent in heard:
+        loop.add_signal_handler(sent, interrupt, sent)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not came:
+            raise
+    finally:
+        for sent in heard:
+            loop.remove_signal_handler(sent)
+            signal.signal(sent, handlers[sent])
+    return came[0] if came else None
+
+
+_LOGGER = "omni"
+_QUIET = -1
+_LEVELS = {_QUIET: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}
+
+
+@contextmanager
+def shown_log(verbosity: int, *, tracebacks: bool) -> Iterator[None]:
+    """Write the log to the standard error for as long as the context lasts.
+
+    Args:
+        verbosity: -1 for errors only, 0 for warnings too, 1 for what is decided, such as which
+            kernels run, 2 for all.
+        tracebacks: whether an exception is shown with where it was raised.
+    """
+    logger = logging.getLogger(_LOGGER)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines(tracebacks=tracebacks, with_place=verbosity >= 1))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(_LEVELS.get(verbosity, logging.DEBUG))
+    # Not once more through a handler of the root logger, which a library may have put there.
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class _Lines(logging.Formatter):
+    """``warning: what happened``, in one line unless tracebacks are wanted.
+
+    With its place: ``warning: [writer/1 prompt-3] what happened``.
+    """
+
+    def __init__(self, *, tracebacks: bool, with_place: bool) -> None:
+        super().__init__("%(levelname)s: %(message)s")
+        self._tracebacks = tracebacks
+        self._with_place = with_place
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record."""
+        shown = copy.copy(record)
+        shown.levelname = record.levelname.lower()
+        if self._with_place and (place := _place(record)):
+            shown.msg, shown.args = f"[{place}] {record.getMessage()}", ()
+        if not self._tracebacks and (error := _error_of(record)):
+            shown.msg, shown.args = f"{shown.getMessage()}: {error}", ()
+            shown.exc_info = shown.exc_text = shown.stack_info = None
+        return super().format(shown)
+
+
+def _error_of(record: logging.LogRecord) -> str | None:
+    """The exception that a record is about, in a line; of a worker's only the text has come."""
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        return f"{type(error).__name__}: {error}"
+    return record.exc_text.splitlines()[-1] if record.exc_text else None
+
+
+def _place(record: logging.LogRecord) -> str:
+    """The stage, its replica if there are workers, and the request that a record is about."""
+    stage, replica = getattr(record, "stage", None), getattr(record, "replica", None)
+    worker = stage if replica is None else f"{stage}/{replica}"
+    parts = (worker if stage else None, getattr(record, "request_id", None))
+    return " ".join(str(part) for part in parts if part is not None)
+
 
 _FAILED = 1
 """Exit status of requests that failed or differed, and of what went wrong in between."""

@@ -1,50 +1,28 @@
-"""``omni demo``: asks a pipeline that hears and speaks, and writes its answers as sound."""
+"""``omni demo``: asks a pipeline that hears and speaks, or shows what caches save random models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 
 import stage_configs
-from engine import ChatPrompt
-from omni.commands.demo_lines import SpokenAnswer, builds_told, show_next, summed_up
-from omni.requests.request import OmniRequest
+from engine import ChatPrompt, TextPrompt, Waveform
+from omni.requests.request import OmniOutput, OmniRequest
 from omni.runtime.omni import Omni
 from omni.verification.verify import verify
+from omni.verification.verify_report import VerifyReport
 
-__all__ = ["NEXT", "run_demo"]
+__all__ = ["NEXT", "RANDOM_NEXT", "run_demo", "run_random_demo", "summed_up"]
 
-_PIPELINE, _THINKER, _VOICE = "spoken_sums", "thinker", "code2wav"
-_QUESTIONS = Path(stage_configs.__file__).parent / _PIPELINE / "questions"
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A sound file of the demo.
-
-    Attributes:
-        file: its name without the suffix.
-        words: what is said there, for people.
-        goes_on: whether it is the next turn of the conversation before it.
-    """
-
-    file: str
-    words: str
-    goes_on: bool = False
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return _QUESTIONS / f"{self.file}.flac"
-
-
-_ASKED = (
-    _Question("twelve_plus_thirty", "twelve plus thirty"),
-    _Question("and_times_two", "and times two", goes_on=True),
-    _Question("what_is_ninety_one_minus_thirty_eight", "what is ninety one minus thirty eight"),
-)
 NEXT = (
     'run spoken_sums --chat "seventeen plus five" --speaker Ben --output-dir spoken',
     'run spoken_sums --chat "8 * 4" --chat "hello"',
@@ -52,7 +30,60 @@ NEXT = (
     "explain spoken_sums --no-load",
     "demo --random",
 )
-"""Commands for whoever has seen the demo."""
+"""Commands to try after the demo."""
+
+RANDOM_NEXT = (
+    'run two_step --prompt "Once upon a time" --prompt "Once upon a hill"',
+    'run omni_speech --chat "What was that?" --output-dir spoken',
+    'verify two_step --prompt "Once upon a time, in a house by the sea, a clock told all the time"',
+    "explain omni_speech --no-load",
+)
+"""Commands to try after the demo of random models."""
+
+
+class _Question(NamedTuple):
+    """A sound file of the demo: its name, its words, and whether it continues a conversation."""
+
+    file: str
+    words: str
+    continues: bool = False
+
+
+_FOLDER = Path(stage_configs.__file__).parent / "spoken_sums" / "questions"
+_SPOKEN = (
+    _Question("twelve_plus_thirty", "twelve plus thirty"),
+    _Question("and_times_two", "and times two", continues=True),
+    _Question("what_is_ninety_one_minus_thirty_eight", "what is ninety one minus thirty eight"),
+)
+_READER, _VOICE = "thinker", "code2wav"
+
+_MODELS = {
+    "stages.writer.model": "seeded:qwen2-medium",
+    "stages.reader.model": "seeded:llama-medium",
+}
+_RULES = (
+    "first collect what is known, then read it again, and check that nothing is missing",
+    "the library has three floors: history below, music in the middle, and poetry at the top",
+    "the train leaves at seven in the morning and returns with letters, bread, and news",
+    "every clock keeps its own time, and somebody has to remind them of each other",
+)
+_SYSTEM = "You are a helpful assistant, and these are the rules of the house.\n" + "".join(
+    f"{number}. In the evening, {_RULES[number % len(_RULES)]}.\n" for number in range(1, 25)
+)
+_WAVES = (
+    (
+        "What is the capital of the country?",
+        "How many rivers cross the plain?",
+        "Why is the sky blue?",
+    ),
+    (
+        "What is the capital of the country? And of the next one?",
+        "Who repaired the clocks?",
+        "Why is the sky blue?",
+    ),
+)
+_FOLLOW_UPS = ("What was that?", "And what was it before?")
+_INDENT = " " * 8
 
 
 def run_demo(folder: Path) -> bool:
@@ -62,7 +93,7 @@ def run_demo(folder: Path) -> bool:
         folder: the answers are written there as WAV files; created if missing.
 
     Returns:
-        Whether every request came through, and caching changed nothing.
+        Whether every request succeeded, and caching changed nothing.
 
     Raises:
         ValueError: the pipeline cannot be built.
@@ -71,42 +102,186 @@ def run_demo(folder: Path) -> bool:
     typer.echo("spoken_sums: it hears plus, minus or times of two numbers to 99, writes it and")
     typer.echo("says the result. A small checkpoint, trained for this; all runs on this CPU.\n")
     folder.mkdir(parents=True, exist_ok=True)
-    with builds_told(), Omni(_PIPELINE) as omni:
+    with _builds_shown(), Omni("spoken_sums") as omni:
         requests: list[OmniRequest] = []
         messages: list[dict[str, object]] = []
         sounds: list[Path] = []
-        for number, question in enumerate(_ASKED, start=1):
-            if not question.goes_on:
+        for number, question in enumerate(_SPOKEN, start=1):
+            if not question.continues:
                 messages, sounds = [], []
             messages.append({"role": "user", "content": [{"type": "audio"}]})
-            sounds.append(question.path)
+            sounds.append(_FOLDER / f"{question.file}.flac")
             prompt = ChatPrompt(tuple(messages), {"audio": list(sounds)})
             requests.append(OmniRequest(prompt, request_id=f"question {number}"))
             text = _ask(omni, requests[-1], question, folder / f"answer_{number}.wav")
             if text is None:
                 return False
             messages.append({"role": "assistant", "content": text})
-        typer.echo("All questions again: caches off, caches empty, caches warm.")
-        report = verify(omni, requests)
-    typer.echo("\n".join(report.lines()))
-    typer.echo(summed_up(report))
-    show_next(NEXT)
-    return report.equal and not report.failures
+        is_right = _compared(omni, requests, "questions")
+    _show_next(NEXT)
+    return is_right
+
+
+def run_random_demo() -> bool:
+    """Run two pipelines of random models, print texts and hits; compare with caching off.
+
+    Returns:
+        Whether every request succeeded, and caching changed nothing.
+
+    Raises:
+        ValueError: a pipeline cannot be built.
+    """
+    typer.echo("The models are small and random, and offline: what they write makes no sense, but")
+    typer.echo("depends on every token of the input.\n")
+    with _builds_shown():
+        is_right = _show_text() & _show_voice()
+    _show_next(RANDOM_NEXT)
+    return is_right
+
+
+def summed_up(report: VerifyReport) -> str:
+    """What warm caches saved, in a sentence."""
+    hits = sum(stage.warm_hit_tokens for stage in report.stages)
+    inputs = sum(stage.prompt_tokens for stage in report.stages)
+    cached = [stage for stage in report.stages if stage.has_cache and stage.is_cached]
+    saved = sum(stage.saved_s for stage in cached)
+    begin = f"\nWarm caches hit {hits} of {inputs} input tokens"
+    if saved <= 0:  # prompts are short, and runs of equal work differ by more
+        return f"{begin}; what that saved is less than such short runs differ by."
+    uncached = sum(stage.uncached_s for stage in cached)
+    names = " and ".join(stage.stage for stage in cached)
+    return f"{begin} and saved {saved:.2f} of {uncached:.2f} seconds of {names}."
 
 
 def _ask(omni: Omni, request: OmniRequest, question: _Question, path: Path) -> str | None:
     """Stream an answer, write its sound, print both; the text, or None if it failed."""
-    follows = ", in the same conversation" if question.goes_on else ""
-    typer.echo(f"  asked   {question.words!r}, by voice{follows} ({question.path.name})")
-    answer = SpokenAnswer.streamed(omni, request)
-    sound = answer.sound(_VOICE)
-    if sound is not None:
-        text = answer.output.stages[_THINKER].text or ""
+    follows = ", in the same conversation" if question.continues else ""
+    typer.echo(f"  asked   {question.words!r}, by voice{follows} ({question.file}.flac)")
+    output, lines = _streamed(omni, request)
+    text = None
+    if (sound := _sound_of(output)) is not None:
+        text = output.stages[_READER].text or ""
         heard, _, said = text.rpartition(" = ")
         sound.save(path)
         typer.echo(f"  heard   {heard or 'no sum'}")
         typer.echo(f"  said    {said!r}, in {path}")
-    for line in answer.lines(_THINKER, _VOICE):
-        typer.echo(f"          {line}")
-    typer.echo("")
-    return None if sound is None else text
+    typer.echo("\n".join(f"          {line}" for line in lines) + "\n")
+    return text
+
+
+def _show_text() -> bool:
+    """Waves of requests that share a prefix through two stages, and the comparison."""
+    typer.echo("two_step: a writer, and a reader of the writer's hidden states\n")
+    requests: list[OmniRequest] = []
+    with Omni("two_step", overrides=_MODELS) as omni:
+        for wave, questions in enumerate(_WAVES, start=1):
+            typer.echo(f"Wave {wave}: {len(questions)} requests that begin with the same text")
+            together = [
+                OmniRequest(TextPrompt(_SYSTEM + question), request_id=f"{wave}.{number}")
+                for number, question in enumerate(questions, start=1)
+            ]
+            requests += together
+            for question, output in zip(questions, omni.generate(together), strict=True):
+                typer.echo(_describe(question, output))
+        return _compared(omni, requests, "requests")
+
+
+def _show_voice() -> bool:
+    """A conversation of two turns with a pipeline that speaks while it thinks."""
+    typer.echo("\nomni_speech: a thinker writes, a talker and a vocoder say it meanwhile\n")
+    messages: list[dict[str, str]] = []
+    with Omni("omni_speech") as omni:
+        for question in _FOLLOW_UPS:
+            messages.append({"role": "user", "content": question})
+            output, lines = _streamed(omni, OmniRequest(ChatPrompt(tuple(messages))))
+            typer.echo(f"  ... {question}")
+            typer.echo("\n".join(f"      {line}" for line in lines))
+            if _sound_of(output) is None:
+                return False
+            messages.append({"role": "assistant", "content": output.stages[_READER].text or ""})
+    return True
+
+
+def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
+    """Run a request; its last output, and lines on its hits and on when text and sound came."""
+    begun = time.perf_counter()
+    times: dict[str, float] = {}
+    for output in omni.stream(request):
+        for stage in output.stages.values():
+            new = {"text": stage.delta, "sound": stage.audio_delta}
+            for kind in (kind for kind, delta in new.items() if delta):
+                times.setdefault(kind, time.perf_counter() - begun)
+    all_s = time.perf_counter() - begun
+    sound = _sound_of(output)
+    if sound is None:
+        return output, [f"error: {output.error or 'it made no sound'}"]
+    read = output.stages[_READER]
+    return output, [
+        f"{_READER}: {read.num_cached_tokens} of {read.num_prompt_tokens} input tokens from the "
+        "cache",
+        f"first text after {times.get('text', all_s):.2f} s, first sound after "
+        f"{times.get('sound', all_s):.2f} s, all {sound.duration_s:.2f} s of sound after "
+        f"{all_s:.2f} s",
+    ]
+
+
+def _sound_of(output: OmniOutput) -> Waveform | None:
+    """What the voice said; None if the request failed."""
+    voice = output.stages.get(_VOICE)
+    return None if output.error is not None or voice is None else voice.audio
+
+
+def _compared(omni: Omni, requests: Sequence[OmniRequest], name: str) -> bool:
+    """Verify requests and print the report; whether all succeeded and nothing differed."""
+    typer.echo(f"All {name} again: caches off, caches empty, caches warm.")
+    report = verify(omni, requests)
+    typer.echo("\n".join(report.lines()))
+    typer.echo(summed_up(report))
+    return report.equal and not report.failures
+
+
+def _describe(question: str, output: OmniOutput) -> str:
+    lines = [f"  ... {question}"]
+    if output.error is not None:
+        lines.append(f"      error: {output.error}")
+    for name, stage in output.stages.items():
+        lines.append(
+            f"      {name}: {stage.num_cached_tokens} of {stage.num_prompt_tokens} input tokens "
+            "from the cache"
+        )
+        text = " ".join((stage.text or "").split())
+        lines += textwrap.wrap(text, 80, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return "\n".join(lines) + "\n"
+
+
+def _show_next(commands: Sequence[str]) -> None:
+    """Print commands to try, as they are called from here."""
+    typer.echo("\nWhat to try next:\n")
+    for command in commands:
+        typer.echo(f"    {_program()} {command}")
+
+
+def _program() -> str:
+    """How this program is called from here: ``omni`` if that finds it, else its path."""
+    called = Path(sys.argv[0])
+    found = shutil.which("omni")
+    if found is not None and Path(found).resolve() == called.resolve():
+        return "omni"
+    return str(called) if called.name == "omni" else f"{sys.executable} -m omni"
+
+
+@contextmanager
+def _builds_shown() -> Iterator[None]:
+    """Print what is built on a first start."""
+    logger = logging.getLogger("omni.engine.files.disk_cache")
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: typer.echo(f"  {record.getMessage()}")  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # else the command line would say the same once more
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 import yaml
 
 from engine.interface.sampling_params import CHECKPOINT_FIELDS, SamplingParams
+from engine.resources.memory_plan import format_bytes
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.runtime_config import resolve_threads, stages_by_worker
+from omni.server.serving.settings import ServerLimits
 from stages import StageConfig
 
-__all__ = ["describe_config", "describe_memory", "draw_graph"]
+__all__ = ["describe_config", "describe_memory", "describe_serving", "draw_graph", "draw_placement"]
 
 _WAVE = "~"
 _STREAMED = "  ~~N~~► begins while its source goes on, which hands over N tokens at a time"
@@ -115,3 +118,199 @@ def _width(column: Sequence[str]) -> int:
 
 def _aligned(column: Sequence[str]) -> list[str]:
     return [cell.ljust(_width(column)) for cell in column]
+
+
+_HANDED_ON = {
+    "inline": "its output",
+    "processes": "a handle of shared memory",
+    "ray": "a reference into the object store",
+}
+
+
+def draw_placement(config: PipelineConfig, cores: int) -> str:
+    """Draw what runs where, and what goes over the edges.
+
+    ::
+
+        Where the stages run (processes, 2 cores):
+
+          ┌ this process ────────────────────┐
+          │ takes requests, hands handles on │
+          └──────────────────────────────────┘
+          ┌ writer ────────────────────┐
+          │ 1 process of 1 thread, cpu │
+          │ ◄── prompt                 │
+          └────────────────────────────┘
+
+    Args:
+        config: the pipeline.
+        cores: of this machine.
+    """
+    kind = config.runtime.kind
+    count = "1 core" if cores == 1 else f"{cores} cores"
+    heading = f"Where the stages run ({kind}, {count}):"
+    if kind == "inline":
+        boxes = _box("this process: all stages by turns", _inline_lines(config))
+    else:
+        told = "takes requests, and hands on handles: what stages compute goes past it"
+        here = _box("this process", [told])
+        boxes = here + (_cluster(config) if kind == "ray" else _processes(config, cores))
+    return "\n".join([heading, "", *(f"  {line}" for line in boxes)])
+
+
+def _inline_lines(config: PipelineConfig) -> list[str]:
+    lines = []
+    for name in config.topological_order():
+        stage = config.stages[name]
+        count = stage.placement.threads
+        of = "" if count is None else f"{_many(count, 'thread', 'threads')}, "
+        lines += [f"{name}, {of}{_device(stage)}", *(f"  {edge}" for edge in _edges(config, name))]
+    return lines
+
+
+def _processes(config: PipelineConfig, cores: int) -> list[str]:
+    threads = resolve_threads(config, cores)
+    boxes = []
+    for worker, names in stages_by_worker(config):
+        stage = config.stages[names[0]]
+        if stage.placement.worker is None:
+            workers = _many(stage.placement.replicas, "process", "processes")
+            of = _many(threads[worker], "thread", "threads")
+            lines = [f"{workers} of {of}, {_device(stage)}", *_edges(config, worker)]
+            boxes += _box(worker, lines)
+        else:
+            lines = []
+            for name in names:
+                of = _many(threads[name], "thread", "threads")
+                lines.append(f"{name}, {of}, {_device(config.stages[name])}")
+                lines += [f"  {edge}" for edge in _edges(config, name)]
+            boxes += _box(f"{worker}: one process, its stages by turns", lines)
+    return boxes
+
+
+def _cluster(config: PipelineConfig) -> list[str]:
+    boxes = []
+    for name in config.topological_order():
+        stage = config.stages[name]
+        placement = stage.placement
+        needs = [f"{placement.reserved_cpus:g} CPU", f"{placement.reserved_gpus:g} GPU"]
+        needs += [f"{amount:g} {resource}" for resource, amount in placement.resources.items()]
+        where = "" if placement.node is None else f", on node {placement.node}"
+        actors = _many(placement.replicas, "actor", "actors")
+        line = f"{actors} that reserves {', '.join(needs)}{where}, {_device(stage)}"
+        if placement.replicas > 1:
+            line = line.replace("reserves", "reserve")
+        boxes += _box(name, [line, *_edges(config, name)])
+    return _box(f"Ray cluster: {config.runtime.address or 'on this machine'}", boxes)
+
+
+def _edges(config: PipelineConfig, name: str) -> list[str]:
+    """What comes into a stage, and in which form."""
+    inputs = config.stages[name].inputs
+    if inputs is None:
+        return ["◄── prompt"]
+    handed_on = _HANDED_ON[config.runtime.kind]
+    if inputs.chunk_size is not None:
+        (source,) = inputs.sources
+        tokens = _many(inputs.chunk_size, "token", "tokens")
+        return [
+            f"◄~~ {source}: {handed_on}, every {tokens}; "
+            f"{inputs.max_pending_chunks} of them may wait"
+        ]
+    return [f"◄── {source}: {handed_on}, when it is done" for source in inputs.sources]
+
+
+def _device(stage: StageConfig) -> str:
+    placement = stage.placement
+    if placement.devices is not None:
+        return ", ".join(placement.devices)
+    own = getattr(getattr(stage, "engine", None), "device", None)
+    device = placement.device or own
+    return "no device" if device is None else f"device {device}"
+
+
+def _many(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
+def _box(title: str, lines: Sequence[str]) -> list[str]:
+    width = max(len(title) + 1, *(len(line) for line in lines))
+    head = f"┌ {title} {'─' * (width - len(title))}┐"
+    return [head, *(f"│ {line.ljust(width)} │" for line in lines), f"└{'─' * (width + 2)}┘"]
+
+
+def _count(value: float) -> str:
+    return f"{value:,}"
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(int(value))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,g} s"
+
+
+_TOLD: Mapping[str, tuple[str, Callable[[float], str], str]] = {
+    "max_running_requests": (
+        "requests that run at once",
+        _count,
+        "--max-running-requests; else as many as all stages together can run",
+    ),
+    "max_waiting_requests": (
+        "requests that wait behind these",
+        _count,
+        "--max-waiting-requests; one more is answered with 429",
+    ),
+    "max_body_bytes": ("a request's body", _bytes, "--max-body-mib; a larger one gets 413"),
+    "max_arriving_bytes": ("bodies that come at once", _bytes, "four times that; more get 429"),
+    "body_timeout_s": ("a body that stands still", _seconds, "fixed; it then ends with 408"),
+    "max_sessions": ("realtime sessions", _count, "--max-sessions; one more gets an error"),
+    "max_prompts": ("prompts of one request", _count, "fixed"),
+    "request_timeout_s": (
+        "a request, with its waiting",
+        _seconds,
+        "--request-timeout; it then ends with 504",
+    ),
+    "stop_timeout_s": ("what runs when the server stops", _seconds, "--stop-timeout"),
+    "max_url_bytes": ("a file that is fetched", _bytes, "fixed; only with --allow-url-hosts"),
+    "url_timeout_s": ("fetching it", _seconds, "fixed"),
+}
+"""Each of the server's limits: what is bounded, how its value is written, and what sets it."""
+
+_MEDIA: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "max_audio_s": ("a sound", _seconds),
+    "max_image_pixels": ("pixels of an image", _count),
+    "max_video_s": ("a video", _seconds),
+    "max_video_pixels": ("pixels of a video's frames", _count),
+    "max_file_bytes": ("a file", _bytes),
+}
+"""Each of a stage's limits of media: what is bounded, and how its value is written."""
+
+
+def describe_serving(config: PipelineConfig) -> str:
+    """Tell what a server takes on of this pipeline where no flag says otherwise.
+
+    Media are bounded by the stages that read the user's prompt.
+    """
+    limits = ServerLimits()
+    values = {name: getattr(limits, name) for name in _TOLD}
+    values["max_running_requests"] = limits.running_requests(config.stages.values())
+    rows = [(what, told(values[name]), how) for name, (what, told, how) in _TOLD.items()]
+    for stage, settings in config.stages.items():
+        media = getattr(getattr(settings, "engine", None), "media_limits", None)
+        if settings.inputs is None and media is not None:
+            place = f"stages.{stage}.engine.media_limits"
+            rows += [
+                (what, told(getattr(media, name)), f"{place}.{name}")
+                for name, (what, told) in _MEDIA.items()
+            ]
+    whats, shown, _ = zip(*rows, strict=True)
+    widths = max(map(len, whats)), max(map(len, shown))
+    return "\n".join(
+        [
+            "At most, when it is served:",
+            "",
+            *(f"  {what:<{widths[0]}}  {value:>{widths[1]}}  {how}" for what, value, how in rows),
+        ]
+    )

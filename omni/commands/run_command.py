@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from omni.commands.command import Stopped
-from omni.commands.interrupts import exit_status
+from omni.commands.command import Stopped, exit_status
 from omni.commands.run_progress import RunProgress
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.output_writer import OutputWriter

@@ -13,9 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
 from engine.interface.settings import explain_validation_error
-from omni.documents.document_error import ConfigError
-from omni.documents.document_limits import DocumentLimits
-from omni.documents.yaml_document import YamlDocument
+from omni.pipelines.yaml_document import MAX_CHARS, ConfigError, YamlDocument
 
 __all__ = ["load_config", "parse_overrides", "shipped_configs"]
 
@@ -133,7 +131,7 @@ def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
 def _text_of(path: Path) -> str:
     """The text of a file, as far as it may be long; the parser refuses one that is longer."""
     # Four bytes make a character at most, and one character beyond the limit is enough.
-    longest = 4 * (DocumentLimits().max_chars + 1)
+    longest = 4 * (MAX_CHARS + 1)
     with path.open("rb") as file:
         content = file.read(longest + 1)
     if len(content) > longest:

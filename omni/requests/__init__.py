@@ -1,3 +1,3 @@
-"""Request files in, output files out. Imports documents, stages, engine."""
+"""Request files in, output files out. Imports stages, engine."""
 
 __all__: tuple[str, ...] = ()

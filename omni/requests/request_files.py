@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from engine.media.media_source import regular_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FolderFiles", "RequestFiles", "only_embeds"]
 
@@ -76,6 +75,9 @@ class FolderFiles:
 
     def embeds(self, name: str) -> Tensor:
         """Load the one tensor of a file; its width is the engine's to check."""
+        from safetensors import SafetensorError  # only here: few requests wait for torch
+        from safetensors.torch import load_file
+
         file = self._file("prompt_embeds", name)
         where = f"prompt_embeds: {_shown(str(file))}"
         try:

@@ -1,3 +1,3 @@
-"""Runs requests through a pipeline. Imports pipelines, requests, documents, stages, engine."""
+"""Runs requests through a pipeline. Imports pipelines, requests, stages, engine."""
 
 __all__: tuple[str, ...] = ()

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from engine import FinishReason, SamplingParams
 from engine.interface.deferred import num_items, with_fields
 from omni.pipelines.pipeline import Pipeline
-from omni.requests.request import OmniOutput, OmniRequest
-from omni.requests.stage_time import StageTime
+from omni.requests.request import OmniOutput, OmniRequest, StageTime
 from omni.runtime.stream import Stream
 from stages import Stage, StageOutput
 from stages.worker.messages import Enter

@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from engine.files.disk_cache import DiskCache, cache_root
-from omni.seeded.settings import SEEDED_WINDOW
 
-__all__ = ["BART_BENCHMARK", "SEEDED_MODELS", "SEEDED_PREFIX", "SeededModel", "resolve_model"]
+__all__ = [
+    "BART_BENCHMARK",
+    "SEEDED_MODELS",
+    "SEEDED_PREFIX",
+    "SEEDED_WINDOW",
+    "SeededModel",
+    "resolve_model",
+]
 
 SEEDED_PREFIX = "seeded:"
+
+SEEDED_WINDOW = 16
+"""Positions that a token sees in sliding layers, itself included: several fit a short prompt."""
 
 _WINDOW = {"sliding_window": SEEDED_WINDOW}
 

@@ -30,9 +30,17 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from omni.seeded.settings import DecoderSettings, SeededSettings
-from omni.seeded.tokenizers import byte_level_tokenizer, train_byte_level
-from omni.seeded.weights import NOISE_STD, initialise, quieten, save_checkpoint, seeded_model
+from omni.seeded.building import (
+    NOISE_STD,
+    DecoderSettings,
+    SeededSettings,
+    byte_level_tokenizer,
+    initialise,
+    quieten,
+    save_checkpoint,
+    seeded_model,
+    train_byte_level,
+)
 
 __all__ = ["build_bart", "build_mllama", "build_t5", "build_whisper"]
 

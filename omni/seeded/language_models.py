@@ -11,16 +11,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from omni.seeded.settings import SEEDED_WINDOW, DecoderSettings, SeededSettings
-from omni.seeded.tokenizers import chat_tokenizer, wordpiece_tokenizer
-from omni.seeded.weights import (
+from omni.seeded.building import (
     ATTENTION_GAIN,
     NOISE_STD,
     TIED_EMBEDDING_STD,
+    DecoderSettings,
+    SeededSettings,
+    chat_tokenizer,
     quieten,
     save_checkpoint,
     seeded_model,
+    wordpiece_tokenizer,
 )
+from omni.seeded.checkpoints import SEEDED_WINDOW
 
 __all__ = ["build_causal_lm", "build_text_encoder"]
 

@@ -20,9 +20,15 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from omni.seeded.settings import DecoderSettings
-from omni.seeded.tokenizers import chat_tokenizer
-from omni.seeded.weights import ATTENTION_GAIN, initialise, quieten, save_checkpoint, seeded_model
+from omni.seeded.building import (
+    ATTENTION_GAIN,
+    DecoderSettings,
+    chat_tokenizer,
+    initialise,
+    quieten,
+    save_checkpoint,
+    seeded_model,
+)
 
 __all__ = ["QWEN_VISION", "build_llava", "build_qwen2_5_vl"]
 

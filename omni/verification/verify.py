@@ -13,8 +13,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest, Requests, as_requests
 from omni.runtime.omni import Omni
 from omni.runtime.orchestrator import Orchestrator
-from omni.verification.output_comparison import compare_outputs
-from omni.verification.tolerance import WAVEFORM, Spread, Tolerance
+from omni.verification.output_comparison import WAVEFORM, Spread, Tolerance, compare_outputs
 from omni.verification.verify_report import (
     REFERENCE,
     Difference,

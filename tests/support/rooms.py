@@ -38,7 +38,7 @@ stages
 stages.worker
 stages.remote
 stages.cluster
-stage_configs, omni.documents
+stage_configs
 omni.seeded
 omni.pipelines, omni.requests
 omni.runtime

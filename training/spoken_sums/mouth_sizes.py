@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omni.seeded.omni_layout import codec_vocabulary
+from omni.seeded.omni import codec_vocabulary
 
 __all__ = ["BIGVGAN", "DIT", "NUM_CODES", "TALKER"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen2_5OmniConfig
 
-from omni.seeded.omni_layout import marker_ids, spoken_ids
+from omni.seeded.omni import marker_ids, spoken_ids
 from training.spoken_sums.mouth_sizes import BIGVGAN, DIT, TALKER
 
 __all__ = ["AUDIO_TOWER", "TEXT", "VISION", "WIDTH", "omni_config"]

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from omni.seeded.omni_layout import (
+from omni.seeded.omni import (
     EXTRA_SPECIAL_TOKENS,
     OMNI_SPECIALS,
     add_specials,

@@ -2,30 +2,533 @@
 
 from __future__ import annotations
 
+import binascii
 import json
+import mimetypes
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import urlencode
+from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import urlencode, urlsplit
+from urllib.request import url2pathname
 
 import httpx2
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
+from omni.commands.bench.load import parse_line
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
-from omni.commands.bench.openai_answers import RealtimeEvents, error_text
-from omni.commands.bench.openai_requests import (
-    HttpSettings,
-    OpenAICall,
-    openai_call,
-    realtime_events,
-)
+from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine
 
-__all__ = ["HttpSettings", "HttpTarget"]
+__all__ = [
+    "AnswerEvents",
+    "Endpoint",
+    "HttpSettings",
+    "HttpTarget",
+    "OpenAICall",
+    "RealtimeEvents",
+    "error_text",
+    "openai_call",
+    "read_document",
+    "read_events",
+    "read_sound",
+    "realtime_events",
+]
+
+_DONE = "[DONE]"
+_USUAL_RATE = 24_000
+"""Samples per second of OpenAI's own pcm16, and of servers that do not say."""
+
+_SAMPLE_BYTES = 2
+_MOST_BYTES = 64 * 2**20
+"""Of an event, or of a document."""
+
+_LONGEST_WAV_HEADER = 1 << 16
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+async def read_events(response: httpx2.Response, record: MeasuredRequest) -> str:
+    """Read the server-sent events of a chat or of completions, and return the text.
+
+    Raises:
+        RequestFailure: one cannot be read or is an error, or the stream ends too early.
+    """
+    events = AnswerEvents(record)
+    try:
+        async for event in httpx2.EventSource(response, max_event_size=_MOST_BYTES):
+            if event.data:
+                events.take(event.data)
+    except httpx2.SSEError as error:
+        raise RequestFailure("unreadable event", str(error)) from error
+    if not events.may_end:
+        message = "the stream ended without [DONE], and before every completion said why it ended"
+        raise RequestFailure("cut off", message)
+    return events.text
+
+
+async def read_sound(response: httpx2.Response, record: MeasuredRequest) -> str:
+    """Read a WAV file as it is generated; its header states a length that means nothing.
+
+    Raises:
+        RequestFailure: it is no WAV file, or has no samples.
+    """
+    head, bytes_per_s = b"", 0
+    async for chunk in response.aiter_bytes():
+        if not bytes_per_s:
+            head += chunk
+            bytes_per_s, start = _wav_format(head)
+            chunk = head[start:]
+        if chunk and bytes_per_s:
+            record.audio(len(chunk) / bytes_per_s)
+    if not record.audio_s:
+        raise RequestFailure("no sound", "the answer is a WAV file without samples")
+    return ""
+
+
+def _wav_format(head: bytes) -> tuple[int, int]:
+    """Bytes per second of a WAV file, and where they begin; zeros if the header is incomplete."""
+    if head[:4] != b"RIFF"[: len(head)] or head[8:12] != b"WAVE"[: max(0, len(head) - 8)]:
+        raise RequestFailure("unreadable sound", f"it is no WAV file, it begins with {head[:16]!r}")
+    place, bytes_per_s = 12, 0
+    while len(head) >= place + 8:
+        name, size = head[place : place + 4], int.from_bytes(head[place + 4 : place + 8], "little")
+        place += 8
+        if name == b"data":
+            if not bytes_per_s:
+                raise RequestFailure("unreadable sound", "its samples come before their format")
+            return bytes_per_s, place
+        if name == b"fmt " and len(head) >= place + 12:
+            bytes_per_s = int.from_bytes(head[place + 8 : place + 12], "little")
+        place += size + size % 2
+    if len(head) > _LONGEST_WAV_HEADER:
+        message = f"it has no samples in its first {_LONGEST_WAV_HEADER} bytes"
+        raise RequestFailure("unreadable sound", message)
+    return 0, 0
+
+
+async def read_document(response: httpx2.Response, record: MeasuredRequest) -> str:
+    """Read one JSON document: embeddings, or a transcription, whose text is returned.
+
+    Raises:
+        RequestFailure: it is neither of these.
+    """
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > _MOST_BYTES:
+            raise RequestFailure("unreadable answer", f"it is longer than {_MOST_BYTES:,} bytes")
+    try:
+        answer: Any = json.loads(content)
+        usage = answer.get("usage") or {}
+        if "text" not in answer and not answer["data"][0]["embedding"]:
+            raise ValueError("it has neither a text nor an embedding")
+        # Usages of transcriptions may count seconds instead.
+        prompt = usage.get("prompt_tokens")
+        record.usage(prompt if isinstance(prompt, int) else None, None, None)
+        return str(answer.get("text", ""))
+    except _UNREADABLE as error:
+        raise _unreadable("answer", error, bytes(content)) from error
+
+
+class AnswerEvents:
+    """Events of one answer to a chat or to a request for completions.
+
+    Args:
+        record: of the request.
+
+    Attributes:
+        is_complete: whether the last event has come.
+        text: of the first completion, so far.
+    """
+
+    def __init__(self, record: MeasuredRequest) -> None:
+        self._record = record
+        self._has_ended: dict[int, bool] = {}  # by completion
+        self.is_complete = False
+        self.text = ""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether nothing is missing if no more comes: some servers leave out the last event."""
+        return self.is_complete or (bool(self._has_ended) and all(self._has_ended.values()))
+
+    def take(self, data: str) -> None:
+        """Read one event.
+
+        Raises:
+            RequestFailure: it is none of such an answer, or reports an error.
+        """
+        if data.strip() == _DONE:
+            self.is_complete = True
+            return
+        try:
+            event = json.loads(data)
+            if not isinstance(event, dict):
+                raise ValueError("it is no object")
+            if event.get("error"):
+                raise RequestFailure("error in the stream", error_text(event))
+            for choice in event.get("choices") or ():
+                self._take_choice(choice)
+            usage = event.get("usage")
+            if usage:
+                details = usage.get("prompt_tokens_details") or {}
+                self._record.usage(
+                    _count(usage.get("prompt_tokens")),
+                    _count(details.get("cached_tokens")),
+                    _count(usage.get("completion_tokens")),
+                )
+        except _UNREADABLE as error:
+            raise _unreadable("event", error, data) from error
+
+    def _take_choice(self, choice: Mapping[str, Any]) -> None:
+        index = choice.get("index") or 0
+        self._has_ended[index] = bool(self._has_ended.get(index) or choice.get("finish_reason"))
+        delta = choice.get("delta") or {}
+        text = (choice.get("text") or "") + (delta.get("content") or "")
+        # Two names that servers have for the text of reasoning models before their answer.
+        if text or delta.get("reasoning_content") or delta.get("reasoning"):
+            self._record.text()
+        if not index:
+            self.text += text
+        audio = delta.get("audio") or {}
+        if audio.get("data"):
+            self._record.audio(_pcm_seconds(audio["data"], audio.get("sampling_rate")))
+
+
+class RealtimeEvents:
+    """Events of one answer over ``/v1/realtime``.
+
+    Args:
+        record: of the request.
+
+    Attributes:
+        is_complete: whether the last event has come.
+        text: so far.
+    """
+
+    def __init__(self, record: MeasuredRequest) -> None:
+        self._record = record
+        self.is_complete = False
+        self.text = ""
+
+    def take(self, message: str | bytes) -> None:
+        """Read one event.
+
+        Raises:
+            RequestFailure: it is none of such an answer, or reports an error.
+        """
+        try:
+            event = json.loads(message)
+            match event["type"]:
+                case "response.output_text.delta" | "response.output_audio_transcript.delta":
+                    self._record.text()
+                    self.text += str(event["delta"])
+                case "response.output_audio.delta":
+                    self._record.audio(_pcm_seconds(event["delta"], event.get("rate")))
+                case "error":
+                    is_full = event["error"].get("code") == "queue_full"
+                    raise RequestFailure("error event", error_text(event), is_rejection=is_full)
+                case "response.done":
+                    self._end(event["response"])
+        except _UNREADABLE as error:
+            raise _unreadable("event", error, message) from error
+
+    def _end(self, response: Mapping[str, Any]) -> None:
+        usage = response.get("usage") or {}
+        cached = (usage.get("input_token_details") or {}).get("cached_tokens")
+        self._record.usage(usage.get("input_tokens"), cached, usage.get("output_tokens"))
+        if response["status"] != "completed":
+            raise RequestFailure("not completed", str(response["status"]))
+        self.is_complete = True
+
+
+def error_text(body: Any) -> str:
+    """The message of an error in OpenAI's shape, or in another."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:500]
+
+
+def _unreadable(what: str, error: Exception, content: str | bytes) -> RequestFailure:
+    message = f"{type(error).__name__}: {error}; it was {content!r:.200}"
+    return RequestFailure(f"unreadable {what}", message)
+
+
+def _pcm_seconds(data: str, rate: int | None) -> float:
+    try:
+        return len(b64decode(data, validate=True)) / _SAMPLE_BYTES / (rate or _USUAL_RATE)
+    except binascii.Error as error:
+        raise ValueError(f"its sound is no base64: {error}") from error
+
+
+def _count(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(f"a count of tokens is {value!r}")
+
+
+Endpoint: TypeAlias = Literal[
+    "chat", "completions", "speech", "embeddings", "transcriptions", "realtime"
+]
+"""What is requested; all but the first two from servers alone."""
+
+_CHAT, _COMPLETIONS = "/chat/completions", "/completions"
+_EVENTS, _JSON, _SOUND = "text/event-stream", "application/json", "audio/"
+_UNSUPPORTED = ("prompt_embeds", "encoder_prompt", "decoder_prompt")
+_SOUND_FORMATS = {".mpeg": "mp3", **{f".{each}": each for each in ("wav", "mp3", "flac", "ogg")}}
+_LIST_KEYS = {"image": "images", "audio": "audio", "video": "videos"}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """A server, and what is requested of it.
+
+    Attributes:
+        url: of the server, with or without ``/v1``.
+        model: its name there; None: the only one that it has.
+        api_key: sent as a bearer token; None sends none.
+        speech: whether chats are to be answered by sound as well, streamed as pcm16.
+        voice: of the sound; None leaves it to the server.
+        endpoint: that is requested; a line itself is either for chats or for completions.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    speech: bool = False
+    voice: str | None = None
+    endpoint: Endpoint = "chat"
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good or parts.query or parts.fragment:
+            raise ValueError(f"--url: must be such as http://localhost:8000, got {self.url!r:.200}")
+        if self.voice is not None and not self.speech and self.endpoint != "speech":
+            raise ValueError("--voice goes together with --speech, or with --endpoint speech")
+        if self.speech and self.endpoint not in ("chat", "realtime"):
+            raise ValueError(f"--speech is about chats and realtime, not about {self.endpoint}")
+
+    @property
+    def base_url(self) -> str:
+        """The URL up to ``/v1``."""
+        url = self.url.rstrip("/")
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAICall:
+    """A request to post, and how its answer is read.
+
+    Attributes:
+        path: behind ``/v1``.
+        body: as httpx takes it: ``json``, or ``data`` and ``files``.
+        answer_type: the beginning of the answer's content type.
+        read: reads the answer, and returns its text.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    answer_type: str
+    read: Callable[[httpx2.Response, MeasuredRequest], Awaitable[str]]
+
+
+def openai_call(
+    data: Mapping[str, Any], folder: Path, settings: HttpSettings, model: str
+) -> OpenAICall:
+    """Make a request of a line.
+
+    Args:
+        data: a line of ``requests.jsonl``; for chats and completions also one of OpenAI's files
+            for batches, with ``url`` and ``body``. Sampling fields without a stage are the body's
+            own; those of named stages stand under ``stages``, which this project's server knows.
+        folder: where the files are that the line names; they become part of the body.
+        settings: of the server.
+        model: of the server.
+
+    Raises:
+        ValueError: the line is wrong, the API has no form for it, or a file does not exist.
+    """
+    if settings.endpoint in ("chat", "completions"):
+        return _streamed(data, folder, settings, model)
+    line = parse_line(data)
+    if settings.endpoint == "transcriptions":
+        return _transcription(line, folder, model)
+    fields = {"model": model, "input": _only_text(line, settings.endpoint)}
+    if settings.endpoint == "embeddings":
+        return OpenAICall("/embeddings", {"json": fields}, _JSON, read_document)
+    fields["response_format"] = "wav"  # the one format that has its sampling rate in it
+    voice = settings.voice or line.speaker
+    if voice is not None:
+        fields["voice"] = voice
+    return OpenAICall("/audio/speech", {"json": fields}, _SOUND, read_sound)
+
+
+def realtime_events(data: Mapping[str, Any], settings: HttpSettings) -> list[Mapping[str, Any]]:
+    """The events by which a text is said over ``/v1/realtime``.
+
+    Raises:
+        ValueError: the line is wrong, or has more than a text.
+    """
+    session: dict[str, Any] = {"type": "realtime", "output_modalities": ["text"]}
+    if settings.speech:
+        session["output_modalities"] = ["audio"]
+        if settings.voice is not None:
+            session["audio"] = {"output": {"voice": settings.voice}}
+    said = {"type": "input_text", "text": _only_text(parse_line(data), settings.endpoint)}
+    item = {"type": "message", "role": "user", "content": [said]}
+    return [
+        {"type": "session.update", "session": session},
+        {"type": "conversation.item.create", "item": item},
+        {"type": "response.create"},
+    ]
+
+
+def _only_text(line: RequestLine, endpoint: str) -> str:
+    others = (line.images, line.audio, line.videos)
+    has_others = line.sampling or any(each is not None for each in others)
+    if not isinstance(line.prompt, str) or has_others:
+        raise ValueError(f"--endpoint {endpoint} takes lines with a text as their 'prompt' alone")
+    return line.prompt
+
+
+def _transcription(line: RequestLine, folder: Path, model: str) -> OpenAICall:
+    if line.audio is None or len(line.audio) != 1:
+        raise ValueError(
+            "--endpoint transcriptions takes lines with one file as their 'audio', of --input"
+        )
+    if line.sampling:
+        raise ValueError("sampling: --endpoint transcriptions has no form for it")
+    (sound,) = line.audio
+    wanted = sound if isinstance(sound, AudioFile) else AudioFile(file=sound)
+    fields = {"model": model, "response_format": "json"}
+    if wanted.language is not None:
+        fields["language"] = wanted.language
+    file = folder / wanted.file
+    form = {"data": fields, "files": {"file": (file.name, _content(file))}}
+    path = "/audio/translations" if wanted.task == "translate" else "/audio/transcriptions"
+    return OpenAICall(path, form, _JSON, read_document)
+
+
+def _streamed(
+    data: Mapping[str, Any], folder: Path, settings: HttpSettings, model: str
+) -> OpenAICall:
+    path, given = _of_batch(data) if "body" in data else _of_line(parse_line(data), folder)
+    fields: dict[str, Any] = {**given, "model": model, "stream": True}
+    fields["stream_options"] = {"include_usage": True}
+    if path == _CHAT and settings.speech:
+        fields.setdefault("modalities", ["text", "audio"])
+    if "audio" in fields.get("modalities", ()):
+        voice = {} if settings.voice is None else {"voice": settings.voice}
+        fields["audio"] = {**voice, **fields.get("audio", {}), "format": "pcm16"}
+    elif "audio" in fields:  # a voice, but the answer is text
+        del fields["audio"]
+    return OpenAICall(path, {"json": fields}, _EVENTS, read_events)
+
+
+def _of_batch(data: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    path = str(data.get("url", "")).removeprefix("/v1")
+    if path not in (_CHAT, _COMPLETIONS):
+        raise ValueError(
+            f"url: must be one of /v1{_CHAT}, /v1{_COMPLETIONS}, got {data.get('url')!r:.80}"
+        )
+    if not isinstance(data["body"], dict):
+        raise ValueError(f"body: must be an object, got {data['body']!r:.80}")
+    return path, data["body"]
+
+
+def _of_line(line: RequestLine, folder: Path) -> tuple[str, Mapping[str, Any]]:
+    for key in _UNSUPPORTED:
+        if getattr(line, key) is not None:
+            raise ValueError(f"{key}: OpenAI's API has no form for it")
+    sampling = line.sampling
+    fields = {key: value for key, value in sampling.items() if not isinstance(value, Mapping)}
+    stages = {key: value for key, value in sampling.items() if key not in fields}
+    optional = {"stages": stages, "priority": line.priority, "cache_salt": line.cache_salt}
+    fields |= {key: value for key, value in optional.items() if value}
+    if line.speaker is not None:
+        fields["audio"] = {"voice": line.speaker}
+    messages = line.messages
+    if messages is None and isinstance(line.prompt, tuple):
+        messages = line.prompt
+    if messages is not None:
+        return _CHAT, {"messages": _messages(messages, line, folder), **fields}
+    if line.images is not None or line.audio is not None or line.videos is not None:
+        raise ValueError(
+            "OpenAI's API has no form for files beside a text or token ids; write messages"
+        )
+    prompt = line.prompt if line.prompt is not None else list(line.prompt_token_ids or ())
+    return _COMPLETIONS, {"prompt": prompt, **fields}
+
+
+def _messages(
+    messages: tuple[ChatMessage, ...], line: RequestLine, folder: Path
+) -> list[dict[str, Any]]:
+    """Write messages, each placeholder with the next of the line's files."""
+    files = {kind: iter(getattr(line, key) or ()) for kind, key in _LIST_KEYS.items()}
+
+    def part_of(part: ContentPart) -> dict[str, Any]:
+        if part.type in files:
+            file = next(files[part.type], None)
+            if file is None:
+                raise ValueError(f"more parts of type {part.type!r} than files")
+            return _file_part(part.type, file if isinstance(file, str) else file.file, folder)
+        url = part.image_url or part.video_url
+        if url is None:
+            return part.model_dump(exclude_none=True)
+        kind = part.type.removesuffix("_url")
+        return _file_part(kind, url if isinstance(url, str) else url.url, folder)
+
+    written = []
+    for message in messages:
+        fields = message.model_dump(include={"role", "name"}, exclude_none=True)
+        content = message.content
+        parts = content if isinstance(content, str) else [part_of(each) for each in content]
+        written.append({**fields, "content": parts})
+    for kind, left in files.items():
+        if next(left, None) is not None:
+            raise ValueError(f"more files than parts of type {kind!r} in the messages")
+    return written
+
+
+def _file_part(kind: str, name: str, folder: Path) -> dict[str, Any]:
+    url = _data_url(folder, name)
+    if kind != "audio":
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+    head, _, data = url.partition(",")
+    subtype = "." + head.partition("/")[2].partition(";")[0].removeprefix("x-")
+    suffix = Path(name).suffix.lower()
+    name = _SOUND_FORMATS.get(suffix) or _SOUND_FORMATS.get(subtype, "wav")
+    return {"type": "input_audio", "input_audio": {"data": data, "format": name}}
+
+
+def _data_url(folder: Path, name: str) -> str:
+    scheme = name[:8].lower()
+    if scheme.startswith(("data:", "http://", "https://")):
+        return name
+    if scheme.startswith("file:"):
+        name = url2pathname(urlsplit(name).path)
+    file = folder / name
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{b64encode(_content(file)).decode()}"
+
+
+def _content(file: Path) -> bytes:
+    try:
+        if not file.is_file():
+            raise ValueError(f"{str(file)!r} does not exist, or is no file")
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
+
 
 _CHECK_TIMEOUT_S = 30.0
 _IDLE_S = 2.0

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omni.commands.bench.load_sources import parse_line
+from omni.commands.bench.load import parse_line
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from engine.interface.log_fields import package_logger
-from omni.requests.stage_time import StageTime
+from omni.requests.request import StageTime
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

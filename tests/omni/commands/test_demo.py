@@ -12,9 +12,7 @@ import soundfile
 from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
-from omni.commands.demo import NEXT
-from omni.commands.demo_lines import summed_up
-from omni.commands.random_demo import RANDOM_NEXT
+from omni.commands.demo import NEXT, RANDOM_NEXT, summed_up
 from omni.verification.verify_report import StageVerification, VerifyReport
 from tests.support.pages import commands
 
@@ -48,7 +46,7 @@ def test_the_random_demo_shows_texts_hits_and_time_saved(
     monkeypatch: pytest.MonkeyPatch, seeded: Callable[[str], str]
 ) -> None:
     monkeypatch.setattr(
-        "omni.commands.random_demo._MODELS",
+        "omni.commands.demo._MODELS",
         {f"stages.{stage}.model": seeded("qwen2") for stage in ("writer", "reader")}
         | {f"stages.{stage}.sampling.max_tokens": 2 for stage in ("writer", "reader")},
     )

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from omni.commands.explanation import describe_memory, draw_graph
+from omni.commands.explanation import describe_memory, describe_serving, draw_graph
 from omni.commands.serve_command import ServeOptions
-from omni.commands.serving_limits import describe_serving
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.serving.settings import ServerLimits
 

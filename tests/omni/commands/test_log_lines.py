@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from omni.commands.log_lines import shown_log
+from omni.commands.command import shown_log
 from tests.support.import_graph import LAYERS, ROOT, modules
 
 FOREIGN = {"transformers.configuration_utils", "ray"}
 """Loggers of others, which ours keeps quiet."""
 MAKERS = (
-    Path(ROOT, "omni/commands/log_lines.py"),
+    Path(ROOT, "omni/commands/command.py"),
     Path(ROOT, "engine/interface/log_fields.py"),
     Path(ROOT, "stages/remote/worker_log.py"),
 )

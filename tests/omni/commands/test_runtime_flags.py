@@ -6,8 +6,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
+from omni.commands.explanation import draw_placement
 from omni.commands.options import RuntimeFlags
-from omni.commands.placement_drawing import draw_placement
 from omni.pipelines.pipeline_config import PipelineConfig
 
 

@@ -15,8 +15,8 @@ import pytest
 from engine import EngineConfig, LLMEngine
 from engine.models.registry import ENTRY_POINTS, FAMILIES, FamilyRegistry
 from omni import Omni
-from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.yaml_document import ConfigError
 from omni.seeded.checkpoints import SEEDED_MODELS
 from prefix_cache import ENCODER_HIDDEN_STATES
 from stages.model_fit import emitted_by, modalities_of

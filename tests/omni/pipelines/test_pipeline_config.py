@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from engine import EngineConfig, SamplingParams
-from omni.documents.document_error import ConfigError
 from omni.pipelines.config_file import parse_overrides, shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.yaml_document import ConfigError
 from stages import AutoregressiveStageConfig
 
 TWO_STAGES = """\

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig, resolve_threads
+from omni.pipelines.yaml_document import ConfigError
 from omni.requests.output_writer import RunRecord
 from stages import Stage, StageConfig, register_stage_kind, stage_config
 from stages.placement import Placement

@@ -9,8 +9,8 @@ import pytest
 
 from engine import EngineConfig
 from engine.interface.config import GenerationParams, GeneratorConfig
-from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.yaml_document import ConfigError
 from stages import AutoregressiveStageConfig, GeneratorStageConfig
 
 SPEECH = """\

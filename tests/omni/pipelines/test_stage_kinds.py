@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from omni.commands.cli import app
-from omni.documents.document_error import ConfigError
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.yaml_document import ConfigError
 from stages import (
     ModelReference,
     Stage,

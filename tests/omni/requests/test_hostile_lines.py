@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from engine import SamplingParams, TextPrompt
-from omni.requests import json_lines, request_files
+from omni.requests import request_file as json_lines
 from omni.requests.request import OmniRequest
 from omni.requests.request_file import RequestError, read_requests
 
@@ -122,7 +122,7 @@ def test_every_error_of_the_operating_system_fails_alone(
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", stat)
         assert "cannot be read" in error_between_good_ones(tmp_path, line)
-    monkeypatch.setattr(request_files, "load_file", load)
+    monkeypatch.setattr("safetensors.torch.load_file", load)
     assert "cannot be read" in error_between_good_ones(tmp_path, line)
 
 

@@ -262,7 +262,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
 
 _HOLDS = """
 import sys
-from omni.requests.output_folder import OutputFolder
+from omni.requests.output_writer import OutputFolder
 folder = OutputFolder(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()

@@ -21,8 +21,7 @@ import openai
 import pytest
 
 from omni.commands.bench.http_target import HttpSettings, HttpTarget
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
-from omni.commands.bench.load_sources import line_source
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from tests.support.gated_stage import GATES, gated_pipeline

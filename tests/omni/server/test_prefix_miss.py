@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine import RequestMetrics
 from omni.requests.output_writer import describe_stage
-from omni.requests.stage_time import StageTime
+from omni.requests.request import StageTime
 from omni.server.serving.request_records import RequestRecord
 from stages import StageOutput
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.interface.log_fields import LogFields, log_fields, package_logger, set_process_fields
-from omni.commands.log_lines import shown_log
+from omni.commands.command import shown_log
 from stages.remote.worker_log import LogForwarder, Logged, forward_log, relay
 
 

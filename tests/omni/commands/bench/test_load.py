@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
-from omni.commands.bench.load_sources import LoadTurns, line_source
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, LoadTurns, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from tests.support.virtual_clock import run_virtually
 

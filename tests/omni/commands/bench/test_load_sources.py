@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from omni.commands.bench.load import LoadAmount, LoadLevel, Measurement, MeasurementPlan
-from omni.commands.bench.load_sources import (
+from omni.commands.bench.load import (
+    LoadAmount,
+    LoadLevel,
     MadeUpShape,
     MadeUpSource,
+    Measurement,
+    MeasurementPlan,
     TokenLengths,
     made_up_text,
 )

@@ -15,9 +15,14 @@ import pytest
 import soundfile
 from websockets.asyncio.server import ServerConnection, serve
 
-from omni.commands.bench.http_target import HttpSettings, HttpTarget
+from omni.commands.bench.http_target import (
+    HttpSettings,
+    HttpTarget,
+    read_document,
+    read_events,
+    read_sound,
+)
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure
-from omni.commands.bench.openai_answers import read_document, read_events, read_sound
 
 
 def wav(seconds: float, rate: int = 16_000) -> bytes:
@@ -49,7 +54,7 @@ def read(reader: Any, *chunks: bytes) -> tuple[str, MeasuredRequest]:
 
 
 def test_an_event_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("omni.commands.bench.openai_answers._MOST_BYTES", 1000)
+    monkeypatch.setattr("omni.commands.bench.http_target._MOST_BYTES", 1000)
     for chunk in (b"x" * 100, b"data: " + b"x" * 90 + b"\n"):
         with pytest.raises(RequestFailure, match="exceeded the 1000 byte limit") as error:
             read(read_events, *[chunk] * 20)

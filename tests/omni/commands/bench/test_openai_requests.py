@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from omni.commands.bench.openai_requests import HttpSettings, OpenAICall, openai_call
+from omni.commands.bench.http_target import HttpSettings, OpenAICall, openai_call
 
 HERE = Path()
 SAME = ("model", "stream", "stream_options")

@@ -10,8 +10,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel
-from omni.commands.bench.load_sources import line_source
+from omni.commands.bench.load import LevelRun, LoadAmount, LoadLevel, line_source
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.commands.bench.report import Distribution, LevelReport, keeps_limits, parse_goodput
 from tests.support.virtual_clock import run_virtually

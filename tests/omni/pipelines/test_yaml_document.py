@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from omni.documents.document_error import ConfigError
-from omni.documents.document_limits import DocumentLimits
-from omni.documents.yaml_document import YamlDocument
+from omni.pipelines import yaml_document
 from omni.pipelines.pipeline_config import PipelineConfig
+from omni.pipelines.yaml_document import ConfigError, YamlDocument
 
 
 def billion_laughs(levels: int) -> str:
@@ -62,23 +61,19 @@ def test_what_would_take_too_much_or_is_none_is_refused_with_its_line(text: str,
     assert "\n" not in str(caught.value)
 
 
-def test_what_just_fits_is_read():
-    limits = DocumentLimits(max_chars=60, max_depth=4, max_nodes=15, max_number_chars=5)
+def test_what_just_fits_is_read(monkeypatch: pytest.MonkeyPatch):
     text = "a: &a [1, 2]\nb: [*a, *a]\nc: 99999"
-    document = YamlDocument.parse(text, "y", limits)
+    limits = {"CHARS": len(text), "DEPTH": 4, "NODES": 15, "NUMBER_CHARS": 5}
+    for name, value in limits.items():
+        monkeypatch.setattr(yaml_document, f"MAX_{name}", value)
+    document = YamlDocument.parse(text, "y")
     assert document.data == {"a": [1, 2], "b": [[1, 2], [1, 2]], "c": 99999}
     assert document.lines[("b", 1, 0)] == 1
-    for name, value in {
-        "max_chars": len(text) - 1,
-        "max_depth": 3,
-        "max_nodes": 14,
-        "max_number_chars": 4,
-    }.items():
-        tighter = DocumentLimits(
-            **{each: getattr(limits, each) for each in DocumentLimits.__slots__} | {name: value}
-        )
-        with pytest.raises(ConfigError):
-            YamlDocument.parse(text, "y", tighter)
+    for name, value in limits.items():
+        with monkeypatch.context() as tighter:
+            tighter.setattr(yaml_document, f"MAX_{name}", value - 1)
+            with pytest.raises(ConfigError):
+                YamlDocument.parse(text, "y")
 
 
 def test_a_file_without_an_end_is_refused(tmp_path: Path):
