@@ -246,7 +246,7 @@ def test_fifty_workers_leave_nothing_behind(start: Callable[..., WorkerProcess])
         worker.sock.close()  # which ends it
         assert worker.wait(PATIENCE_S)
     assert os.listdir("/proc/self/fd") == ours
-    assert the_server().num_fds() == theirs and not the_server().children()
+    until(lambda: the_server().num_fds() == theirs and not the_server().children())
 
 
 def test_a_fork_server_that_dies_takes_its_workers_along_and_is_replaced(
