@@ -377,13 +377,13 @@ class _Comparison:
     def _noting_times(self, ask: Callable[[], _Answered]) -> object:
         """Ask over HTTP, and note when each request came to the pipeline."""
         times: list[float] = []
-        agenerate = self._served.agenerate
+        agenerate = self._served.agenerate_deltas
 
         def noting(*given: Any, **options: Any) -> Awaitable[object]:
             times.append(time.perf_counter())
             return agenerate(*given, **options)
 
-        with patch.object(self._served, "agenerate", noting):
+        with patch.object(self._served, "agenerate_deltas", noting):
             answered = ask()
         self._clients_s = answered.cpu_s
         self._times = [each - times[0] for each in times]

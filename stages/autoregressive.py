@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from engine import CompletionOutput, Engine, RequestOutput
+from engine import Engine
 from engine.interface.arguments import check_argument, check_sampling_argument
 from engine.interface.config import EngineConfig, EngineSettings
-from engine.interface.deferred import Deferred, as_stored, defer
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
@@ -19,7 +18,7 @@ from stages.model_fit import (
     modalities_of,
     speakers_in,
 )
-from stages.stage import Completion, OneOrMore, StageInputs, StageOutput, StageRequest
+from stages.stage import OneOrMore, StageInputs, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class AutoregressiveStageConfig(TokenStageConfig):
         )
 
 
-class AutoregressiveStage(EngineStage[RequestOutput]):
+class AutoregressiveStage(EngineStage):
     """Generates tokens, and hands on the text, the ids and the per-token tensors.
 
     Args:
@@ -242,28 +241,6 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         """Let a paused request go on; one that is not paused, or not there, is ignored."""
         self.engine.resume(request_id)
 
-    def _stage_output(self, output: RequestOutput) -> StageOutput:
-        first = output.outputs[0]
-        return StageOutput(
-            request_id=output.request_id,
-            stage=self.name,
-            finished=output.finished,
-            text=as_stored(first, "text") if self.engine.tokenizer is not None else None,
-            delta=first.delta,
-            token_ids=as_stored(first, "token_ids"),
-            finish_reason=first.finish_reason,
-            error=output.error,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            encoder_prompt_token_ids=output.encoder_prompt_token_ids,
-            prompt_token_ids=output.prompt_token_ids if output.finished else (),
-            tensors=first.tensors,
-            logprobs=as_stored(first, "logprobs"),
-            completions=defer(Deferred(lambda: tuple(map(_completion, output.outputs)))),
-            metrics=output.metrics,
-            windows=first.windows,
-        )
-
     def close(self) -> None:
         """Close the engine if this stage built it, or give it back to its maker."""
         if self._config is not None:
@@ -271,7 +248,3 @@ class AutoregressiveStage(EngineStage[RequestOutput]):
         else:
             self.ownership.close()
             self.engine.ownership.release(self)
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    return Completion(output.text, output.token_ids, output.finish_reason, output.logprobs)

@@ -6,14 +6,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from engine import EncoderOutput, FinishReason, RequestOutput, SamplingParams, TextPrompt
+from engine import SamplingParams, TextPrompt
 from engine.interface.arguments import check_argument
 from engine.interface.config import EngineConfig, EngineSettings
+from engine.interface.outputs import OutputDelta
 from engine.interface.settings import Settings
 from engine.models.registry import FAMILIES
 from stages.engine_stage import EngineStage
 from stages.model_fit import modalities_of
-from stages.stage import OneOrMore, StageInputs, StageOutput, StageRequest
+from stages.stage import OneOrMore, StageInputs, StageRequest
 from stages.stage_config import TokenStageConfig, register_stage_kind
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class EncoderStageConfig(TokenStageConfig):
         )
 
 
-class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
+class EncoderStage(EngineStage):
     """Runs an encoder, and hands on ``hidden_states (n, D)`` and ``pooled (D,)``.
 
     A bidirectional encoder (BERT and its kin) runs in an ``EncoderEngine``, where a hit is all or
@@ -169,30 +170,23 @@ class EncoderStage(EngineStage[RequestOutput | EncoderOutput]):
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
         return self._params if request.sampling is None else request.sampling
 
-    def _stage_output(self, output: RequestOutput | EncoderOutput) -> StageOutput:
+    def _with_tensors(self, delta: OutputDelta) -> OutputDelta:
         from engine.encoder.sentence_layout import pool  # only here, as in the constructor
 
-        finish_reason: FinishReason | None
-        if isinstance(output, EncoderOutput):
-            tensors = dict(output.tensors)
-            finish_reason = FinishReason.STOP if output.error is None else FinishReason.ERROR
-        else:
-            completion = output.outputs[0]
-            tensors, finish_reason = dict(completion.tensors), completion.finish_reason
-            if _HIDDEN_STATES in tensors:
-                tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
+        tensors = dict(delta.tensors)
+        if delta.num_completions and _HIDDEN_STATES in tensors:  # of a decoder
+            tensors[_POOLED] = pool(self._pooling, tensors[_HIDDEN_STATES], None)
         if _POOLED in tensors:
             tensors[_POOLED] = self._embedding(tensors[_POOLED])
-        return StageOutput(
-            request_id=output.request_id,
-            stage=self.name,
-            finished=output.finished,
-            finish_reason=finish_reason,
-            error=output.error,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
+        return OutputDelta(
+            delta.request_id,
+            finished=True,
+            finish_reason=delta.finish_reason,
+            error=delta.error,
+            num_prompt_tokens=delta.num_prompt_tokens,
+            num_cached_tokens=delta.num_cached_tokens,
             tensors=tensors,
-            metrics=output.metrics,
+            metrics=delta.metrics,
         )
 
     def _embedding(self, row: Tensor) -> Tensor:

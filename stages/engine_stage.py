@@ -1,39 +1,30 @@
-"""What stages around an engine have in common: all but how its outputs are told."""
+"""What stages around an engine have in common."""
 
 from __future__ import annotations
 
 import gc
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from engine import FinishReason
-from engine.interface.deferred import with_fields
 from engine.interface.log_fields import package_logger
+from engine.interface.outputs import OutputDelta
 from stages.stage import Prepared, Stage, StageOutput, StageRequest, StageStats
+from stages.stage_output import OutputAccumulator
 
 if TYPE_CHECKING:
     import torch
 
-    from engine import (
-        EncoderOutput,
-        Engine,
-        GeneratorOutput,
-        Prompt,
-        RequestOutput,
-        SamplingParams,
-    )
+    from engine import Engine, Prompt, SamplingParams
     from engine.interface.engine import PreparedRequest
 
 __all__ = ["EngineStage", "select_tensors"]
 
 _logger = package_logger(__name__)
 
-OutputT = TypeVar("OutputT", bound="RequestOutput | EncoderOutput | GeneratorOutput")
 
-
-class EngineStage(Stage, Generic[OutputT]):
+class EngineStage(Stage):
     """A stage around one engine.
 
     Attributes:
@@ -41,14 +32,19 @@ class EngineStage(Stage, Generic[OutputT]):
             There is none after a :meth:`rebuild` that failed.
     """
 
-    engine: Engine[OutputT]
+    engine: Engine[Any]
     # What engines counted that this stage had before, and what of them was set since.
     _counted: StageStats = StageStats()
     _caching: bool | None = None
     # Whether the step before was interrupted as a whole.
     _has_failed: bool = False
 
-    def _build_engine(self) -> Engine[OutputT]:
+    def __init__(self, name: str, **graph: Any) -> None:
+        super().__init__(name, **graph)
+        # Of requests of a caller that drives the stage itself.
+        self._accumulators: dict[str, OutputAccumulator] = {}
+
+    def _build_engine(self) -> Engine[Any]:
         """Build the engine that the stage was configured with.
 
         Raises:
@@ -69,6 +65,7 @@ class EngineStage(Stage, Generic[OutputT]):
             self._caching = self.engine.enable_prefix_caching
             # Two engines may be more than the memory holds. What is in a circle is freed, too.
             del self.engine
+        self._accumulators.clear()
         gc.collect()
         self.engine = self._build_engine()
         if self._caching is not None:
@@ -107,7 +104,7 @@ class EngineStage(Stage, Generic[OutputT]):
         else:
             self.add_request(prepared.request)
 
-    def _prepare(self, engine: Engine[OutputT], request: StageRequest) -> PreparedRequest:
+    def _prepare(self, engine: Engine[Any], request: StageRequest) -> PreparedRequest:
         return engine.prepare(
             request.request_id,
             self._engine_prompt(request),
@@ -141,9 +138,24 @@ class EngineStage(Stage, Generic[OutputT]):
         return self.engine.needs_input(request_id)
 
     def step(self) -> list[StageOutput]:
-        """Run one engine step over its requests.
+        """Run one engine step over its requests; see :meth:`step_deltas`."""
+        outputs = []
+        for delta in self.step_deltas():
+            request_id = delta.request_id
+            accumulator = self._accumulators.get(request_id)
+            if accumulator is None:
+                accumulator = OutputAccumulator(request_id, self.name)
+                self._accumulators[request_id] = accumulator
+            accumulator.add(delta)
+            outputs.append(accumulator.output())
+            if delta.finished:
+                del self._accumulators[request_id]
+        return outputs
 
-        After a step that was interrupted as a whole all requests begin anew in the engine, so that
+    def step_deltas(self) -> list[OutputDelta]:
+        """Run one engine step over its requests; return what is new of those that moved.
+
+        After a step that was interrupted as a whole all requests begin again in the engine, so that
         one such step is no more than a step without outputs.
 
         Raises:
@@ -151,39 +163,39 @@ class EngineStage(Stage, Generic[OutputT]):
         """
         self.ownership.check()
         try:
-            outputs = self.engine.step()
-        except Exception:  # whatever it was, the engine has begun anew; once that is good enough
+            deltas = self.engine.step_deltas()
+        except Exception:  # whatever it was, the engine has begun again; once that is good enough
             has_failed, self._has_failed = self._has_failed, not self._has_failed
             if has_failed or self.is_broken:
                 raise
-            _logger.exception("a step of stage %r failed; its requests begin anew", self.name)
+            _logger.exception("a step of stage %r failed; its requests begin again", self.name)
             return []
         self._has_failed = False
-        return [self._told(output) for output in outputs]
+        return [self._completed(delta) if delta.finished else delta for delta in deltas]
 
-    def _told(self, output: OutputT) -> StageOutput:
-        """Tell an output of the engine; a request whose output cannot be told fails alone."""
+    def _completed(self, delta: OutputDelta) -> OutputDelta:
+        """A last delta with its tensors; a request for which they cannot be made fails alone."""
         try:
-            return select_tensors(self._stage_output(output), self.outputs)
-        except Exception as error:  # its neighbours' outputs are told once, now or never
-            request_id = output.request_id
+            return select_tensors(self._with_tensors(delta), self.outputs)
+        except Exception as error:  # its neighbours' outputs are emitted once, now or never
+            request_id = delta.request_id
             about = {"request_id": request_id}
-            _logger.exception("the output of request %r cannot be told", request_id, extra=about)
-            self.abort(request_id)
-            return StageOutput(
+            _logger.exception("the output of request %r cannot be made", request_id, extra=about)
+            return OutputDelta(
                 request_id,
-                self.name,
                 finished=True,
                 finish_reason=FinishReason.ERROR,
-                error=f"its output cannot be told: {type(error).__name__}: {error}",
+                error=f"its output cannot be made: {type(error).__name__}: {error}",
+                num_completions=delta.num_completions,
             )
 
-    @abstractmethod
-    def _stage_output(self, output: OutputT) -> StageOutput:
-        """Tell an output of the engine, with all tensors that it has."""
+    def _with_tensors(self, delta: OutputDelta) -> OutputDelta:
+        """The engine's last delta of a request, with all tensors that the stage makes."""
+        return delta
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks."""
+        self._accumulators.pop(request_id, None)
         self.engine.abort(request_id)
 
     @property
@@ -228,29 +240,31 @@ class EngineStage(Stage, Generic[OutputT]):
             self.engine.close()
 
 
-def select_tensors(output: StageOutput, names: Collection[str] | None) -> StageOutput:
+def select_tensors(delta: OutputDelta, names: Collection[str] | None) -> OutputDelta:
     """Keep the tensors that were asked for; fail the request if one of them is not there.
 
     A tensor that was asked for and is missing must not pass silently: a stage behind this one
     would run on less than it was promised.
 
     Args:
-        output: with all tensors that the engine handed over.
+        delta: the last one, with all tensors that the engine handed over.
         names: those to keep; None keeps all.
     """
-    if names is None or not output.finished or output.error is not None:
-        return output
-    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-        return output
-    missing = [name for name in names if name not in output.tensors]
+    if names is None or not delta.finished or delta.error is not None:
+        return delta
+    if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return delta
+    missing = [name for name in names if name not in delta.tensors]
     if missing:
         return replace(
-            output,
+            delta,
             tensors={},
             finish_reason=FinishReason.ERROR,
             error=(
                 f"the model made no tensor named {', '.join(map(repr, missing))}, which the "
-                f"stage's outputs ask for; it made {sorted(output.tensors)}"
+                f"stage's outputs ask for; it made {sorted(delta.tensors)}"
             ),
         )
-    return with_fields(output, tensors={name: output.tensors[name] for name in names})
+    if len(delta.tensors) == len(names):
+        return delta
+    return replace(delta, tensors={name: delta.tensors[name] for name in names})

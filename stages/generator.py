@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from engine import FinishReason, GeneratorOutput
 from engine.interface.arguments import check_argument
 from engine.interface.config import GenerationParams, GeneratorConfig, GeneratorSettings
 from engine.interface.settings import Settings
 from stages.engine_stage import EngineStage
 from stages.model_fit import misfit_of_codes, speakers_in
-from stages.stage import OneOrMore, StageInputs, StageOutput
+from stages.stage import OneOrMore, StageInputs
 from stages.stage_config import ModelReference, StageConfig, register_stage_kind
 
 if TYPE_CHECKING:
-    from engine import GeneratorEngine, Waveform
+    from engine import GeneratorEngine
 
 __all__ = ["GeneratorStage", "GeneratorStageConfig"]
 
@@ -59,7 +58,7 @@ class GeneratorStageConfig(StageConfig):
         )
 
 
-class GeneratorStage(EngineStage[GeneratorOutput]):
+class GeneratorStage(EngineStage):
     """Runs a generator, and hands out ``audio``: whole in the end, and piece by piece as it comes.
 
     Codes that come in chunks become sound in windows, whose size the config sets. Speech is then
@@ -124,29 +123,3 @@ class GeneratorStage(EngineStage[GeneratorOutput]):
     def speakers(self) -> tuple[str, ...]:
         """The checkpoint's voices."""
         return self.engine.speakers
-
-    def _stage_output(self, output: GeneratorOutput) -> StageOutput:
-        return StageOutput(
-            request_id=output.request_id,
-            stage=self.name,
-            finished=output.finished,
-            finish_reason=_finish_reason(output),
-            error=output.error,
-            num_prompt_tokens=output.num_codes,
-            audio=output.waveform,
-            audio_delta=_made(output.delta),
-            metrics=output.metrics,
-        )
-
-
-def _made(delta: Waveform | None) -> Waveform | None:
-    """What is new; None if that is no sample, such as of codes that are still to be followed."""
-    return delta if delta is not None and delta.samples.shape[0] else None
-
-
-def _finish_reason(output: GeneratorOutput) -> FinishReason | None:
-    if not output.finished:
-        return None
-    if output.error is not None:
-        return FinishReason.ERROR
-    return FinishReason.LENGTH if output.is_cut_off else FinishReason.STOP

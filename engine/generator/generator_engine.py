@@ -27,7 +27,7 @@ from engine.interface.arguments import check_argument
 from engine.interface.config import GeneratorConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import GeneratorOutput, RequestMetrics
+from engine.interface.outputs import GeneratorOutput, OutputDelta, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.prompts import CodecPrompt, Prompt
 from engine.interface.stats import EngineStats
@@ -356,6 +356,9 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""
         request = self._requests.get(request_id)
         return request is not None and request.needs_input(self._window)
+
+    def _step_deltas(self) -> list[OutputDelta]:
+        return [output.as_delta() for output in self._step()]
 
     def _step(self) -> list[GeneratorOutput]:
         """Run one batch; return the outputs that moved. Nothing to run, or to run yet: nothing."""

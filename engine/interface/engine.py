@@ -15,6 +15,7 @@ from engine.interface.placed_error import described
 if TYPE_CHECKING:
     import torch
 
+    from engine.interface.outputs import OutputDelta
     from engine.interface.prompts import Prompt
     from engine.interface.sampling_params import SamplingParams
     from engine.interface.stats import EngineStats
@@ -231,6 +232,13 @@ class Engine(ABC, Generic[OutputT_co]):
         """
         return self._consistently(self._step)
 
+    def step_deltas(self) -> Sequence[OutputDelta]:
+        """The same as :meth:`step`, of which it returns only what is new: for stages.
+
+        A request's outputs come by one of the two, not by both in turn.
+        """
+        return self._consistently(self._step_deltas)
+
     @property
     def is_broken(self) -> bool:
         """Whether beginning anew was interrupted, so that requests and steps are refused."""
@@ -269,6 +277,10 @@ class Engine(ABC, Generic[OutputT_co]):
     @abstractmethod
     def _step(self) -> Sequence[OutputT_co]:
         """See :meth:`step`; may be interrupted anywhere."""
+
+    @abstractmethod
+    def _step_deltas(self) -> Sequence[OutputDelta]:
+        """See :meth:`step_deltas`; may be interrupted anywhere."""
 
     @abstractmethod
     def _begin_anew(self) -> None:

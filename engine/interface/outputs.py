@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.interface.deferred import deferrable
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.interface.waveform import Waveform
 
 __all__ = [
+    "CompletionDelta",
     "CompletionOutput",
     "EncoderOutput",
     "FinishReason",
     "GeneratorOutput",
+    "OutputDelta",
     "RequestMetrics",
     "RequestOutput",
     "TokenLogprobs",
@@ -82,8 +82,86 @@ class WindowStart(NamedTuple):
     begin_s: float
 
 
-@deferrable("text", "token_ids", "logprobs")
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What is new of one completion of several.
+
+    Attributes:
+        index: which of the ``n`` completions, from 1: the first one's are in the delta itself.
+        text: new text.
+        token_ids: new ids.
+        logprobs: one entry per new token; None when not asked for.
+        finish_reason: if it has ended.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new of one request: engines and stages emit these.
+
+    Text is final: never half a character, never part of a stop string, never taken back. The sum of
+    all deltas is the output.
+
+    Attributes:
+        request_id: as given to ``add_request``.
+        finished: nothing follows.
+        text: new text; None from what makes none.
+        token_ids: new ids.
+        logprobs: one entry per new token; None when not asked for.
+        finish_reason: if the first completion has ended.
+        num_completions: how many there are; 0 from what does not generate tokens.
+        others: what is new of the completions after the first.
+        audio: new sound.
+        whole_audio: all sound, when finished, where it is not the sum of its pieces.
+        error: the message of a request that failed.
+        num_prompt_tokens: tokens of the input.
+        num_cached_tokens: of these, how many the cache saved computing.
+        prompt_token_ids: ids of the input, when finished.
+        encoder_prompt_token_ids: what an encoder-decoder's encoder read, in the first delta.
+        tensors: rows of all tokens, when finished.
+        windows: those that have ended so far, when another one has.
+        metrics: times, in the first and the last delta and when a count has changed; else None.
+    """
+
+    request_id: str
+    finished: bool = False
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    num_completions: int = 0
+    others: tuple[CompletionDelta, ...] = ()
+    audio: Waveform | None = None
+    whole_audio: Waveform | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    windows: tuple[WindowStart, ...] = ()
+    metrics: RequestMetrics | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more comes of the request; None while it goes on, and when it is done."""
+        return failure_of(self.finished, self.error, self.finish_reason)
+
+
+def failure_of(finished: bool, error: str | None, reason: FinishReason | None) -> str | None:
+    """Why a request has failed; None while it goes on, and when it is done."""
+    if finished and error is None and reason in (FinishReason.ERROR, FinishReason.ABORT):
+        return f"it ended the request early ({reason})"
+    return error if finished else None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One completion of a prompt, as far as it has come.
 
@@ -163,6 +241,19 @@ class EncoderOutput:
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
+    def as_delta(self) -> OutputDelta:
+        """The one delta of the input."""
+        return OutputDelta(
+            self.request_id,
+            finished=True,
+            finish_reason=FinishReason.STOP if self.error is None else FinishReason.ERROR,
+            error=self.error,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            tensors=self.tensors,
+            metrics=self.metrics,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOutput:
@@ -187,3 +278,20 @@ class GeneratorOutput:
     error: str | None = None
     is_cut_off: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def as_delta(self) -> OutputDelta:
+        """The same as a delta; the whole is the sum of its pieces, unless it has no sample."""
+        reason = None
+        if self.finished:
+            reason = FinishReason.LENGTH if self.is_cut_off else FinishReason.STOP
+        new, whole = self.delta, self.waveform
+        return OutputDelta(
+            self.request_id,
+            self.finished,
+            finish_reason=reason if self.error is None else FinishReason.ERROR,
+            audio=new if new is not None and new.samples.shape[0] else None,
+            whole_audio=whole if whole is not None and not whole.samples.shape[0] else None,
+            error=self.error,
+            num_prompt_tokens=self.num_codes,
+            metrics=self.metrics,
+        )

@@ -98,7 +98,7 @@ class Waveform:
             ) from error
         return content.getvalue()
 
-    def followed_by(self, other: Waveform) -> Waveform:
+    def followed_by(self, *others: Waveform) -> Waveform:
         """Play one after the other.
 
         Raises:
@@ -106,9 +106,11 @@ class Waveform:
         """
         import torch  # not when prompts and settings are named
 
-        if other.sampling_rate != self.sampling_rate:
-            raise ValueError(
-                f"sound of {self.sampling_rate} samples per second cannot be followed by sound "
-                f"of {other.sampling_rate}"
-            )
-        return Waveform(torch.cat([self.samples, other.samples]), self.sampling_rate)
+        for other in others:
+            if other.sampling_rate != self.sampling_rate:
+                raise ValueError(
+                    f"sound of {self.sampling_rate} samples per second cannot be followed by sound "
+                    f"of {other.sampling_rate}"
+                )
+        samples = torch.cat([self.samples, *(other.samples for other in others)])
+        return Waveform(samples, self.sampling_rate)

@@ -14,7 +14,7 @@ from engine.interface.arguments import check_argument, check_names, check_sampli
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import RequestOutput
+from engine.interface.outputs import OutputDelta, RequestOutput
 from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams
@@ -186,6 +186,12 @@ class LLMEngine(Engine[RequestOutput]):
             raise
 
     def _step(self) -> list[RequestOutput]:
+        return [group.output() for group in self._moved()]
+
+    def _step_deltas(self) -> list[OutputDelta]:
+        return [group.delta() for group in self._moved()]
+
+    def _moved(self) -> list[RequestGroup]:
         """Run one step; return the requests that moved, finished or not.
 
         It does nothing while no request is live, or those that are wait for input or are paused,
@@ -201,10 +207,10 @@ class LLMEngine(Engine[RequestOutput]):
             return spoilt
         started = time.perf_counter()
         scheduled = self._schedule()
-        outputs = self._run(scheduled)
+        moved = self._run(scheduled)
         self._num_steps += bool(scheduled.scheduled)
         self._busy_s += time.perf_counter() - started
-        return outputs
+        return moved
 
     def _schedule(self) -> SchedulerOutput:
         scheduled = self._scheduler.schedule()
@@ -216,7 +222,7 @@ class LLMEngine(Engine[RequestOutput]):
         self._output_processor.note_first_run(scheduled)
         return scheduled
 
-    def _run(self, scheduled: SchedulerOutput) -> list[RequestOutput]:
+    def _run(self, scheduled: SchedulerOutput) -> list[RequestGroup]:
         try:
             sampled = self._runner.execute(scheduled)
         except Exception as error:  # one request's fault, as a rule, and it is found out
@@ -226,7 +232,7 @@ class LLMEngine(Engine[RequestOutput]):
         self._scheduler.complete(scheduled.without(failed))
         return self._output_processor.process(scheduled, sampled, self._call)
 
-    def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+    def _recover(self, scheduled: SchedulerOutput, error: Exception) -> list[RequestGroup]:
         """Fail the request that ran; of several, let each try again by itself."""
         culprits = self._scheduler.fault_isolation.recover(
             scheduled, swap_failed=isinstance(error, SwapError)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import FinishReason, RequestOutput
+from engine.interface.outputs import FinishReason
 from engine.interface.placed_error import described
 from engine.interface.stats import EngineStats
 from engine.requests.encoder_input import Sequel
@@ -93,8 +93,8 @@ class OutputProcessor:
 
     def process(
         self, scheduled: SchedulerOutput, sampled: Sequence[SampledToken], call: object
-    ) -> list[RequestOutput]:
-        """Take in a step that has run; return the outputs of the requests that it moved.
+    ) -> list[RequestGroup]:
+        """Take in a step that has run; return the requests that it moved.
 
         Args:
             scheduled: the step.
@@ -135,7 +135,12 @@ class OutputProcessor:
             ):
                 moved[group.request_id] = group
                 self._finish(group, request, FinishReason.LENGTH)
-        return [self._output(group) for group in moved.values()]
+        for group in moved.values():
+            if group.error is not None:
+                self._fail(group, group.error)
+            elif group.finished:
+                self._forget(group)
+        return list(moved.values())
 
     def begin_anew(self, call: object) -> None:
         """After a call that was interrupted anywhere: let every live request begin anew.
@@ -157,7 +162,7 @@ class OutputProcessor:
                 request.begin_anew()
                 self.scheduler.add(request)
 
-    def fail_interrupted(self, call: object) -> list[RequestOutput]:
+    def fail_interrupted(self, call: object) -> list[RequestGroup]:
         """End the requests that an interruption has spoilt; as a rule there are none."""
         if not self._interrupted:
             return []
@@ -166,7 +171,7 @@ class OutputProcessor:
         message = "the step was interrupted while its tokens were taken in"
         return [self._fail(group, message) for group in self._taken_in[1]]
 
-    def fail(self, requests: Iterable[Request], error: str, call: object) -> list[RequestOutput]:
+    def fail(self, requests: Iterable[Request], error: str, call: object) -> list[RequestGroup]:
         """End the requests that these sequences belong to with an error."""
         self._taken_in = call, tuple(self._group_of[each.request_id] for each in requests)
         return [self._fail(group, error) for group in self._taken_in[1]]
@@ -225,21 +230,14 @@ class OutputProcessor:
         self.scheduler.finish(request)
         self.model_runner.forget(request)
 
-    def _output(self, group: RequestGroup) -> RequestOutput:
-        if group.error is not None:
-            return self._fail(group, group.error)
-        if group.finished:
-            self._forget(group)
-        return group.output()
-
-    def _fail(self, group: RequestGroup, error: str) -> RequestOutput:
+    def _fail(self, group: RequestGroup, error: str) -> RequestGroup:
         """End every completion of a request with an error; its neighbours go on."""
         group.error = error
         for request in self.live(group.request_id):
             self._release(request)
             group.finish(request, FinishReason.ERROR, {})
         self._forget(group)
-        return group.output()
+        return group
 
     def _forget(self, group: RequestGroup) -> None:
         self.groups.pop(group.request_id, None)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.interface.deferred import DeferredItems, defer
 from engine.interface.outputs import (
+    CompletionDelta,
     CompletionOutput,
     FinishReason,
+    OutputDelta,
+    RequestMetrics,
     RequestOutput,
     TokenLogprobs,
     WindowStart,
@@ -84,15 +86,18 @@ class CompletionState:
 
     Attributes:
         request: the sequence that computes it now.
-        ended: what those before it have come to, where it takes several: no other tokens are told.
+        ended: what those before it have come to, where it takes several: no other tokens are
+            emitted.
         finish_reason: None while it runs.
         tensors: its stage outputs, once finished.
+        num_emitted: how many of its tokens were in a delta.
     """
 
     request: Request
     ended: EndedSequences | None = None
     finish_reason: FinishReason | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    num_emitted: int = 0
 
     @classmethod
     def of(cls, request: Request) -> CompletionState:
@@ -111,25 +116,41 @@ class CompletionState:
         return times if self.ended is None else self.ended.times(times)
 
     def output(self, index: int) -> CompletionOutput:
-        """The state now; takes the text's growth since the last call."""
-        told, ended = self.request, self.ended
-        text = told.text if ended is None else ended.text
-        logprobs = told.logprobs if ended is None else ended.logprobs
-        if ended is None:
-            token_ids = DeferredItems(told.token_ids, told.num_prompt_tokens, told.num_tokens)
-        else:
-            token_ids = DeferredItems(ended.token_ids, 0, len(ended.token_ids))
-        has_logprobs = told.params.logprobs is not None
+        """All of it now; takes the text's growth since the last call."""
+        now, ended = self.request, self.ended
+        text = now.text if ended is None else ended.text
+        logprobs = now.logprobs if ended is None else ended.logprobs
+        delta = text.take_delta()
         return CompletionOutput(
             index=index,
-            text=defer(text.snapshot()),
-            delta=text.take_delta(),
-            token_ids=defer(token_ids),
-            logprobs=defer(DeferredItems(logprobs, 0, len(logprobs))) if has_logprobs else None,
+            text=text.text,
+            delta=delta,
+            token_ids=tuple(now.output_token_ids if ended is None else ended.token_ids),
+            logprobs=tuple(logprobs) if now.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             tensors=self.tensors,
-            windows=() if ended is None else tuple(ended.windows),
+            windows=self.windows,
         )
+
+    def delta(self, index: int) -> CompletionDelta:
+        """What is new since the last call."""
+        now, ended, emitted = self.request, self.ended, self.num_emitted
+        if ended is None:
+            text, logprobs = now.text, now.logprobs
+            token_ids = tuple(now.token_ids[now.num_prompt_tokens + emitted :])
+        else:
+            text, logprobs = ended.text, ended.logprobs
+            token_ids = tuple(ended.token_ids[emitted:])
+        self.num_emitted += len(token_ids)
+        new_logprobs = None if now.params.logprobs is None else tuple(logprobs[emitted:])
+        return CompletionDelta(
+            index, text.take_delta(), token_ids, new_logprobs, self.finish_reason
+        )
+
+    @property
+    def windows(self) -> tuple[WindowStart, ...]:
+        """Of a recording that takes several, those that have ended."""
+        return () if self.ended is None else tuple(self.ended.windows)
 
 
 @dataclass(slots=True)
@@ -148,6 +169,7 @@ class RequestGroup:
     has_prompt_ids: bool
     error: str | None = None
     _prompt_ids: tuple[int, ...] = ()
+    _num_preemptions: int = -1
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> RequestGroup:
@@ -177,15 +199,9 @@ class RequestGroup:
         return next(each for each in self.completions if each.request is request)
 
     def output(self) -> RequestOutput:
-        """The state now."""
+        """All of it now."""
         first = self.completions[0].first
-        slowest = max(
-            (completion.times for completion in self.completions),
-            key=lambda times: times.finished or float("inf"),
-        )
         encoder = first.encoder_input
-        if self.has_prompt_ids and len(self._prompt_ids) != first.num_prompt_tokens:
-            self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
         return RequestOutput(
             request_id=self.request_id,
             outputs=tuple(c.output(index) for index, c in enumerate(self.completions)),
@@ -193,11 +209,61 @@ class RequestGroup:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
             error=self.error,
-            prompt_token_ids=self._prompt_ids,
-            encoder_prompt_token_ids=(encoder and encoder.token_ids) or None,
+            prompt_token_ids=self._prompt_token_ids(first),
+            encoder_prompt_token_ids=self._encoder_prompt_token_ids(first),
             encoder_prompt=None if encoder is None else encoder.text,
-            metrics=slowest.metrics(
-                sum(completion.request.num_preemptions for completion in self.completions),
-                first.prefix_miss,
-            ),
+            metrics=self._metrics(self._count_preemptions()),
         )
+
+    def delta(self) -> OutputDelta:
+        """What is new since the last call."""
+        lead, finished = self.completions[0], self.finished
+        first, new = lead.first, lead.delta(0)
+        others: tuple[CompletionDelta, ...] = ()
+        if len(self.completions) > 1:
+            deltas = (each.delta(index) for index, each in enumerate(self.completions[1:], 1))
+            others = tuple(each for each in deltas if each.token_ids or each.finish_reason)
+        num_preemptions = self._count_preemptions()
+        metrics, encoder_ids = None, None
+        if finished or others or num_preemptions != self._num_preemptions:
+            metrics = self._metrics(num_preemptions)
+            encoder_ids = self._encoder_prompt_token_ids(first)
+            self._num_preemptions = num_preemptions
+        return OutputDelta(
+            self.request_id,
+            finished,
+            new.text if lead.request.text.has_tokenizer else None,
+            new.token_ids,
+            new.logprobs,
+            new.finish_reason,
+            len(self.completions),
+            others,
+            error=self.error,
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
+            prompt_token_ids=self._prompt_token_ids(first) if finished else (),
+            encoder_prompt_token_ids=encoder_ids,
+            tensors=lead.tensors if finished else {},
+            windows=lead.windows,
+            metrics=metrics,
+        )
+
+    def _prompt_token_ids(self, first: Request) -> tuple[int, ...]:
+        if self.has_prompt_ids and len(self._prompt_ids) != first.num_prompt_tokens:
+            self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
+        return self._prompt_ids
+
+    @staticmethod
+    def _encoder_prompt_token_ids(first: Request) -> tuple[int, ...] | None:
+        encoder = first.encoder_input
+        return (encoder and encoder.token_ids) or None
+
+    def _count_preemptions(self) -> int:
+        return sum(completion.request.num_preemptions for completion in self.completions)
+
+    def _metrics(self, num_preemptions: int) -> RequestMetrics:
+        slowest = max(
+            (completion.times for completion in self.completions),
+            key=lambda times: times.finished or float("inf"),
+        )
+        return slowest.metrics(num_preemptions, self.completions[0].first.prefix_miss)

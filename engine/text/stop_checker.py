@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.interface.deferred import Deferred
 from engine.interface.outputs import FinishReason
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
@@ -186,11 +185,11 @@ class CompletionText:
 
     ::
 
-        text found so far   | told (take_delta) | certain, untold | may begin a stop string |
-                            |<--------------- text -------------->|<--- until decided ----->|
+        text found so far   | emitted (take_delta) | certain | may begin a stop string |
+                            |<------------- text ----------->|<--- held until decided -->|
 
     A stop string is not part of the text, nor is the stop token; special tokens never are.
-    Neither half a character nor half a stop string is ever told.
+    Neither half a character nor half a stop string is ever emitted, so that no text is taken back.
 
     Args:
         tokenizer: of the checkpoint; None generates ids without text.
@@ -221,10 +220,9 @@ class CompletionText:
         self._params = params
         self._stop_strings = StopStrings(params.stop)
         self._num_tokens = 0
-        self._pieces: list[str] = []  # of the text found so far; what is in them is never changed
-        self._num_found = 0
-        self._num_certain = 0
-        self._untold = ""  # what was found and not told, certain or not
+        self._certain: list[str] = []  # pieces of the text that was emitted
+        self._new = ""  # certain, and not emitted yet
+        self._held = ""  # may begin a stop string
         self._tail = ""  # the last characters found, in which a stop string may have begun
         self._finished = False
 
@@ -259,20 +257,20 @@ class CompletionText:
         return reason
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether tokens become text at all."""
+        return self._detokenizer is not None
+
+    @property
     def text(self) -> str:
         """What is certain so far; all of it once the completion has ended."""
-        return self.snapshot().value
-
-    def snapshot(self) -> Deferred[str]:
-        """:attr:`text` as it is now, to be put together when it is asked for."""
-        pieces, num_pieces, length = self._pieces, len(self._pieces), self._num_certain
-        return Deferred(lambda: "".join(pieces[:num_pieces])[:length])
+        return "".join(self._certain) + self._new
 
     def take_delta(self) -> str:
         """What :attr:`text` grew by since the last call."""
-        num_open = self._num_found - self._num_certain
-        end = len(self._untold) - num_open
-        delta, self._untold = self._untold[:end], self._untold[end:]
+        delta, self._new = self._new, ""
+        if delta:
+            self._certain.append(delta)
         return delta
 
     def finish(self) -> None:
@@ -291,18 +289,15 @@ class CompletionText:
         # No stop string that ends in the new text begins before the tail of the old.
         end = self._tail + delta
         cut = self._stop_strings.find(end, len(self._tail)) if self._may_stop() else None
-        if delta:
-            self._pieces.append(delta)
-            self._num_found += len(delta)
-            self._untold += delta
-        if cut is not None:
-            num_cut = len(end) - cut
-            self._num_found -= num_cut
-            self._untold = self._untold[: len(self._untold) - num_cut]
-            self._num_certain = self._num_found
+        open_text = self._held + delta
+        if cut is not None:  # within what is open: all that may begin a stop string was held
+            self._new += open_text[: len(open_text) - (len(end) - cut)]
+            self._held = ""
             self._finished = True
             return True
-        self._num_certain = self._num_found - self._stop_strings.num_undecided(end)
+        num_certain = len(open_text) - self._stop_strings.num_undecided(end)
+        self._new += open_text[:num_certain]
+        self._held = open_text[num_certain:]
         self._tail = self._stop_strings.tail(end)
         return False
 
@@ -311,6 +306,7 @@ class CompletionText:
         if self._finished:
             return False
         stopped = self._detokenizer is not None and self._grow(self._detokenizer.flush())
-        self._num_certain = self._num_found
+        self._new += self._held
+        self._held = ""
         self._finished = True
         return stopped

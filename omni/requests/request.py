@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Any, TypeAlias
 
 from engine import Prompt, SamplingParams
+from engine.interface.outputs import OutputDelta
 from stages import StageOutput
+from stages.stage_output import OutputAccumulator
 
-__all__ = ["OmniOutput", "OmniRequest", "Requests", "StageTime", "as_requests"]
+__all__ = [
+    "OmniAccumulator",
+    "OmniDelta",
+    "OmniOutput",
+    "OmniRequest",
+    "Requests",
+    "StageTime",
+    "as_requests",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +132,9 @@ class OmniOutput:
             this output.
         finished: nothing follows.
         error: why the request failed or was cut short; ``stages`` then holds what there was.
-        refused: whether it failed because it could not run as it was asked for: it is the asker's
-            to mend, and no stage has begun.
-        timeline: its stays in all stages, those included that the user gets nothing of; given
+        refused: whether it failed because it could not run as it was asked for: it is the client's
+            to fix, and no stage has begun.
+        timeline: its time in all stages, those included that the user gets nothing of; given
             whenever it has entered or left one, else empty.
     """
 
@@ -134,3 +144,65 @@ class OmniOutput:
     error: str | None = None
     refused: bool = False
     timeline: tuple[StageTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OmniDelta:
+    """What is new of one request after something moved.
+
+    Attributes:
+        request_id: as in the request, or the one made up for it.
+        deltas: what is new of the stages that are final, each with the stage's name, in the order
+            in which it came.
+        finished, error, refused, timeline: see :class:`OmniOutput`.
+    """
+
+    request_id: str
+    deltas: tuple[tuple[str, OutputDelta], ...] = ()
+    finished: bool = False
+    error: str | None = None
+    refused: bool = False
+    timeline: tuple[StageTime, ...] = ()
+
+
+class OmniAccumulator:
+    """Adds up the deltas of one request.
+
+    Args:
+        final_stages: in the order in which outputs name them.
+    """
+
+    def __init__(self, final_stages: Sequence[str]) -> None:
+        self._final_stages = final_stages
+        self._stages: dict[str, OutputAccumulator] = {}
+        self._outputs: dict[str, StageOutput] = {}
+        self._moved: set[str] = set()
+        self._last: OmniDelta | None = None
+
+    def add(self, delta: OmniDelta) -> None:
+        """Add what is new."""
+        self._last = delta
+        for name, each in delta.deltas:
+            if name not in self._stages:
+                self._stages[name] = OutputAccumulator(delta.request_id, name)
+            self._stages[name].add(each)
+            self._moved.add(name)
+
+    def skip(self) -> None:
+        """Nobody gets an output of what has come so far: it is not new in the next one."""
+        for name in self._moved:
+            self._stages[name].skip()
+
+    def output(self) -> OmniOutput:
+        """The request's state now; new in it is what came since this was last called."""
+        last, stages = self._last, {}
+        assert last is not None, "a delta has come"
+        for name in self._final_stages:
+            if name in self._moved:
+                stages[name] = self._stages[name].output()
+            elif name in self._outputs:
+                stages[name] = replace(self._outputs[name], delta="", audio_delta=None)
+        self._outputs = stages
+        self._moved.clear()
+        about = (last.finished, last.error, last.refused, last.timeline)
+        return OmniOutput(last.request_id, stages, *about)

@@ -13,14 +13,14 @@ from typing import TypeAlias
 from engine.interface.log_fields import package_logger
 from engine.interface.ownership import renew_in_forks
 from engine.interface.placed_error import described
-from omni.requests.request import OmniOutput, OmniRequest
+from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.orchestrator import Orchestrator, refusal
 
 __all__ = ["Driver", "Sink", "Ticket"]
 
 _logger = package_logger(__name__)
 
-Sink: TypeAlias = Callable[[OmniOutput | BaseException], None]
+Sink: TypeAlias = Callable[[OmniDelta | BaseException], None]
 """Gets a request's outputs, in the driver's thread; it must not block. What follows an output that
 is finished, or an exception, does not count: a driver that was interrupted may report again that a
 request is over."""
@@ -291,20 +291,20 @@ class Driver:
         with self._changed:
             self._unwanted.difference_update(tickets)
 
-    def _deliver(self, output: OmniOutput) -> None:
+    def _deliver(self, output: OmniDelta) -> None:
         ticket = self._live[output.request_id]
         if output.finished:
             self._ending = self._live.pop(output.request_id)
         self._tell_or_discard(ticket, output)
         self._ending = None
 
-    def _tell_or_discard(self, ticket: Ticket, output: OmniOutput) -> None:
+    def _tell_or_discard(self, ticket: Ticket, output: OmniDelta) -> None:
         if (error := self._tell(ticket, output)) is not None:
             self._discard([ticket])
             with suppress(Exception):  # if it is still there, it waits
                 ticket.sink(refusal(ticket.request_id, error))
 
-    def _tell(self, ticket: Ticket, news: OmniOutput | BaseException) -> Exception | None:
+    def _tell(self, ticket: Ticket, news: OmniDelta | BaseException) -> Exception | None:
         try:
             ticket.sink(news)
         except Exception as error:  # such as an event loop that was closed without telling us
@@ -323,7 +323,7 @@ class Driver:
         told = f"the pipeline was interrupted: {described(error)}"
         ended = {output.request_id: output for output in self._orchestrator.fail_all(told)}
         for ticket in self._take_waiting():
-            over = OmniOutput(ticket.request_id, {}, finished=True, error=told)
+            over = OmniDelta(ticket.request_id, finished=True, error=told)
             self._tell(ticket, ended.get(ticket.request_id, over))
         with self._changed:
             self._busy, self._thread = False, None

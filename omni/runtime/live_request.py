@@ -1,22 +1,20 @@
-"""A request on its way through a pipeline, and what its user has been told of it."""
+"""A request on its way through a pipeline, and what its user gets of it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from engine import FinishReason, SamplingParams
-from engine.interface.deferred import num_items, with_fields
+from engine import FinishReason, RequestMetrics, SamplingParams
+from engine.interface.outputs import OutputDelta
 from omni.pipelines.pipeline import Pipeline
-from omni.requests.request import OmniOutput, OmniRequest, StageTime
+from omni.requests.request import OmniDelta, OmniRequest, StageTime
 from omni.runtime.stream import Stream
 from stages import Stage, StageOutput
+from stages.stage_output import OutputAccumulator
 from stages.worker.messages import Enter
-
-if TYPE_CHECKING:
-    from engine import Waveform
 
 __all__ = ["LiveRequest", "next_to_lift"]
 
@@ -33,13 +31,16 @@ class LiveRequest:
         waiting: stages that it has yet to enter.
         streams: the streamed edges, by the stage that takes the chunks.
         final_stages: those whose outputs the user gets.
-        inside: stages that have it, or that make it ready, with the ticket of its stay.
+        inside: stages that have it, or that make it ready, with its ticket there.
         lifted: stages in which it rests and was let go on, until it has made a chunk there.
-        has_moved: whether any stage has told anything of it.
+        has_moved: whether any stage has emitted anything of it.
+        whole: what stages have made of it whose outputs are needed whole.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
-        visible: what the user has been or is about to be told, by final stage.
-        times: its stays, by stage.
-        has_new_times: whether it has entered or left a stage since it was told of.
+        new: what its user is to get, each with its final stage.
+        ended: the final stages of which the user has got all.
+        num_tokens: generated, by stage.
+        times: its time in each stage.
+        has_new_times: whether it has entered or left a stage since its user last got anything.
     """
 
     request: OmniRequest
@@ -52,8 +53,12 @@ class LiveRequest:
     inside: dict[str, int] = field(default_factory=dict)
     lifted: set[str] = field(default_factory=set)
     has_moved: bool = False
+    whole: dict[str, OutputAccumulator] = field(default_factory=dict)
     finished: dict[str, StageOutput] = field(default_factory=dict)
-    visible: dict[str, StageOutput] = field(default_factory=dict)
+    new: list[tuple[str, OutputDelta]] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    sampling_rates: dict[str, int] = field(default_factory=dict)
     times: dict[str, StageTime] = field(default_factory=dict)
     has_new_times: bool = False
 
@@ -82,7 +87,7 @@ class LiveRequest:
         )
 
     def enter(self, ticket: int, name: str, sources: tuple[StageOutput, ...]) -> Enter:
-        """Begin a stay in a stage that it waited for, with what that makes its prompt of."""
+        """Begin in a stage that it waited for, with what that makes its prompt of."""
         self.waiting.discard(name)
         self.inside[name] = ticket
         self.times[name] = StageTime(name, time.monotonic())
@@ -98,22 +103,6 @@ class LiveRequest:
             speaker=self.speaker,
         )
 
-    def _note_end(self, name: str, output: StageOutput) -> None:
-        """Take down when a stage was done with it, and what it took there."""
-        metrics = output.metrics
-        self.times[name] = replace(
-            self.times[name],
-            ended_s=time.monotonic(),
-            queue_s=metrics.queue_s,
-            first_token_s=metrics.first_token_s,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            num_tokens=num_items(output, "token_ids"),
-            num_preemptions=metrics.num_preemptions,
-            prefix_miss=metrics.prefix_miss,
-        )
-        self.has_new_times = True
-
     def held_up(self, order: Sequence[str]) -> list[str]:
         """The stages in which it rests, since one behind does not keep up; the last ones first.
 
@@ -123,52 +112,89 @@ class LiveRequest:
         full = {stream.source for stream in self.streams.values() if stream.is_full}
         return [name for name in reversed(order) if name in full and name in self.inside]
 
-    def show(self, stage: Stage, output: StageOutput) -> None:
-        """Put what the user asked to get of a stage into the next output, and note its end.
+    def take(self, stage: Stage, delta: OutputDelta, *, is_needed_whole: bool) -> None:
+        """Take in what is new in a stage.
+
+        Args:
+            stage: that has emitted it.
+            delta: what is new.
+            is_needed_whole: whether anybody but the user needs the stage's output in the end.
 
         Raises:
             ValueError: the stage failed the request, or changed its sampling rate in the middle of
                 a sound.
         """
-        if output.finished:
-            self._note_end(stage.name, output)
+        name = stage.name
+        if is_needed_whole:
+            if name not in self.whole:
+                self.whole[name] = OutputAccumulator(self.request_id, name)
+            self.whole[name].add(delta)
+        self.num_tokens[name] = self.num_tokens.get(name, 0) + len(delta.token_ids)
+        if delta.finished:
+            self._note_end(name, delta)
         if stage.final_output:
-            self._show(stage, output)
-        if output.failure is not None:
-            raise ValueError(output.failure)
+            shown = visible_part(delta, stage.final_output)
+            if shown.audio is not None:
+                self._check_rate(name, shown.audio.sampling_rate)
+            self.new.append((name, shown))
+            if delta.finished:
+                self.ended.add(name)
+        if delta.failure is not None:
+            raise ValueError(delta.failure)
 
-    def _show(self, stage: Stage, output: StageOutput) -> None:
-        before = self.visible.get(stage.name)
-        if "tensors" not in stage.final_output:
-            output = with_fields(output, tensors={})
-        if "audio" not in stage.final_output:
-            output = with_fields(output, audio=None, audio_delta=None)
-        elif before is not None:
-            unheard = _joined(before.audio_delta, output.audio_delta)
-            output = with_fields(output, audio_delta=unheard)
-        if "text" not in stage.final_output:
-            output = with_fields(output, text=None, delta="", logprobs=None, completions=())
-        elif before is not None:
-            output = with_fields(output, delta=before.delta + output.delta)
-        self.visible[stage.name] = output
+    def _check_rate(self, name: str, rate: int) -> None:
+        before = self.sampling_rates.setdefault(name, rate)
+        if rate != before:
+            raise ValueError(
+                f"sound of {before} samples per second cannot be followed by sound of {rate}"
+            )
 
-    def snapshot(self, *, finished: bool = False, error: str | None = None) -> OmniOutput:
-        """The request's state now; what it tells is told, and not told again."""
-        visible = self.visible
-        stages = {name: visible[name] for name in self.final_stages if name in visible}
-        for name, output in stages.items():
-            if output.delta or output.audio_delta is not None:
-                self.visible[name] = with_fields(output, delta="", audio_delta=None)
+    def _note_end(self, name: str, delta: OutputDelta) -> None:
+        """Take down when a stage was done with it, and what it took there."""
+        metrics = delta.metrics or RequestMetrics()
+        self.times[name] = replace(
+            self.times[name],
+            ended_s=time.monotonic(),
+            queue_s=metrics.queue_s,
+            first_token_s=metrics.first_token_s,
+            num_prompt_tokens=delta.num_prompt_tokens,
+            num_cached_tokens=delta.num_cached_tokens,
+            num_tokens=self.num_tokens[name],
+            num_preemptions=metrics.num_preemptions,
+            prefix_miss=metrics.prefix_miss,
+        )
+        self.has_new_times = True
+
+    def take_delta(self, *, finished: bool = False, error: str | None = None) -> OmniDelta:
+        """What its user gets now."""
+        new, self.new = tuple(self.new), []
         times = tuple(self.times.values()) if self.has_new_times or finished else ()
         self.has_new_times = False
-        return OmniOutput(self.request_id, stages, finished, error, timeline=times)
+        return OmniDelta(self.request_id, new, finished, error, timeline=times)
 
     def cut_short(self, reason: FinishReason) -> None:
-        """Show the stages that were not done as ended."""
+        """End the stages that were not done."""
         for name in self.final_stages:
-            shown = self.visible.get(name, StageOutput(self.request_id, name, finished=False))
-            if not shown.finished:
-                self.visible[name] = with_fields(shown, finished=True, finish_reason=reason)
+            if name not in self.ended:
+                end = OutputDelta(self.request_id, finished=True, finish_reason=reason)
+                self.new.append((name, end))
+
+
+def visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
+    """A delta without what the user does not get of a stage.
+
+    Args:
+        delta: of the stage.
+        kinds: its ``final_output``.
+    """
+    hidden: dict[str, Any] = {}
+    if "text" not in kinds and (delta.num_completions or delta.text is not None):
+        hidden |= {"text": None, "logprobs": None, "num_completions": 0, "others": ()}
+    if "audio" not in kinds and (delta.audio or delta.whole_audio):
+        hidden |= {"audio": None, "whole_audio": None}
+    if "tensors" not in kinds and delta.tensors:
+        hidden["tensors"] = {}
+    return replace(delta, **hidden) if hidden else delta
 
 
 def next_to_lift(
@@ -191,9 +217,3 @@ def next_to_lift(
         for live, _ in resting:
             live.lifted.clear()
     return next(((live, name) for live, name in resting if name not in live.lifted), None)
-
-
-def _joined(first: Waveform | None, second: Waveform | None) -> Waveform | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first.followed_by(second)

@@ -17,7 +17,14 @@ from engine.interface.ownership import Ownership
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.runtime_config import RuntimeConfig
-from omni.requests.request import OmniOutput, OmniRequest, Requests, as_requests
+from omni.requests.request import (
+    OmniAccumulator,
+    OmniDelta,
+    OmniOutput,
+    OmniRequest,
+    Requests,
+    as_requests,
+)
 from omni.runtime.driver import Driver, Sink, Ticket
 from omni.runtime.loop_mail import LoopMails
 from omni.runtime.orchestrator import Orchestrator
@@ -28,7 +35,7 @@ from stages.worker.stage_link import DistantStage, WorkerState
 
 __all__ = ["Omni", "OmniOutput", "OmniRequest"]
 
-_News: TypeAlias = tuple[int, OmniOutput | BaseException]
+_Event: TypeAlias = tuple[int, OmniDelta | BaseException]
 
 
 class Omni:
@@ -114,21 +121,20 @@ class Omni:
                 pipeline itself; or this is a fork of the process that made it.
         """
         batch = as_requests(requests)
-        last: list[OmniOutput | None] = [None] * len(batch)
-        for position, output in self._run(batch):
-            if on_progress is not None:
-                on_progress(output)
-            if output.finished:
-                last[position] = output
-        return [output for output in last if output is not None]
+        outputs = _Outputs(self.pipeline, len(batch), on_progress)
+        for event in self._run(batch):
+            outputs.add(*event)
+        return outputs.last
 
     def stream(self, requests: Requests) -> Generator[OmniOutput, None, None]:
         """Run requests and get every output as it comes; errors are those of :meth:`generate`.
 
         Leaving the loop early aborts what is still running.
         """
-        for _, output in self._run(as_requests(requests)):
-            yield output
+        batch = as_requests(requests)
+        outputs = _Outputs(self.pipeline, len(batch))
+        for event in self._run(batch):
+            yield outputs.next(*event)
 
     async def agenerate(
         self,
@@ -148,28 +154,39 @@ class Omni:
         Raises:
             ValueError: ``requests`` is none.
         """
+        batch = as_requests(requests)
+        outputs = _Outputs(self.pipeline, len(batch), on_progress)
+        await self.agenerate_deltas(batch, outputs.add)
+        return outputs.last
+
+    async def agenerate_deltas(
+        self, requests: Requests, on_delta: Callable[[int, OmniDelta], object]
+    ) -> None:
+        """Run requests to their end, and get only what is new of them: for servers.
+
+        Args:
+            requests: as there.
+            on_delta: called in the event loop with the position of a request, and what is new of
+                it. What it raises aborts what is still running, and is raised here.
+
+        Raises:
+            ValueError: ``requests`` is none.
+        """
         self._ownership.check()
         batch = as_requests(requests)
-        last: list[OmniOutput | None] = [None] * len(batch)
         running: dict[int, Ticket] = {}
         is_over = asyncio.get_running_loop().create_future()
 
-        def take(news: _News) -> None:
+        def take(event: _Event) -> None:
             if is_over.done():
                 return
             try:
-                if (taken := _take(news, running)) is None:
-                    return
-                position, output = taken
-                if on_progress is not None:
-                    on_progress(output)
+                if (taken := _take(event, running)) is not None:
+                    on_delta(*taken)
+                    if not running:
+                        is_over.set_result(None)
             except Exception as error:  # raised by the coroutine, which waits for it
                 is_over.set_exception(error)
-                return
-            if output.finished:
-                last[position] = output
-            if not running:
-                is_over.set_result(None)
 
         sinks = _sinks(batch, partial(self._mails.here().post, take))
         try:
@@ -179,7 +196,6 @@ class Omni:
         finally:
             is_over.cancel()  # what comes from here on is not taken
             self._driver.discard(running.values())
-        return [output for output in last if output is not None]
 
     async def astream(self, requests: Requests) -> AsyncGenerator[OmniOutput, None]:
         """Get every output of requests as it comes; errors are those of :meth:`generate`.
@@ -188,14 +204,15 @@ class Omni:
         """
         self._ownership.check()
         batch = as_requests(requests)
-        news: asyncio.Queue[_News] = asyncio.Queue()
+        outputs = _Outputs(self.pipeline, len(batch))
+        events: asyncio.Queue[_Event] = asyncio.Queue()
         running: dict[int, Ticket] = {}
         try:
-            post = partial(self._mails.here().post, news.put_nowait)
+            post = partial(self._mails.here().post, events.put_nowait)
             self._submit(batch, _sinks(batch, post), running)
             while running:
-                if (taken := _take(await news.get(), running)) is not None:
-                    yield taken[1]
+                if (taken := _take(await events.get(), running)) is not None:
+                    yield outputs.next(*taken)
         finally:
             self._driver.discard(running.values())
 
@@ -248,16 +265,16 @@ class Omni:
         """Close."""
         self.close()
 
-    def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniOutput], None, None]:
-        """Every output with the position of its request in the batch."""
+    def _run(self, batch: Sequence[OmniRequest]) -> Generator[tuple[int, OmniDelta], None, None]:
+        """Every delta with the position of its request in the batch."""
         self._ownership.check()
         self._driver.check_can_wait()
-        news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         running: dict[int, Ticket] = {}
         try:
-            self._submit(batch, _sinks(batch, news.put), running)
+            self._submit(batch, _sinks(batch, events.put), running)
             while running:
-                if (taken := _take(news.get(), running)) is not None:
+                if (taken := _take(events.get(), running)) is not None:
                     yield taken
         finally:
             self._driver.discard(running.values())
@@ -323,25 +340,69 @@ def _order(config: PipelineConfig | Pipeline) -> Sequence[str]:
     return config.order if isinstance(config, Pipeline) else config.topological_order()
 
 
-def _sinks(batch: Sequence[OmniRequest], post: Callable[[_News], object]) -> list[Sink]:
-    """One for each request, that posts its news with its position."""
+class _Outputs:
+    """The outputs of a batch, as users know them.
+
+    Args:
+        pipeline: that runs it.
+        length: of the batch.
+        on_progress: gets every output; None makes only the last ones.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        length: int,
+        on_progress: Callable[[OmniOutput], object] | None = None,
+    ) -> None:
+        self._so_far = [OmniAccumulator(pipeline.final_stages) for _ in range(length)]
+        self._last: list[OmniOutput | None] = [None] * length
+        self._on_progress = on_progress
+
+    @property
+    def last(self) -> list[OmniOutput]:
+        """The last output of every request."""
+        return [output for output in self._last if output is not None]
+
+    def add(self, position: int, delta: OmniDelta) -> None:
+        """Take in what is new of a request."""
+        if self._on_progress is None and not delta.finished:
+            self._so_far[position].add(delta)
+            self._so_far[position].skip()
+            return
+        output = self.next(position, delta)
+        if self._on_progress is not None:
+            self._on_progress(output)
+        if delta.finished:
+            self._last[position] = output
+
+    def next(self, position: int, delta: OmniDelta) -> OmniOutput:
+        """The next output of a request, of what is new of it."""
+        self._so_far[position].add(delta)
+        return self._so_far[position].output()
+
+
+def _sinks(batch: Sequence[OmniRequest], post: Callable[[_Event], object]) -> list[Sink]:
+    """One for each request, that posts its events with its position."""
     return [partial(_post, post, position) for position in range(len(batch))]
 
 
-def _post(post: Callable[[_News], object], position: int, news: OmniOutput | BaseException) -> None:
-    post((position, news))
+def _post(
+    post: Callable[[_Event], object], position: int, event: OmniDelta | BaseException
+) -> None:
+    post((position, event))
 
 
-def _take(news: _News, running: dict[int, Ticket]) -> tuple[int, OmniOutput] | None:
+def _take(event: _Event, running: dict[int, Ticket]) -> tuple[int, OmniDelta] | None:
     """Unpack what a sink got, and strike out a request that has ended; None if it had before."""
-    position, output = news
+    position, delta = event
     if position not in running:
         return None
-    if isinstance(output, BaseException):
-        raise RuntimeError("the pipeline's driver has crashed") from output
-    if output.finished:
+    if isinstance(delta, BaseException):
+        raise RuntimeError("the pipeline's driver has crashed") from delta
+    if delta.finished:
         del running[position]
-    return position, output
+    return position, delta
 
 
 def _close(ownership: Ownership, driver: Driver, pipeline: Pipeline, trace: Trace | None) -> None:

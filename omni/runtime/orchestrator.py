@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import TypeAlias
 
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
-from omni.requests.request import OmniOutput, OmniRequest
+from omni.requests.request import OmniDelta, OmniRequest
 from omni.runtime.live_request import LiveRequest, next_to_lift
 from omni.runtime.stage_links import (
     StageLinks,
@@ -24,6 +24,7 @@ from omni.runtime.trace import Trace
 from stages import StageOutput
 from stages.worker.messages import (
     Abort,
+    Ack,
     Chunk,
     CloseStream,
     Credit,
@@ -31,8 +32,7 @@ from stages.worker.messages import (
     Extend,
     Failed,
     Lift,
-    Moved,
-    Took,
+    Output,
 )
 
 __all__ = ["Orchestrator", "refusal"]
@@ -86,8 +86,11 @@ class Orchestrator:
         self._tensor_sources = tensor_sources(pipeline, is_heard=on_stage_output is not None)
         self._edges = chunk_streams(pipeline)
         self._whole_edges = whole_edges(pipeline)
+        self._needed_whole = frozenset(
+            pipeline.order if on_stage_output is not None else chain(*self._whole_edges.values())
+        )
         # What an event is about, by its ticket; one that finds no entry is late, and dropped.
-        self._stays: dict[int, tuple[LiveRequest, str]] = {}
+        self._entered: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._has_news = threading.Event()
@@ -167,14 +170,14 @@ class Orchestrator:
                 self._enter(live, name, group=next(self._tickets) if group is None else group)
                 self._raise_if_refused(live, name)
 
-    def step(self) -> list[OmniOutput]:
+    def step(self) -> list[OmniDelta]:
         """Take one turn; return the requests that ended or of which the user gets something new."""
         self._links.flush()
         if not self._caller_waits:
             if not self.has_work:
                 self._has_news.wait(_PATIENCE_S)
             self._has_news.clear()
-        moved: dict[str, OmniOutput | None] = {}
+        moved: dict[str, OmniDelta | None] = {}
         has_moved = False
         for name in reversed(self._pipeline.order):
             self._links[name].work()
@@ -184,9 +187,9 @@ class Orchestrator:
         if not has_moved:
             self._give_way()
         self._links.flush()
-        return [ended or self._live[each].snapshot() for each, ended in moved.items()]
+        return [ended or self._live[each].take_delta() for each, ended in moved.items()]
 
-    def abort(self, request_id: str, reason: str = "aborted") -> OmniOutput | None:
+    def abort(self, request_id: str, reason: str = "aborted") -> OmniDelta | None:
         """End a request wherever it is and free what it holds.
 
         Args:
@@ -198,19 +201,19 @@ class Orchestrator:
         self._links.flush()
         return ended
 
-    def fail_all(self, error: str) -> list[OmniOutput]:
+    def fail_all(self, error: str) -> list[OmniDelta]:
         """End all requests and have all stages drop them, whatever state an exception left.
 
         Args:
             error: of their last outputs, which are returned.
         """
-        live, self._live, self._stays = tuple(self._live.values()), {}, {}
+        live, self._live, self._entered = tuple(self._live.values()), {}, {}
         self._unread = {name: [] for name in self._pipeline.order}
         self._links.drop_all()
         self._links.flush()
         for each in live:
             each.cut_short(FinishReason.ERROR)
-        return [each.snapshot(finished=True, error=error) for each in live]
+        return [each.take_delta(finished=True, error=error) for each in live]
 
     def _news(self, name: str) -> list[Event]:
         unread, self._unread[name] = self._unread[name], []
@@ -229,23 +232,23 @@ class Orchestrator:
                 cause = None if event.refused else RuntimeError(event.error)
                 raise ValueError(event.error) from cause
 
-    def _take(self, event: Event, moved: dict[str, OmniOutput | None]) -> None:
+    def _take(self, event: Event, moved: dict[str, OmniDelta | None]) -> None:
         """Take in what a worker told.
 
         Args:
             event: of any stage.
             moved: gets who the user hears of, with the last output of those that ended.
         """
-        if event.ticket not in self._stays:
+        if event.ticket not in self._entered:
             return
-        live, name = self._stays[event.ticket]
+        live, name = self._entered[event.ticket]
         match event:
-            case Moved():
+            case Output():
                 ended = self._advance(live, name, event)
-                is_shown = event.output is not None and self._pipeline.stages[name].final_output
+                is_shown = event.delta is not None and self._pipeline.stages[name].final_output
                 if ended is not None or is_shown:
                     moved[live.request_id] = ended
-            case Took():
+            case Ack():
                 stream = live.streams[name]
                 stream.outstanding -= 1
                 if stream.source in live.inside:
@@ -254,32 +257,35 @@ class Orchestrator:
                 ended = self._end(live, event.error)
                 if not (event.has_begun or live.has_moved):
                     # As if it had never been added.
-                    ended = OmniOutput(
-                        live.request_id, {}, True, error=event.error, refused=event.refused
+                    ended = OmniDelta(
+                        live.request_id, (), True, error=event.error, refused=event.refused
                     )
                 moved[live.request_id] = ended
 
-    def _advance(self, live: LiveRequest, name: str, event: Moved) -> OmniOutput | None:
+    def _advance(self, live: LiveRequest, name: str, event: Output) -> OmniDelta | None:
         """Show what a stage put out to the user, and hand it on; None if the request goes on."""
         live.has_moved = True
-        output = event.output
-        if output is not None:
-            if output.finished:
+        delta = event.delta
+        if delta is not None:
+            if delta.finished:
                 self._leave(live, name)
-                self._on_stage_output(output)
+            stage, is_needed_whole = self._pipeline.stages[name], name in self._needed_whole
             try:
-                live.show(self._pipeline.stages[name], output)
+                live.take(stage, delta, is_needed_whole=is_needed_whole)
             except ValueError as error:
                 return self._end(live, f"stage {name!r}: {error}")
+            finally:
+                if delta.finished and is_needed_whole:
+                    live.finished[name] = live.whole.pop(name).output()
+                    self._on_stage_output(live.finished[name])
         for chunk in event.chunks:
             self._hand_on(live, chunk)
-        if output is not None and output.finished:
-            live.finished[name] = output
+        if delta is not None and delta.finished:
             self._enter_ready_stages(live)
         if live.waiting or live.inside:
             return None
         del self._live[live.request_id]
-        return live.snapshot(finished=True)
+        return live.take_delta(finished=True)
 
     def _hand_on(self, live: LiveRequest, chunk: Chunk) -> None:
         """Send a chunk to the stage that it is for."""
@@ -316,14 +322,14 @@ class Orchestrator:
     ) -> None:
         """Send a request into a stage that it waited for."""
         enter = live.enter(next(self._tickets), name, sources)
-        self._stays[enter.ticket] = (live, name)
+        self._entered[enter.ticket] = (live, name)
         wants = name in self._tensor_sources
         enter = replace(enter, first_row=first_row, group=group, wants_tensors=wants)
         self._links[name].send(enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
         """A stage is done with a request, and takes no more chunks of it."""
-        del self._stays[live.inside.pop(name)]
+        del self._entered[live.inside.pop(name)]
         stream = live.streams.get(name)
         if stream is not None:
             stream.is_open = False
@@ -341,26 +347,25 @@ class Orchestrator:
 
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
-    ) -> OmniOutput:
+    ) -> OmniDelta:
         """Cut a request short; free what it holds everywhere."""
         self._abort(live)
         live.cut_short(reason)
-        return live.snapshot(finished=True, error=error)
+        return live.take_delta(finished=True, error=error)
 
     def _abort(self, live: LiveRequest) -> None:
         for name, ticket in live.inside.items():
-            del self._stays[ticket]
+            del self._entered[ticket]
             self._links[name].send(Abort(live.request_id))
         live.inside.clear()
         self._live.pop(live.request_id, None)
 
 
-def refusal(request_id: str, error: Exception) -> OmniOutput:
+def refusal(request_id: str, error: Exception) -> OmniDelta:
     """The one output of a request that no stage has begun with."""
     is_told = isinstance(error, ValueError)
-    return OmniOutput(
+    return OmniDelta(
         request_id,
-        {},
         finished=True,
         error=str(error) if is_told else repr(error),
         # Whether the request was at fault, so that its sender can mend it. A ValueError that wraps

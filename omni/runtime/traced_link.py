@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from engine.interface.outputs import OutputDelta
 from omni.runtime.trace import Trace
 from stages import StageOutput
-from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved
+from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Output
 from stages.worker.stage_link import StageLink
 from stages.worker.stage_worker import num_tensor_bytes
 
@@ -54,8 +55,8 @@ class TracedLink(StageLink):
             self._trace.take(self._name, traced)
         for event in news:
             match event:
-                case Moved(output=StageOutput(finished=True) as output):
-                    self._left(output.request_id)
+                case Output(delta=OutputDelta(finished=True) as delta):
+                    self._left(delta.request_id)
                 case Failed() if event.ticket in self._request_ids:
                     self._left(self._request_ids[event.ticket])
         return news

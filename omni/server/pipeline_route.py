@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import KeyPath, PlacedError
 from engine.interface.settings import dotted
+from omni.requests.request import OmniAccumulator
 from omni.requests.request_line import RequestLine
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_response import DONE, PipelineResponse, event
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine import Waveform
-    from omni.requests.request import OmniOutput
+    from engine.interface.outputs import OutputDelta
     from omni.server.serving.parsed_request import Client, ParsedRequest
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-    from omni.server.serving.response_stream import Update
+    from stages import StageOutput
 
 __all__ = ["PipelineRequest", "list_recent", "run_pipeline"]
 
@@ -129,18 +130,16 @@ class _PipelineOutput(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """What is new of each stage as it comes, then the whole line."""
-        num_chars: dict[str, int] = {}
-        last: OmniOutput | None = None
+        whole = OmniAccumulator(self.stages.final_stages)
         async with self.stream([self._request]) as stream:
             async for update in stream.updates():
-                last = update.output
-                new = self._new(update, num_chars)
+                whole.add(update.delta)
+                new = {name: each for name, delta in update.delta.deltas if (each := _new(delta))}
                 if new:
                     yield _event({"request_id": self._request_id, "stages": new})
-        assert last is not None
-        yield _event(await asyncio.to_thread(self._line, last)) + DONE
+        yield _event(await asyncio.to_thread(self._line, whole.output().stages)) + DONE
 
-    def _line(self, last: OmniOutput) -> dict[str, Any]:
+    def _line(self, last: Mapping[str, StageOutput]) -> dict[str, Any]:
         from omni.requests.output_writer import describe_stage  # only here, as above
 
         finals = self.pipeline.config.stages
@@ -149,22 +148,20 @@ class _PipelineOutput(PipelineResponse):
             "error": None,
             "stages": {
                 name: describe_stage(output, finals[name].final_output, tensor=_file, sound=_wav)
-                for name, output in last.stages.items()
+                for name, output in last.items()
             },
         }
 
-    def _new(self, update: Update, num_chars: dict[str, int]) -> Mapping[str, Any]:
-        new: dict[str, dict[str, Any]] = {}
-        for name, output in update.output.stages.items():
-            text, sent = output.text or "", num_chars.get(name, 0)
-            if len(text) > sent:
-                num_chars[name] = len(text)
-                new.setdefault(name, {})["delta"] = text[sent:]
-        for name, sounds in update.sounds.items():
-            samples = b"".join(sound.encoded("pcm16") for sound in sounds)
-            new.setdefault(name, {})["audio_delta"] = b64encode(samples).decode()
-            new[name]["sampling_rate"] = sounds[0].sampling_rate
-        return new
+
+def _new(delta: OutputDelta) -> Mapping[str, Any]:
+    """What an event has of what is new in a stage."""
+    new: dict[str, Any] = {}
+    if delta.text:
+        new["delta"] = delta.text
+    if delta.audio is not None:
+        new["audio_delta"] = b64encode(delta.audio.encoded("pcm16")).decode()
+        new["sampling_rate"] = delta.audio.sampling_rate
+    return new
 
 
 class _InlineFiles:

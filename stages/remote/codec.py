@@ -29,8 +29,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from engine.interface.outputs import (
-    CompletionOutput,
+    CompletionDelta,
     FinishReason,
+    OutputDelta,
     RequestMetrics,
     TokenLogprobs,
     WindowStart,
@@ -105,7 +106,7 @@ STAGE_TYPES: tuple[type, ...] = (
     ChatPrompt,
     CodecPrompt,
     Completion,
-    CompletionOutput,
+    CompletionDelta,
     EmbedsPrompt,
     EncoderCacheStats,
     EngineStats,
@@ -114,6 +115,7 @@ STAGE_TYPES: tuple[type, ...] = (
     GroupStats,
     ImagePrompt,
     KVCacheStats,
+    OutputDelta,
     RequestMetrics,
     SamplingParams,
     SpeechPrompt,

@@ -10,16 +10,15 @@ from typing import Any, TypeAlias
 from engine import SamplingParams
 from engine.interface.placed_error import KeyPath
 from stages.remote.worker_log import Logged
-from stages.stage import StageOutput, StageStats
+from stages.stage import StageStats
 from stages.trace_events import Traced
-from stages.worker.messages import Chunk, Command, Event, StreamedEdge
+from stages.worker.messages import Command, Event, StreamedEdge
 
 __all__ = [
     "Beat",
     "Built",
     "Call",
     "GaveUp",
-    "Grown",
     "Idle",
     "News",
     "NotBuilt",
@@ -180,26 +179,6 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """A :class:`~stages.worker.messages.Moved` of an output that is not finished, as it grew.
-
-    Attributes:
-        ticket: of the stay.
-        output: with the ``token_ids`` and ``logprobs`` that are new, and no ``text`` but ``delta``;
-            its ``completions`` are there only if there are several.
-        has_text: whether there is a text that ``delta`` is of.
-        num_completions: that there are.
-        chunks: what is due on the streamed edges.
-    """
-
-    ticket: int
-    output: StageOutput
-    has_text: bool
-    num_completions: int = 0
-    chunks: tuple[Chunk, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Orders:
     """Commands to one stage, which arrive together."""
 
@@ -211,7 +190,7 @@ class Orders:
 class News:
     """What happened in one turn of a worker, by stage."""
 
-    events: Mapping[str, tuple[Event | Grown | Traced, ...]]
+    events: Mapping[str, tuple[Event | Traced, ...]]
 
 
 @dataclass(frozen=True, slots=True)

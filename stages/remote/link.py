@@ -12,22 +12,23 @@ import math
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
-from engine.interface.deferred import num_items, with_fields
-from stages.remote.control import Built, Grown, Idle, NotBuilt, StageFacts
-from stages.remote.growing_output import GrowingOutput
+from engine.interface.outputs import OutputDelta
+from stages.remote.control import Built, Idle, NotBuilt, StageFacts
 from stages.remote.segments import SharedTensors
 from stages.remote.supervisor import Ended, WorkerGone, WorkerSupervisor
-from stages.stage import StageOutput
+from stages.stage_output import OutputAccumulator, StageOutput, delta_since
 from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
     Abort,
+    Ack,
     Chunk,
     CloseStream,
     Command,
@@ -36,17 +37,22 @@ from stages.worker.messages import (
     Event,
     Extend,
     Failed,
-    Moved,
+    Output,
     StreamedEdge,
     StreamPlace,
-    Took,
 )
 from stages.worker.stage_link import StageLink
 
 if TYPE_CHECKING:
     from engine.interface.sampling_params import RequestSeeds
 
-__all__ = ["MOST_AHEAD", "ContradictionError", "PrefixRouter", "RemoteLink", "SeededRuns", "Visit"]
+__all__ = [
+    "MOST_AHEAD",
+    "Attempt",
+    "PrefixRouter",
+    "RemoteLink",
+    "SeededRuns",
+]
 
 MOST_AHEAD = 4
 """Requests that a replica may have more than the least loaded one, for the sake of its cache."""
@@ -167,40 +173,38 @@ class SeededRuns:
         return enter if seeded is params else replace(enter, sampling=seeded)
 
 
-class ContradictionError(Exception):
-    """A second run did not say what the first one had said."""
-
-
 @dataclass(slots=True, eq=False)
-class Visit:
-    """One request's stay in a stage, through all the workers that have it one after another. ::
+class Attempt:
+    """One request in a stage, through all the workers that run it one after another. ::
 
-        first run    a b c d ✗            the worker died; a b c were told, c was cut into a chunk
-        second run           a b c | d e  what was told is not told again, and chunks go on after c
+        first run    a b c d ✗            the worker died; a b c were emitted, c in a chunk
+        second run           a b c | d e  what was emitted is dropped, chunks go on after c
 
-    What it says depends on its prompt, its parameters and its seed alone, so that a second run says
-    the same.
+    What it emits depends on its prompt, its parameters and its seed alone, so that a second run
+    emits the same.
 
     Attributes:
         enter: as the orchestrator sent it.
-        ticket: of the present run, in the worker's words.
+        ticket: of the present run, for the worker.
+        emitted: what the orchestrator has got of it, but for its sound.
         extends: the chunks that came after the first one.
         places: by consumer, how far its streamed edges have come.
-        told: what the orchestrator knows of it.
-        again: what the present run has said, as long as that is nothing new; None if it is.
+        num_samples: of the sound that the orchestrator has got.
+        again: what the present run has emitted, as long as that is nothing new; None if it is.
         num_took: chunks that the orchestrator knows to be taken.
         num_taken_again: chunks that the present run has taken.
         num_runs: that were begun.
         replica: which worker has it, or gets it when it is up.
-        is_sent: whether that was told of the present run.
+        is_sent: whether the present run was sent to its worker.
     """
 
     enter: Enter
     ticket: int
+    emitted: OutputAccumulator
     extends: list[Extend] = field(default_factory=list)
     places: dict[str, StreamPlace] = field(default_factory=dict)
-    told: GrowingOutput = field(default_factory=GrowingOutput)
-    again: GrowingOutput | None = None
+    num_samples: int = 0
+    again: OutputAccumulator | None = None
     num_took: int = 0
     num_taken_again: int = 0
     num_runs: int = 1
@@ -208,15 +212,15 @@ class Visit:
     is_sent: bool = False
 
     @classmethod
-    def of(cls, enter: Enter, ticket: int, edges: tuple[StreamedEdge, ...]) -> Visit:
+    def of(cls, enter: Enter, ticket: int, stage: str, edges: Iterable[StreamedEdge]) -> Attempt:
         """A first run."""
         places = {edge.consumer: StreamPlace() for edge in edges} | dict(enter.streams)
-        return cls(enter, ticket, places=places)
+        return cls(enter, ticket, OutputAccumulator(enter.request_id, stage), places=places)
 
     def begin_again(self, ticket: int) -> None:
         """Another run begins, in a worker that knows nothing of it."""
         self.ticket = ticket
-        self.again = GrowingOutput()
+        self.again = OutputAccumulator(self.enter.request_id, self.emitted.stage)
         self.num_taken_again = 0
         self.num_runs += 1
         self.is_sent = False
@@ -242,49 +246,54 @@ class Visit:
         self.num_took = self.num_taken_again
         return True
 
-    def hear(self, event: Moved | Grown) -> Moved | None:
-        """What is new in what the present run says; None if nothing is.
+    def new_in(self, event: Output) -> Output | None:
+        """What is new in an output of the present run; None if nothing is.
 
         Raises:
-            ContradictionError: it says something else than the run before.
+            ValueError: it is not what the run before had emitted.
         """
         for chunk in event.chunks:
             self._note(chunk)
-        output = self._whole(event)
-        if output is None and not event.chunks:
+        delta = event.delta
+        if delta is not None and self.again is not None:
+            delta = self._new_of_rerun(self.again, delta)
+        if delta is None and not event.chunks:
             return None
-        return Moved(self.enter.ticket, output, event.chunks)
+        if delta is not None and not delta.finished:
+            if delta.audio is not None:
+                self.num_samples += delta.audio.samples.shape[0]
+            self.emitted.add(delta if delta.audio is None else replace(delta, audio=None))
+        return Output(self.enter.ticket, delta, event.chunks)
 
-    def _whole(self, event: Moved | Grown) -> StageOutput | None:
-        assert event.output is not None, "what a stage tells has an output"
-        if self.again is None:
-            if isinstance(event, Grown):
-                return self.told.grow(event)
-            return event.output
-        sound_start = self.again.num_samples
-        if isinstance(event, Moved):
-            # Of the whole sound, not of its last piece alone.
-            output, sound_start = with_fields(event.output, audio_delta=event.output.audio), 0
-            if event.output.failure is not None:
-                return event.output
-        else:
-            output = self.again.grow(event)
-            if self.again.is_behind(self.told):
-                return None
-        if self.told.contradicts(output):
-            raise ContradictionError
-        output = self.told.news_since(output, sound_start)
-        self.told, self.again = self.again, None
-        return output
+    def _new_of_rerun(self, again: OutputAccumulator, delta: OutputDelta) -> OutputDelta | None:
+        """What is new in a run that begins by emitting again what the one before had emitted."""
+        if delta.failure is not None:
+            return replace(delta, text=None, token_ids=(), logprobs=None, others=(), audio=None)
+        again.add(delta)
+        now, before = again.output(), self.emitted.output()
+        sound = again.sound_from(self.num_samples)
+        lengths, had = _lengths(now), _lengths(before)
+        is_behind = any(map(lt, lengths, had))
+        if not delta.finished and (is_behind or (lengths == had and sound is None)):
+            return None
+        self.again = None
+        return replace(delta_since(now, before), audio=sound, whole_audio=delta.whole_audio)
 
     def _note(self, chunk: Chunk) -> None:
         place = self.places[chunk.consumer]
         self.places[chunk.consumer] = replace(
             place,
-            next_token=place.next_token + num_items(chunk.output, "token_ids"),
+            next_token=place.next_token + len(chunk.output.token_ids),
             next_row=place.next_row + _num_rows(chunk.output.tensors),
             outstanding=place.outstanding + 1,
         )
+
+
+def _lengths(output: StageOutput) -> list[int]:
+    """How many tokens each completion has, and how much text."""
+    texts = [output.text or "", *(each.text for each in output.completions[1:])]
+    ids = [output.token_ids, *(each.token_ids for each in output.completions[1:])]
+    return [*map(len, texts), *map(len, ids)]
 
 
 def _num_rows(tensors: Mapping[str, object]) -> int:
@@ -325,8 +334,8 @@ class RemoteLink(StageLink):
         self._edges = edges
         self._max_retries = max_retries
         self._router = PrefixRouter()
-        self._visits: dict[str, Visit] = {}
-        self._by_ticket: dict[int, Visit] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._by_ticket: dict[int, Attempt] = {}
         self._tickets = count()
         self._seeds = SeededRuns()
         self._news: list[Event] = []
@@ -354,7 +363,7 @@ class RemoteLink(StageLink):
     @property
     def has_requests(self) -> bool:
         """Whether any worker has a request, or gets one when it is up."""
-        return bool(self._visits)
+        return bool(self._attempts)
 
     @property
     def has_work(self) -> bool:
@@ -386,26 +395,26 @@ class RemoteLink(StageLink):
         if isinstance(command, Enter):
             self._enter(command)
             return
-        visit = self._visits.get(command.request_id)
-        if visit is None:
+        attempt = self._attempts.get(command.request_id)
+        if attempt is None:
             return
         match command:
             case Extend():
-                visit.extends.append(command)
+                attempt.extends.append(command)
             case Credit():
-                visit.credit(command.consumer)
+                attempt.credit(command.consumer)
             case CloseStream():
-                visit.close_stream(command.consumer)
+                attempt.close_stream(command.consumer)
             case Abort():
-                self._forget(visit)
-        self._hand_over(visit, command)
+                self._forget(attempt)
+        self._hand_over(attempt, command)
 
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        visits, self._visits = self._visits, {}
+        attempts, self._attempts = self._attempts, {}
         self._by_ticket, self._news = {}, []
-        for visit in visits.values():
-            self._hand_over(visit, Abort(visit.enter.request_id))
+        for attempt in attempts.values():
+            self._hand_over(attempt, Abort(attempt.enter.request_id))
 
     def news(self) -> list[Event]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
@@ -429,27 +438,27 @@ class RemoteLink(StageLink):
     def _enter(self, enter: Enter) -> None:
         self._listen()  # a worker may be back, and nobody have asked for news since it was lost
         enter = self._seeds.seeded(enter, (self._lives[0].facts or {}).get(self._name))
-        visit = Visit.of(enter, next(self._tickets), self._edges)
-        self._visits[enter.request_id] = self._by_ticket[visit.ticket] = visit
-        self._place(visit)
+        attempt = Attempt.of(enter, next(self._tickets), self._name, self._edges)
+        self._attempts[enter.request_id] = self._by_ticket[attempt.ticket] = attempt
+        self._place(attempt)
 
-    def _place(self, visit: Visit) -> None:
+    def _place(self, attempt: Attempt) -> None:
         """Choose a replica for a run that begins, and hand it over if that is up."""
         loads = {each: 0 for each in range(len(self._lives)) if each not in self._hopeless}
         if not loads:
-            self._fail(visit, next(iter(self._hopeless.values())))
+            self._fail(attempt, next(iter(self._hopeless.values())))
             return
-        for other in self._visits.values():
-            if other is not visit and other.replica in loads:
+        for other in self._attempts.values():
+            if other is not attempt and other.replica in loads:
                 loads[other.replica] += 1
         up = {each: load for each, load in loads.items() if self._is_up[each]}
-        visit.replica = self._router.choose(visit.enter, up or loads)
-        self._hand_over(visit, visit.entry(), *visit.extends)
+        attempt.replica = self._router.choose(attempt.enter, up or loads)
+        self._hand_over(attempt, attempt.entry(), *attempt.extends)
 
-    def _hand_over(self, visit: Visit, *commands: Command) -> None:
+    def _hand_over(self, attempt: Attempt, *commands: Command) -> None:
         """Send what concerns a request to its worker; if none is up, it gets all of it later."""
-        if self._is_up[visit.replica]:
-            self._outboxes[visit.replica] += commands
+        if self._is_up[attempt.replica]:
+            self._outboxes[attempt.replica] += commands
 
     def flush(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
@@ -462,8 +471,8 @@ class RemoteLink(StageLink):
         try:
             self._ports[replica].send(commands)
             for command in commands:
-                if isinstance(command, Enter) and command.request_id in self._visits:
-                    self._visits[command.request_id].is_sent = True
+                if isinstance(command, Enter) and command.request_id in self._attempts:
+                    self._attempts[command.request_id].is_sent = True
         except WorkerGone:
             return  # they are sent to the next one
         except (ValueError, MemoryError) as error:
@@ -471,14 +480,14 @@ class RemoteLink(StageLink):
                 for command in commands:
                     self._dispatch(replica, (command,))
                 return
-            visit = self._visits.get(commands[0].request_id)
-            if visit is not None:
+            attempt = self._attempts.get(commands[0].request_id)
+            if attempt is not None:
                 has_begun = not isinstance(commands[0], Enter)
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 is_prompts = not kind and isinstance(commands[0], Enter) and not commands[0].sources
-                self._fail(visit, f"{kind}{error}", has_begun=has_begun, refused=is_prompts)
+                self._fail(attempt, f"{kind}{error}", has_begun=has_begun, refused=is_prompts)
                 if has_begun:
-                    self._hand_over(visit, Abort(visit.enter.request_id))
+                    self._hand_over(attempt, Abort(attempt.enter.request_id))
 
     def _hear(self, replica: int, message: Any) -> None:
         match message:
@@ -496,8 +505,8 @@ class RemoteLink(StageLink):
                 self._trace("worker started", replica)
                 self._outboxes[replica] = []
                 self._idle_at[replica] = -1
-                for visit in [each for each in self._visits.values() if each.replica == replica]:
-                    self._hand_over(visit, visit.entry(), *visit.extends)
+                for attempt in self._attempts_of(replica):
+                    self._hand_over(attempt, attempt.entry(), *attempt.extends)
             case NotBuilt():
                 _logger.warning(
                     "a worker of stage %r cannot be built: %s", self._name, message.error
@@ -505,42 +514,42 @@ class RemoteLink(StageLink):
             case Ended():
                 self._bury(replica, message)
 
-    def _take(self, event: Event | Grown) -> None:
-        visit = self._by_ticket.get(event.ticket)
-        if visit is None:
+    def _take(self, event: Event) -> None:
+        attempt = self._by_ticket.get(event.ticket)
+        if attempt is None:
             return
         match event:
-            case Took():
-                if visit.take():
-                    self._news.append(Took(visit.enter.ticket))
+            case Ack():
+                if attempt.take():
+                    self._news.append(Ack(attempt.enter.ticket))
             case Failed():
-                if event.is_stages and visit.num_runs <= self._max_retries:
-                    self._run_again(visit)
+                if event.is_stages and attempt.num_runs <= self._max_retries:
+                    self._run_again(attempt)
                 else:
-                    self._forget(visit)
-                    self._news.append(replace(event, ticket=visit.enter.ticket))
-            case Moved() | Grown():
-                self._move(visit, event)
+                    self._forget(attempt)
+                    self._news.append(replace(event, ticket=attempt.enter.ticket))
+            case Output():
+                self._take_output(attempt, event)
 
-    def _move(self, visit: Visit, event: Moved | Grown) -> None:
-        output = event.output
-        if output is not None and output.error is not None and visit.num_runs <= self._max_retries:
+    def _take_output(self, attempt: Attempt, event: Output) -> None:
+        delta = event.delta
+        if delta is not None and delta.error is not None and attempt.num_runs <= self._max_retries:
             # It was interrupted, perhaps; what is wrong with the request itself comes out again.
-            self._run_again(visit)
+            self._run_again(attempt)
             return
         try:
-            moved = visit.hear(event)
-        except ContradictionError:
-            self._hand_over(visit, Abort(visit.enter.request_id))
-            told = "its worker died, and another run did not say what the first one had said"
-            self._fail(visit, told)
+            new = attempt.new_in(event)
+        except ValueError:
+            self._hand_over(attempt, Abort(attempt.enter.request_id))
+            error = "its worker died, and another run did not say what the first one had said"
+            self._fail(attempt, error)
             return
-        if output is not None and output.finished:
-            if output.error is None:
-                self._lives[visit.replica].note_success()
-            self._forget(visit)
-        if moved is not None:
-            self._news.append(moved)
+        if delta is not None and delta.finished:
+            if delta.error is None:
+                self._lives[attempt.replica].note_success()
+            self._forget(attempt)
+        if new is not None:
+            self._news.append(new)
 
     def _bury(self, replica: int, ended: Ended) -> None:
         """A worker has ended: run again what it had."""
@@ -557,22 +566,25 @@ class RemoteLink(StageLink):
             told = f"it cannot be used any more: its worker {ended.reason}"
             self._hopeless[replica] = told
             _logger.error("stage %r: a worker %s, for the last time", self._name, ended.reason)
-        for visit in [each for each in self._visits.values() if each.replica == replica]:
-            if visit.is_sent and visit.num_runs > self._max_retries:
-                runs = f"{visit.num_runs} times" if visit.num_runs > 1 else "once"
+        for attempt in self._attempts_of(replica):
+            if attempt.is_sent and attempt.num_runs > self._max_retries:
+                runs = f"{attempt.num_runs} times" if attempt.num_runs > 1 else "once"
                 told = f"its worker {ended.reason} while it had this request; it was run {runs}"
-                self._fail(visit, told)
-            elif visit.is_sent:
-                self._run_again(visit)
+                self._fail(attempt, told)
+            elif attempt.is_sent:
+                self._run_again(attempt)
             else:
-                self._place(visit)
+                self._place(attempt)
 
-    def _run_again(self, visit: Visit) -> None:
-        del self._by_ticket[visit.ticket]
-        visit.begin_again(next(self._tickets))
-        self._by_ticket[visit.ticket] = visit
-        self._place(visit)
-        self._trace(RUN_AGAIN, visit.replica, visit.enter.request_id, run=visit.num_runs)
+    def _attempts_of(self, replica: int) -> list[Attempt]:
+        return [each for each in self._attempts.values() if each.replica == replica]
+
+    def _run_again(self, attempt: Attempt) -> None:
+        del self._by_ticket[attempt.ticket]
+        attempt.begin_again(next(self._tickets))
+        self._by_ticket[attempt.ticket] = attempt
+        self._place(attempt)
+        self._trace(RUN_AGAIN, attempt.replica, attempt.enter.request_id, run=attempt.num_runs)
 
     def _trace(
         self, name: str, replica: int, request_id: str | None = None, **args: int | str
@@ -584,20 +596,20 @@ class RemoteLink(StageLink):
             self._traces.append(Traced((event,), replica, this_clock(), now_s))
 
     def _fail(
-        self, visit: Visit, told: str, *, has_begun: bool = True, refused: bool = False
+        self, attempt: Attempt, error: str, *, has_begun: bool = True, refused: bool = False
     ) -> None:
-        self._forget(visit)
-        error = f"stage {self._name!r}: {told}"
-        self._news.append(Failed(visit.enter.ticket, error, has_begun, refused))
+        self._forget(attempt)
+        message = f"stage {self._name!r}: {error}"
+        self._news.append(Failed(attempt.enter.ticket, message, has_begun, refused))
         self._on_news()
 
-    def _forget(self, visit: Visit) -> None:
-        self._visits.pop(visit.enter.request_id, None)
-        self._by_ticket.pop(visit.ticket, None)
+    def _forget(self, attempt: Attempt) -> None:
+        self._attempts.pop(attempt.enter.request_id, None)
+        self._by_ticket.pop(attempt.ticket, None)
 
     def _busy(self) -> set[int]:
         """The replicas that have requests."""
-        return {visit.replica for visit in self._visits.values()}
+        return {attempt.replica for attempt in self._attempts.values()}
 
     def _is_stalled(self) -> bool:
         return any(self._lives[replica].time_to_stall() <= 0 for replica in self._busy())

@@ -24,7 +24,6 @@ from stages.remote.control import (
     Built,
     Call,
     GaveUp,
-    Grown,
     Idle,
     News,
     NotBuilt,
@@ -35,13 +34,12 @@ from stages.remote.control import (
     WorkerMessage,
     WorkerSpec,
 )
-from stages.remote.growing_output import OutputTails
 from stages.remote.segments import SegmentPool
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
 from stages.trace_events import Traced
-from stages.worker.messages import Abort, Command, Enter, Event, Failed, Moved
+from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
 
@@ -179,8 +177,6 @@ class WorkerLoop:
         self._is_over = False
         self._calls: WorkerCalls | None = None
         self._workers: dict[str, StageWorker] = {}  # the last stage first
-        self._tails = {stage.name: OutputTails() for stage in spec.stages}
-        self._tickets: dict[tuple[str, str], int] = {}
         self._num_commands = 0
         self._was_idle = False
         self._nap_s = _SHORTEST_NAP_S
@@ -292,49 +288,25 @@ class WorkerLoop:
                 self._send(self._calls.answer(message))
                 continue
             name, command = message
-            if isinstance(command, Enter):
-                self._tickets[name, command.request_id] = command.ticket
-            elif isinstance(command, Abort):
-                self._forget(name, command.request_id)
             self._workers[name].send(command)
             self._num_commands += 1
             has_any = True
         return has_any
 
     def _emit(self, traces: dict[str, list[Traced]], events: dict[str, list[Event]]) -> None:
-        ended = [
-            (name, request_id)
-            for name, of_stage in events.items()
-            for event in of_stage
-            if (request_id := _ended_by(event)) is not None
-        ]
+        ended = {name for name, of_stage in events.items() if any(map(_is_end, of_stage))}
         if ended:  # before the end is emitted: should this process die, its work has been counted
-            self._send_counts({name for name, _ in ended})
-        short = {
-            name: [
-                self._tails[name].shorten(each) if isinstance(each, Moved) else each
-                for each in of_stage
-            ]
-            for name, of_stage in events.items()
-        }
-        names = [name for name in self._workers if name in traces or name in short]
+            self._send_counts(ended)
+        names = [name for name in self._workers if name in traces or name in events]
         try:
-            self._send(News({n: (*traces.get(n, ()), *short.get(n, ())) for n in names}))
+            self._send(News({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
-            for name, of_stage in short.items():
+            for name, of_stage in events.items():
                 for event in of_stage:
                     self._emit_alone(name, event)
-        for name, request_id in ended:
-            self._tickets.pop((name, request_id), None)
-        for name, news in events.items():
-            for event in news:
-                if isinstance(event, Failed):
-                    for (stage, request_id), ticket in list(self._tickets.items()):
-                        if stage == name and ticket == event.ticket:
-                            self._forget(name, request_id)
 
-    def _emit_alone(self, name: str, event: Event | Grown) -> None:
+    def _emit_alone(self, name: str, event: Event) -> None:
         try:
             self._send(News({name: (event,)}))
         except (MemoryError, ValueError) as error:
@@ -342,18 +314,15 @@ class WorkerLoop:
                 f"stage {name!r}: its output cannot be handed on: {type(error).__name__}: {error}"
             )
             _logger.exception("an output of stage %r cannot be handed on", name)
-            if isinstance(event, Moved | Grown) and event.output is not None:
-                self._workers[name].send(Abort(event.output.request_id))
+            if isinstance(event, Output):
+                parts = (event.delta, *(chunk.output for chunk in event.chunks))
+                request_id = next(part.request_id for part in parts if part is not None)
+                self._workers[name].send(Abort(request_id))
             self._send(News({name: (Failed(event.ticket, message),)}))
 
     def _send_counts(self, names: Iterable[str]) -> None:
         self._counted_at = time.monotonic()
         self._send(Beat({name: self._workers[name].stage.stats() for name in names}))
-
-    def _forget(self, name: str, request_id: str) -> None:
-        ticket = self._tickets.pop((name, request_id), None)
-        if ticket is not None:
-            self._tails[name].forget(ticket)
 
     def _sleep(self, longest_s: float | None) -> None:
         """Sleep until something comes, or it is time for a sign of life."""
@@ -364,10 +333,9 @@ class WorkerLoop:
             self._has_changed = False
 
 
-def _ended_by(event: Event) -> str | None:
-    """The id of the request whose last output an event has."""
-    output = event.output if isinstance(event, Moved) else None
-    return output.request_id if output is not None and output.finished else None
+def _is_end(event: Event) -> bool:
+    """Whether a stage has put out the last of a request."""
+    return isinstance(event, Output) and event.delta is not None and event.delta.finished
 
 
 def worker_main(sock: socket.socket, argument: bytes) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.interface.deferred import items_from, num_items, with_fields
+from engine.interface.outputs import OutputDelta
 from stages.stage import Stage, StageOutput
+from stages.stage_output import OutputAccumulator
 from stages.worker.messages import Chunk, StreamedEdge, StreamPlace
 
 if TYPE_CHECKING:
@@ -69,26 +70,27 @@ class ChunkCutter:
         """Whether anything was handed on."""
         return bool(self.next_token or self.next_row)
 
-    def cut(self, output: StageOutput) -> Chunk | None:
+    def cut(self, delta: OutputDelta, so_far: OutputAccumulator) -> Chunk | None:
         """Take the next chunk off what the source has made so far; None if none is due.
 
         Args:
-            output: the newest of the source.
+            delta: the newest of the source.
+            so_far: all its deltas.
 
         Raises:
             Exception: whatever the source raises when it is asked for its rows.
         """
-        if not self.is_open or output.failure is not None:
+        if not self.is_open or delta.failure is not None:
             return None
-        if output.finished:
-            tensors = {name: rows[self.next_row :] for name, rows in output.tensors.items()}
-            return self._take(output, tensors)
-        num_tokens = num_items(output, "token_ids")
+        if delta.finished:
+            tensors = {name: rows[self.next_row :] for name, rows in delta.tensors.items()}
+            return self._take(so_far.output(), tensors)
+        num_tokens = len(so_far.token_ids)
         if num_tokens - self.next_token < self.edge.chunk_size:
             return None
-        num_rows = output.num_prompt_tokens + num_tokens - 1 - self.next_row
-        rows = self._partial_tensors(output.request_id, num_rows)
-        return None if rows is None else self._take(output, rows)
+        num_rows = delta.num_prompt_tokens + num_tokens - 1 - self.next_row
+        rows = self._partial_tensors(delta.request_id, num_rows)
+        return None if rows is None else self._take(so_far.output(), rows)
 
     def _partial_tensors(self, request_id: str, num_rows: int) -> Mapping[str, Tensor] | None:
         """The next rows of a live request; None if the source does not have them now."""
@@ -101,9 +103,9 @@ class ChunkCutter:
 
     def _take(self, output: StageOutput, tensors: Mapping[str, Tensor]) -> Chunk:
         first_row = self.next_row
-        token_ids = items_from(output, "token_ids", self.next_token)
+        token_ids = output.token_ids[self.next_token :]
         self.next_token += len(token_ids)
         self.next_row += max((rows.shape[0] for rows in tensors.values()), default=0)
         self.outstanding += 1
-        piece = with_fields(output, token_ids=token_ids, tensors=tensors)
+        piece = replace(output, token_ids=token_ids, tensors=tensors)
         return Chunk(self.edge.consumer, piece, first_row)

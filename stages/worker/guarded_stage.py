@@ -13,10 +13,12 @@ from functools import partial
 from typing import Self, TypeVar
 
 from engine.interface.log_fields import log_fields, package_logger
+from engine.interface.outputs import OutputDelta
 from engine.interface.ownership import renew_in_forks
-from stages.stage import Prepared, Stage, StageOutput
+from stages.stage import Prepared, Stage
 from stages.stage_config import StageConfig
-from stages.worker.stay import Stay
+from stages.worker.request_state import RequestState
+from stages.worker.stage_steps import StageSteps
 
 __all__ = ["MOST_REBUILDS", "Blamed", "BrokenStage", "GuardedStage", "StepThreads"]
 
@@ -234,8 +236,9 @@ class GuardedStage:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.inside: dict[str, Stay] = {}
+        self.inside: dict[str, RequestState] = {}
         self._broken = BrokenStage(stage)
+        self._steps = StageSteps(stage)
         self._threads = StepThreads.of(stage)
         # What is to be told to requests that it lost when it was built anew.
         self._lost: dict[str, str] = {}
@@ -246,17 +249,17 @@ class GuardedStage:
         """See :meth:`~stages.worker.guarded_stage.StepThreads.own_thread`."""
         self._threads.own_thread()
 
-    def prepare(self, stay: Stay) -> Prepared:
+    def prepare(self, state: RequestState) -> Prepared:
         """Have the stage prepare a request whose prompt is made; in any thread.
 
         Raises:
             ValueError: the stage refuses it.
         """
-        assert stay.request is not None, "its prompt has been made"
-        with self.blamed(stay.request_id):
-            return self.stage.prepare(stay.request)
+        assert state.request is not None, "its prompt has been made"
+        with self.blamed(state.request_id):
+            return self.stage.prepare(state.request)
 
-    def add(self, stay: Stay, prepared: Prepared) -> None:
+    def add(self, state: RequestState, prepared: Prepared) -> None:
         """Hand the stage a request that it has prepared.
 
         Raises:
@@ -264,9 +267,9 @@ class GuardedStage:
         """
         if self._broken.is_broken and (failure := self._rebuild()) is not None:
             raise ValueError(f"stage {self.stage.name!r}: {failure}")
-        stay.is_inside = True
-        self.inside[stay.request_id] = stay
-        with self.blamed(stay.request_id):
+        state.is_inside = True
+        self.inside[state.request_id] = state
+        with self.blamed(state.request_id):
             try:
                 self.stage.add(prepared)
             except Exception as error:  # the stage's own, that it is broken included
@@ -275,26 +278,26 @@ class GuardedStage:
                 # Since earlier, perhaps: without requests there was nothing to tell it by.
                 self._broken.note(error)
                 self._rebuild()
-                if (failure := self._lost.pop(stay.request_id, None)) is not None:
+                if (failure := self._lost.pop(state.request_id, None)) is not None:
                     raise ValueError(failure) from error
 
-    def step(self) -> tuple[list[StageOutput], Mapping[str, str]]:
+    def step(self) -> tuple[list[OutputDelta], Mapping[str, str]]:
         """One unit of work of the stage.
 
         Returns:
-            Its outputs; and ``request_id -> error`` of those requests that it has lost, which all
+            What is new; and ``request_id -> error`` of those requests that it has lost, which all
             are still inside.
         """
         with log_fields(self.stage.name), self._threads:
             return self._step()
 
-    def _step(self) -> tuple[list[StageOutput], Mapping[str, str]]:
+    def _step(self) -> tuple[list[OutputDelta], Mapping[str, str]]:
         lost, self._raised = self._lost, None
         if self._broken.is_broken:
             self._rebuild()
         elif not lost:
             try:
-                return self.stage.step(), {}
+                return self._steps.step(), {}
             except Exception as error:  # whatever it is, the other stages' requests go on
                 if self.stage.is_broken:
                     self._broken.note(error)
@@ -329,44 +332,45 @@ class GuardedStage:
             self._rebuild()
         return broken.failure
 
-    def leave(self, stay: Stay, *, has_failed: bool) -> None:
+    def leave(self, state: RequestState, *, has_failed: bool) -> None:
         """The stage is done with a request."""
-        del self.inside[stay.request_id]
-        stay.is_inside = False
+        del self.inside[state.request_id]
+        state.is_inside = False
         if not has_failed:
             self._broken.note_success()
 
-    def resume(self, stay: Stay) -> None:
+    def resume(self, state: RequestState) -> None:
         """Let a paused request go on."""
-        stay.is_paused = False
+        state.is_paused = False
         if self._broken.is_broken:
             return
         try:
-            self.stage.resume_request(stay.request_id)
+            self.stage.resume_request(state.request_id)
         except Exception as error:  # its requests end, or begin anew, in the next step
             self._broken.note(error)
 
-    def drop(self, stay: Stay) -> None:
+    def drop(self, state: RequestState) -> None:
         """Take a request out of the stage, if that has it."""
-        if not stay.is_inside:
+        if not state.is_inside:
             return
-        self._abort(stay.request_id)
-        self.inside.pop(stay.request_id, None)
-        stay.is_inside = False
-        self._lost.pop(stay.request_id, None)
+        self._abort(state.request_id)
+        self.inside.pop(state.request_id, None)
+        state.is_inside = False
+        self._lost.pop(state.request_id, None)
 
     def drop_all(self) -> None:
         """Take all requests out of the stage, whatever state an exception left."""
         inside, self.inside = self.inside, {}
         self._lost, self._raised = {}, None
-        for stay in inside.values():
-            stay.is_inside = False
-            self._abort(stay.request_id)
+        for state in inside.values():
+            state.is_inside = False
+            self._abort(state.request_id)
         if not self._broken.is_broken and self.stage.has_unfinished_requests:
             self._broken.note(RuntimeError("it holds requests that are over"))
         self.recover()
 
     def _abort(self, request_id: str) -> None:
+        self._steps.forget(request_id)
         try:
             self.stage.abort(request_id)
         except Exception as error:  # the request is over either way; the stage may be as well
@@ -384,24 +388,26 @@ class GuardedStage:
         except ValueError as error:
             self._lost.update(dict.fromkeys(self.inside, str(error)))
             return str(error)
-        for request_id, stay in self.inside.items():
-            stay.is_paused = False
-            if request_id not in self._lost and not self._begin_anew(stay):
+        self._steps.clear()
+        for request_id, state in self.inside.items():
+            state.is_paused = False
+            if request_id not in self._lost and not self._restart(state):
                 self._lost[request_id] = told
         return None
 
-    def _begin_anew(self, stay: Stay) -> bool:
-        """Hand a request to the stage once more, if nothing that was told of it can change."""
+    def _restart(self, state: RequestState) -> bool:
+        """Hand a request to the stage once more, if nothing was emitted that could change."""
         # Of a prompt that came in chunks, those that were taken are gone.
-        if stay.has_begun_anew or stay.is_streamed or stay.was_told_of or stay.request is None:
+        if state.was_restarted or state.is_streamed or state.has_emitted or state.request is None:
             return False
-        stay.has_begun_anew = True
+        state.was_restarted = True
+        state.begin_output(self.stage.name)
         try:
-            with self.blamed(stay.request_id):
-                self.stage.add_request(stay.request)
+            with self.blamed(state.request_id):
+                self.stage.add_request(state.request)
         except ValueError:
-            about = {"request_id": stay.request_id}
-            _logger.exception("request %r could not begin anew", stay.request_id, extra=about)
+            about = {"request_id": state.request_id}
+            _logger.exception("request %r could not begin anew", state.request_id, extra=about)
             return False
         return True
 

@@ -1,10 +1,10 @@
-"""What a stage's worker is told, and what it tells.
+"""Commands to a stage's worker, and events from it.
 
 Commands go from the orchestrator to a worker, events come back. They hold live objects; a worker in
 another process gets them encoded, tensors apart::
 
     orchestrator ── Enter, Extend, Credit, CloseStream, Lift, Abort ──► worker
-    orchestrator ◄── Moved, Took, Failed ──────────────────────────── worker
+    orchestrator ◄── Output, Ack, Failed ──────────────────────────── worker
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engine import Prompt, SamplingParams
+from engine.interface.outputs import OutputDelta
 from stages.stage import StageOutput
 
 __all__ = [
     "Abort",
+    "Ack",
     "Chunk",
     "CloseStream",
     "Command",
@@ -27,10 +29,9 @@ __all__ = [
     "Extend",
     "Failed",
     "Lift",
-    "Moved",
+    "Output",
     "StreamPlace",
     "StreamedEdge",
-    "Took",
 ]
 
 
@@ -86,7 +87,7 @@ class Enter:
     """A request comes to a stage. Events about it carry its ``ticket``.
 
     Attributes:
-        ticket: tells this stay from any other one, of the same request as well.
+        ticket: tells this request in this stage from any other one, of the same id as well.
         request_id: of the request.
         prompt: the user's.
         sources: what the stage's transform makes its prompt of: the finished outputs of the stages
@@ -150,7 +151,7 @@ class Lift:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop a request; nothing is told of it any more."""
+    """Drop a request; no event about it follows."""
 
     request_id: str
 
@@ -159,22 +160,24 @@ Command: TypeAlias = Enter | Extend | Credit | CloseStream | Lift | Abort
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A stage put something out. If the output is finished, the stage has the request no more.
+class Output:
+    """A stage put something out. If the delta is finished, the stage has the request no more.
+
+    Of a stage of which the user gets nothing, there is one delta in the end.
 
     Attributes:
-        ticket: of the stay.
-        output: what the stage has made so far; None if only the chunks are new.
+        ticket: of the request in this stage.
+        delta: what is new; None if only the chunks are.
         chunks: what is due on its streamed edges.
     """
 
     ticket: int
-    output: StageOutput | None
+    delta: OutputDelta | None
     chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Ack:
     """A stage has taken a chunk."""
 
     ticket: int
@@ -185,10 +188,10 @@ class Failed:
     """A request cannot go on; the stage has it no more.
 
     Attributes:
-        ticket: of the stay.
+        ticket: of the request in this stage.
         error: why, with the stage's name.
         has_begun: whether the stage had let it in.
-        refused: whether it could not run as it was asked for: it is the asker's to mend.
+        refused: whether it could not run as it was asked for: it is the client's to fix.
         is_stages: whether the stage failed as a whole, so that another run may come through.
     """
 
@@ -199,4 +202,4 @@ class Failed:
     is_stages: bool = False
 
 
-Event: TypeAlias = Moved | Took | Failed
+Event: TypeAlias = Output | Ack | Failed

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stages.stage import Stage, StageOutput, StageStats, Transform
+from engine.interface.outputs import OutputDelta
+from stages.stage import Stage, StageStats, Transform
 from stages.trace_events import StageEvent, Traced, this_clock
-from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, Moved, StreamedEdge
+from stages.worker.messages import Abort, Command, Enter, Event, Extend, Failed, StreamedEdge
+from stages.worker.request_state import RequestState
 from stages.worker.stage_worker import StageWorker
-from stages.worker.stay import Stay
 
 __all__ = ["StageTracer", "TracedWorker"]
 
@@ -38,22 +39,28 @@ class TracedWorker(StageWorker):
         super().__init__(stage, transform, edges)
         self._replica = replica
         self._tracer = StageTracer(stage)
+        self._moved: list[tuple[int, OutputDelta]] = []
 
     def send(self, command: Command) -> None:
         """See :class:`StageWorker`."""
         start_s, num_news = time.monotonic(), len(self._news)
         super().send(command)
         end_s = time.monotonic()
-        stay = self._stays.get(command.request_id)
-        self._tracer.commanded(command, start_s, end_s, stay)
+        state = self._states.get(command.request_id)
+        self._tracer.commanded(command, start_s, end_s, state)
         self._tracer.note_failures(self._news[num_news:], end_s)
 
     def work(self) -> None:
         """See :class:`StageWorker`."""
         start_s, num_news = time.monotonic(), len(self._news)
         super().work()
-        news = self._news[num_news:]
-        self._tracer.worked(start_s, time.monotonic(), news, self._stays)
+        news, moved = self._news[num_news:], self._moved
+        self._moved = []
+        self._tracer.worked(start_s, time.monotonic(), moved, news, self._states)
+
+    def _emit(self, state: RequestState, delta: OutputDelta) -> None:
+        self._moved.append((state.enter.ticket, delta))
+        super()._emit(state, delta)
 
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
@@ -78,7 +85,7 @@ class _Track:
     """What is known of one request in the stage; times are ``time.monotonic``.
 
     Attributes:
-        ticket: of its stay.
+        ticket: of it in this stage.
         since: until when all has been told.
         is_inside: whether the stage has it.
         has_run: whether any step has run it.
@@ -122,14 +129,16 @@ class StageTracer:
         """How many :meth:`take` would give."""
         return len(self._events)
 
-    def commanded(self, command: Command, start_s: float, end_s: float, stay: Stay | None) -> None:
+    def commanded(
+        self, command: Command, start_s: float, end_s: float, state: RequestState | None
+    ) -> None:
         """Take note of a command that was done.
 
         Args:
             command: that came.
             start_s: when it came.
             end_s: when it was done.
-            stay: of the request that it was about; None if it is not here any more.
+            state: of the request that it was about; None if it is not here any more.
         """
         request_id = command.request_id
         if isinstance(command, Enter):
@@ -148,38 +157,41 @@ class StageTracer:
                 self._moment("aborted", end_s, request_id)
                 self._forget(request_id)
                 return
-        if stay is not None:
-            self._look(track, stay, end_s)
+        if state is not None:
+            self._look(track, state, end_s)
 
     def worked(
-        self, start_s: float, end_s: float, news: Iterable[Event], stays: Mapping[str, Stay]
+        self,
+        start_s: float,
+        end_s: float,
+        moved: Sequence[tuple[int, OutputDelta]],
+        news: Sequence[Event],
+        states: Mapping[str, RequestState],
     ) -> None:
         """Take note of a turn.
 
         Args:
             start_s: when it began.
             end_s: when it was over.
+            moved: the requests that its step moved, by their tickets.
             news: what came of it.
-            stays: of all requests that the worker has now.
+            states: of all requests that the worker has now.
         """
         # What was let in, or paused, was so before the stage's step.
-        for request_id, stay in stays.items():
+        for request_id, state in states.items():
             if (track := self._tracks.get(request_id)) is not None:
-                self._look(track, stay, start_s)
-        told = list(news)
+                self._look(track, state, start_s)
         counted, before = self._stage.stats(), self._counted
         self._counted = counted
-        moved = [event for event in told if isinstance(event, Moved)]
         if moved or counted.num_steps != before.num_steps:
             args = _step_args(counted, before, len(moved))
             self._events.append(StageEvent("step", start_s, end_s, None, args))
-        for event in moved:
-            moved_id = self._request_ids.get(event.ticket)
-            if moved_id is not None and event.output is not None:
-                self._ran(moved_id, event.output, start_s, end_s)
-        self.note_failures(told, end_s)
-        for request_id, stay in stays.items():
-            if stay.is_streamed and stay.is_inside and not stay.pending:
+        for ticket, delta in moved:
+            if (moved_id := self._request_ids.get(ticket)) is not None:
+                self._ran(moved_id, delta, start_s, end_s)
+        self.note_failures(news, end_s)
+        for request_id, state in states.items():
+            if state.is_streamed and state.is_inside and not state.pending:
                 self._note_lack(request_id, end_s)
 
     def note_failures(self, news: Iterable[Event], end_s: float) -> None:
@@ -198,42 +210,38 @@ class StageTracer:
             args = {"from": " + ".join(source.stage for source in enter.sources)}
             self._span("make prompt", track, start_s, end_s, enter.request_id, args)
 
-    def _look(self, track: _Track, stay: Stay, now_s: float) -> None:
+    def _look(self, track: _Track, state: RequestState, now_s: float) -> None:
         """See what has changed with a request."""
-        request_id = stay.request_id
-        if stay.is_inside and not track.is_inside:
+        request_id = state.request_id
+        if state.is_inside and not track.is_inside:
             track.is_inside = True
             self._span("prepare", track, track.since, now_s, request_id)
-        if stay.is_paused and track.rests_since is None:
+        if state.is_paused and track.rests_since is None:
             track.rests_since = max(now_s, track.since)
-        elif not stay.is_paused and track.rests_since is not None:
+        elif not state.is_paused and track.rests_since is not None:
             self._span("resting", track, track.rests_since, now_s, request_id)
             track.rests_since = None
 
-    def _ran(
-        self, request_id: str, output: StageOutput | None, start_s: float, end_s: float
-    ) -> None:
-        """A step has moved a request, be it that only chunks came of it."""
-        track = self._tracks[request_id]
+    def _ran(self, request_id: str, delta: OutputDelta, start_s: float, end_s: float) -> None:
+        """A step has moved a request."""
+        track, metrics = self._tracks[request_id], delta.metrics
         self._end_lack(track, start_s, request_id)
         if not track.has_run:
             track.has_run = True
-            queue_s = None if output is None else output.metrics.queue_s
-            self._waited(track, request_id, queue_s, start_s)
+            self._waited(track, request_id, metrics.queue_s if metrics else None, start_s)
         self._span("step", track, start_s, end_s, request_id)
-        if output is not None and output.finished:
-            if output.num_cached_tokens:
-                counts = {"tokens": output.num_cached_tokens, "of": output.num_prompt_tokens}
+        if delta.finished:
+            if delta.num_cached_tokens:
+                counts = {"tokens": delta.num_cached_tokens, "of": delta.num_prompt_tokens}
                 self._moment("hit", end_s, request_id, counts)
-            if output.metrics.num_preemptions:
-                times = {"times": output.metrics.num_preemptions}
-                self._moment("preempted", end_s, request_id, times)
+            if metrics is not None and metrics.num_preemptions:
+                self._moment("preempted", end_s, request_id, {"times": metrics.num_preemptions})
             self._forget(request_id)
 
     def _waited(
         self, track: _Track, request_id: str, queue_s: float | None, start_s: float
     ) -> None:
-        """Tell how long a request waited before it first ran, and of steps that told nothing."""
+        """Tell how long a request waited before it first ran, and of steps without outputs."""
         first_s = start_s if queue_s is None else min(start_s, track.since + queue_s)
         self._span("waiting", track, track.since, first_s, request_id)
         if first_s < start_s:

@@ -8,14 +8,17 @@ from functools import partial
 from itertools import count
 
 from engine import CodecPrompt, Prompt, SamplingParams, SpeechPrompt
-from engine.interface.deferred import with_fields
+from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import RequestSeeds
 from stages.stage import Prepared, Stage, StageOutput, StageRequest, Transform, TransformContext
+from stages.stage_output import OutputAccumulator
 from stages.worker.chunk_cutter import ChunkCutter
 from stages.worker.guarded_stage import GuardedStage
 from stages.worker.messages import (
     Abort,
+    Ack,
+    Chunk,
     CloseStream,
     Command,
     Credit,
@@ -24,14 +27,13 @@ from stages.worker.messages import (
     Extend,
     Failed,
     Lift,
-    Moved,
+    Output,
     StreamedEdge,
     StreamPlace,
-    Took,
 )
 from stages.worker.preparations import Preparations, is_light
+from stages.worker.request_state import RequestState
 from stages.worker.stage_link import StageLink
-from stages.worker.stay import Stay
 
 __all__ = ["StageWorker", "num_tensor_bytes"]
 
@@ -48,10 +50,10 @@ def _num_bytes(output: StageOutput) -> int:
 
 
 class StageWorker(StageLink):
-    """Owns a stage and every request's stay in it. ::
+    """Owns a stage and the state of every request in it. ::
 
-        Enter ──► transform ──► made ready ──► stage.step ──► Moved: output, chunks
-        Extend ─► transform ──► pending ──► stage.extend_request ──► Took
+        Enter ──► transform ──► made ready ──► stage.step ──► Output: delta, chunks
+        Extend ─► transform ──► pending ──► stage.extend_request ──► Ack
 
     A request whose chunks are not taken as fast as they come rests in the stage, before its next
     step. Whatever goes wrong with one request ends that request alone, and is told of it.
@@ -74,9 +76,9 @@ class StageWorker(StageLink):
         # same seeds in every run.
         self._orders = count()
         self._seeds: RequestSeeds | None = None
-        self._stays: dict[str, Stay] = {}
+        self._states: dict[str, RequestState] = {}
         self._news: list[Event] = []
-        self._preparations: Preparations[Stay, Prepared] | None = None
+        self._preparations: Preparations[RequestState, Prepared] | None = None
         self._on_news: Callable[[], object] | None = None
         self._has_moved = False
         # Counted by the stage when it was last asked whether it is idle.
@@ -126,24 +128,24 @@ class StageWorker(StageLink):
         if isinstance(command, Enter):
             self._enter(command)
             return
-        stay = self._stays.get(command.request_id)
-        if stay is None:  # it has ended here before its sender heard of that
+        state = self._states.get(command.request_id)
+        if state is None:  # it has ended here before its sender heard of that
             return
         match command:
             case Extend():
-                self._extend(stay, command)
+                self._extend(state, command)
             case Credit():
-                cutter = stay.cutters[command.consumer]
+                cutter = state.cutters[command.consumer]
                 cutter.outstanding = max(0, cutter.outstanding - 1)
-                self._resume_if_drained(stay)
+                self._resume_if_drained(state)
             case CloseStream():
-                stay.cutters[command.consumer].is_open = False
-                self._resume_if_drained(stay)
+                state.cutters[command.consumer].is_open = False
+                self._resume_if_drained(state)
             case Lift():
-                if stay.is_paused:
-                    self._guarded.resume(stay)
+                if state.is_paused:
+                    self._guarded.resume(state)
             case Abort():
-                self._drop(stay)
+                self._drop(state)
 
     def work(self) -> None:
         """Let in what has been prepared; one step of the stage; hand it the chunks it waits for."""
@@ -152,10 +154,10 @@ class StageWorker(StageLink):
         if not inside:
             return
         self._let_rest()
-        outputs, lost = self._guarded.step()
-        for output in outputs:
-            if (stay := inside.get(output.request_id)) is not None:
-                self._tell(stay, output)
+        deltas, lost = self._guarded.step()
+        for delta in deltas:
+            if (state := inside.get(delta.request_id)) is not None:
+                self._emit(state, delta)
         if not lost and inside and not self.stage.has_unfinished_requests:
             message = "it lost the request: it has no work left, but never put it out"
             lost = dict.fromkeys(inside, message)
@@ -164,9 +166,9 @@ class StageWorker(StageLink):
             self._fail(inside[request_id], error, is_stages=True)
         if lost and not inside:
             self._guarded.recover()
-        for stay in [stay for stay in inside.values() if stay.pending]:
-            self._deliver(stay)
-        self._has_moved |= bool(self._news)
+        for state in [state for state in inside.values() if state.pending]:
+            self._deliver(state)
+        self._has_moved |= bool(deltas or self._news)
 
     def mend(self) -> str | None:
         """Rebuild the stage if it is broken and has no requests; why it cannot be used, if so."""
@@ -174,7 +176,7 @@ class StageWorker(StageLink):
 
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._stays, self._news = {}, []
+        self._states, self._news = {}, []
         if self._preparations is not None:
             self._preparations.clear()
         self._guarded.drop_all()
@@ -188,13 +190,15 @@ class StageWorker(StageLink):
         }
         is_streamed = self.stage.inputs is not None and self.stage.inputs.chunk_size is not None
         # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
-        stay = Stay(replace(enter, sources=()), cutters, is_streamed=is_streamed)
-        self._stays[enter.request_id] = stay
+        state = RequestState(replace(enter, sources=()), cutters, is_streamed=is_streamed)
+        if cutters or not self.stage.final_output:
+            state.so_far = OutputAccumulator(enter.request_id, self.stage.name)
+        self._states[enter.request_id] = state
         if enter.sources:
             self.stage.note_transfer(num_tensor_bytes(enter.sources))
         try:
-            prompt = self._prompt(stay, enter.sources, enter.first_row)
-            stay.request = StageRequest(
+            prompt = self._prompt(state, enter.sources, enter.first_row)
+            state.request = StageRequest(
                 request_id=enter.request_id,
                 prompt=prompt,
                 sampling=self._seeded(enter.sampling),
@@ -203,16 +207,16 @@ class StageWorker(StageLink):
                 order=next(self._orders),
             )
             if is_streamed:
-                self._news.append(Took(enter.ticket))
+                self._news.append(Ack(enter.ticket))
             # Behind other stages, what takes no time worth speaking of enters at once.
             light, group = is_light(prompt), enter.group
             if self._preparations is None or (group is None and light):
-                self._guarded.add(stay, self._guarded.prepare(stay))
+                self._guarded.add(state, self._guarded.prepare(state))
             else:
-                prepare = partial(self._guarded.prepare, stay)
-                self._preparations.submit(stay, prepare, group=group, light=light)
+                prepare = partial(self._guarded.prepare, state)
+                self._preparations.submit(state, prepare, group=group, light=light)
         except ValueError as error:
-            self._refuse(stay, error)
+            self._refuse(state, error)
 
     def _seeded(self, params: SamplingParams | None) -> SamplingParams | None:
         """A request's parameters, or the stage's own, with a seed if tokens are drawn for it."""
@@ -225,44 +229,46 @@ class StageWorker(StageLink):
         return params if seeded is given else seeded
 
     def _admit_prepared(self) -> None:
-        for stay, done in [] if self._preparations is None else self._preparations.take():
+        for state, done in [] if self._preparations is None else self._preparations.take():
             try:
                 error = done.exception()
                 if error is not None and not isinstance(error, ValueError):
                     raise ValueError(f"its preparation was ended by {described(error)}") from error
-                self._guarded.add(stay, done.result())
-                self._deliver(stay)
+                self._guarded.add(state, done.result())
+                self._deliver(state)
             except ValueError as error:
-                self._refuse(stay, error)
+                self._refuse(state, error)
 
-    def _extend(self, stay: Stay, extend: Extend) -> None:
+    def _extend(self, state: RequestState, extend: Extend) -> None:
         self.stage.note_transfer(num_tensor_bytes((extend.source,)))
         try:
-            stay.pending.append(self._prompt(stay, (extend.source,), extend.first_row))
+            state.pending.append(self._prompt(state, (extend.source,), extend.first_row))
         except ValueError as error:
-            self._fail(stay, error)
+            self._fail(state, error)
         else:
-            self._deliver(stay)
+            self._deliver(state)
 
-    def _deliver(self, stay: Stay) -> None:
+    def _deliver(self, state: RequestState) -> None:
         """Hand the stage the chunks that it can use now."""
         try:
-            while stay.pending and stay.is_inside:
-                with self._guarded.blamed(stay.request_id):
-                    if not self.stage.needs_input(stay.request_id):
+            while state.pending and state.is_inside:
+                with self._guarded.blamed(state.request_id):
+                    if not self.stage.needs_input(state.request_id):
                         break
-                    self.stage.extend_request(stay.request_id, stay.pending.popleft())
-                self._news.append(Took(stay.enter.ticket))
+                    self.stage.extend_request(state.request_id, state.pending.popleft())
+                self._news.append(Ack(state.enter.ticket))
         except ValueError as error:
-            self._fail(stay, error)
+            self._fail(state, error)
 
-    def _prompt(self, stay: Stay, sources: Sequence[StageOutput], first_row: int) -> Prompt:
+    def _prompt(
+        self, state: RequestState, sources: Sequence[StageOutput], first_row: int
+    ) -> Prompt:
         """A request's prompt: the user's own, or what the stage's transform makes.
 
         Raises:
             ValueError: the transform failed, or made what is no prompt or would never end.
         """
-        enter = stay.enter
+        enter = state.enter
         is_last = all(source.finished for source in sources)
         with self._guarded.blamed(enter.request_id):
             prompt = enter.prompt
@@ -290,60 +296,69 @@ class StageWorker(StageLink):
 
     def _let_rest(self) -> None:
         """Pause the requests that have made a chunk for which the next stage has no room."""
-        for stay in list(self._guarded.inside.values()):
+        for state in list(self._guarded.inside.values()):
             # Only after a cut: a request whose pause was lifted goes on until it has made a chunk.
-            if not stay.has_cut:
+            if not state.has_cut:
                 continue
-            stay.has_cut = False
-            if stay.is_held_up:
+            state.has_cut = False
+            if state.is_held_up:
                 try:
-                    with self._guarded.blamed(stay.request_id):
-                        self.stage.pause_request(stay.request_id)
-                    stay.is_paused = True
+                    with self._guarded.blamed(state.request_id):
+                        self.stage.pause_request(state.request_id)
+                    state.is_paused = True
                 except ValueError as error:
-                    self._fail(stay, error)
+                    self._fail(state, error)
 
-    def _resume_if_drained(self, stay: Stay) -> None:
-        if stay.is_paused and not stay.is_held_up:
-            self._guarded.resume(stay)
+    def _resume_if_drained(self, state: RequestState) -> None:
+        if state.is_paused and not state.is_held_up:
+            self._guarded.resume(state)
 
-    def _tell(self, stay: Stay, output: StageOutput) -> None:
-        """Tell what the stage put out, with the chunks that are due."""
-        stay.was_told_of |= bool(self.stage.final_output)
-        if output.finished:
-            self._guarded.leave(stay, has_failed=output.failure is not None)
-            del self._stays[stay.request_id]
-        try:
-            with self._guarded.blamed(stay.request_id):
-                cut = [cutter.cut(output) for cutter in stay.cutters.values()]
-        except ValueError as error:
-            # What it made so far is told, and that nothing follows.
-            self._news.append(Moved(stay.enter.ticket, with_fields(output, finished=False)))
-            self._fail(stay, error)
+    def _emit(self, state: RequestState, delta: OutputDelta) -> None:
+        """Emit what is new of a request, with the chunks that are due."""
+        ticket, is_shown, so_far = state.enter.ticket, self.stage.final_output, state.so_far
+        if delta.finished:
+            self._guarded.leave(state, has_failed=delta.failure is not None)
+            del self._states[state.request_id]
+        chunks: tuple[Chunk, ...] = ()
+        if so_far is not None:
+            try:
+                with self._guarded.blamed(state.request_id):
+                    so_far.add(delta)
+                    cut = [cutter.cut(delta, so_far) for cutter in state.cutters.values()]
+            except ValueError as error:
+                if is_shown:
+                    self._news.append(Output(ticket, replace(delta, finished=False)))
+                self._fail(state, error)
+                return
+            chunks = tuple(chunk for chunk in cut if chunk is not None)
+            state.has_cut |= bool(chunks)
+        emitted: OutputDelta | None = delta
+        if not is_shown:
+            assert so_far is not None
+            emitted = so_far.as_delta() if delta.finished else None
+        if emitted is None and not chunks:
             return
-        if output.finished and not stay.enter.wants_tensors:
-            output = with_fields(output, tensors={})
-        chunks = tuple(chunk for chunk in cut if chunk is not None)
-        if chunks:
-            stay.has_cut = stay.was_told_of = True
-        self._news.append(Moved(stay.enter.ticket, output, chunks))
+        if emitted is not None and emitted.tensors and not state.enter.wants_tensors:
+            emitted = replace(emitted, tensors={})
+        state.has_emitted = True
+        self._news.append(Output(ticket, emitted, chunks))
 
-    def _refuse(self, stay: Stay, error: ValueError) -> None:
+    def _refuse(self, state: RequestState, error: ValueError) -> None:
         """Tell that a request could not begin here."""
-        self._drop(stay)
-        # Whether the request was at fault, so that its sender can mend it. A ValueError that wraps
+        self._drop(state)
+        # Whether the request was at fault, so that its sender can fix it. A ValueError that wraps
         # another kind of exception is a mistake of the stage itself.
         is_askers = isinstance(error.__cause__, ValueError | None)
-        failed = Failed(stay.enter.ticket, str(error), has_begun=False, refused=is_askers)
+        failed = Failed(state.enter.ticket, str(error), has_begun=False, refused=is_askers)
         self._news.append(failed)
 
-    def _fail(self, stay: Stay, error: ValueError, *, is_stages: bool = False) -> None:
-        self._drop(stay)
-        self._news.append(Failed(stay.enter.ticket, str(error), is_stages=is_stages))
+    def _fail(self, state: RequestState, error: ValueError, *, is_stages: bool = False) -> None:
+        self._drop(state)
+        self._news.append(Failed(state.enter.ticket, str(error), is_stages=is_stages))
 
-    def _drop(self, stay: Stay) -> None:
-        self._guarded.drop(stay)
+    def _drop(self, state: RequestState) -> None:
+        self._guarded.drop(state)
         if self._preparations is not None:
-            self._preparations.drop(stay)
-        if self._stays.get(stay.request_id) is stay:
-            del self._stays[stay.request_id]
+            self._preparations.drop(state)
+        if self._states.get(state.request_id) is state:
+            del self._states[state.request_id]

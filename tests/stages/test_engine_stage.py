@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import EngineConfig, FinishReason, RequestOutput, SamplingParams, TokensPrompt
+from engine import EngineConfig, FinishReason, SamplingParams, TokensPrompt
+from engine.interface.outputs import OutputDelta
 from stages import AutoregressiveStage, StageOutput, StageRequest
 from stages.engine_stage import select_tensors
 
-OUTPUT = StageOutput(
+OUTPUT = OutputDelta(
     "r",
-    "s",
     finished=True,
     finish_reason=FinishReason.STOP,
     tensors={"hidden_states": torch.zeros(2, 3), "codes": torch.ones(2)},
@@ -112,7 +112,7 @@ def test_a_step_that_fails_twice_in_a_row_is_told(
 
     stage.add_request(StageRequest("z", TokensPrompt((5, 7, 8))))
     with monkeypatch.context() as patch:
-        patch.setattr(stage.engine, "_step", fail)
+        patch.setattr(stage.engine, "_step_deltas", fail)
         for _ in range(2):
             assert stage.step() == []
             with pytest.raises(MemoryError, match="no room"):
@@ -124,19 +124,19 @@ def test_a_step_that_fails_twice_in_a_row_is_told(
     }
 
 
-def test_a_request_whose_output_cannot_be_told_fails_alone(
+def test_a_request_whose_output_cannot_be_made_fails_alone(
     stage: AutoregressiveStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, plain = run(stage), stage._stage_output
+    expected = run(stage)
 
-    def tell(output: RequestOutput) -> StageOutput:
-        if output.request_id == "x" and len(output.outputs[0].token_ids) == 2:
+    def fail(delta: OutputDelta) -> OutputDelta:
+        if delta.request_id == "x":
             raise ArithmeticError("no words")
-        return plain(output)
+        return delta
 
-    monkeypatch.setattr(stage, "_stage_output", tell)
+    monkeypatch.setattr(stage, "_with_tensors", fail)
     last = run(stage)
-    assert last["x"].error == "its output cannot be told: ArithmeticError: no words"
+    assert last["x"].error == "its output cannot be made: ArithmeticError: no words"
     assert last["x"].finish_reason is FinishReason.ERROR
     assert last["y"].error is None and last["y"].token_ids == expected["y"].token_ids
 

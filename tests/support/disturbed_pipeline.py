@@ -174,7 +174,7 @@ class DisturbedPipeline:
         links: Any = self.omni._driver._orchestrator._links
         with self.omni.paused():
             for stage in self.stages:
-                link = links[stage.name]
+                link: Any = links[stage.name]
                 worker = link if self._traces is None else link._link
                 if worker._guarded._broken.is_broken:
                     continue

@@ -8,11 +8,11 @@ from typing import Any
 
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker, Vocoder
 from tests.support.patience import PATIENCE_S
 from tests.support.settled_stages import assert_settled
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 __all__ = ["PROMPTS", "drain", "run", "speech_stages", "start", "told", "until", "whole"]
 
@@ -34,7 +34,7 @@ def speech_stages(
 
 
 def drain(
-    orchestrator: Orchestrator, each_turn: Callable[[], None] = lambda: None
+    orchestrator: WholeOrchestrator, each_turn: Callable[[], None] = lambda: None
 ) -> dict[str, list[OmniOutput]]:
     """Every output by request, until nothing is left."""
     outputs: dict[str, list[OmniOutput]] = {}
@@ -54,9 +54,9 @@ def start(
     prompts: Mapping[str, str] = PROMPTS,
     on_stage_output: Callable[[StageOutput], None] | None = None,
     **more: Any,
-) -> Orchestrator:
+) -> WholeOrchestrator:
     """Hand in one request per prompt."""
-    orchestrator = Orchestrator(Pipeline(stages), on_stage_output=on_stage_output)
+    orchestrator = WholeOrchestrator(Pipeline(stages), on_stage_output=on_stage_output)
     for request_id, prompt in prompts.items():
         orchestrator.add_request(OmniRequest(prompt, request_id, **more))
     return orchestrator
@@ -83,7 +83,7 @@ def whole(prompts: Mapping[str, str] = PROMPTS, **more: Any) -> dict[str, OmniOu
     return run(speech_stages((None, None)), prompts, **more)
 
 
-def until(orchestrator: Orchestrator, condition: Callable[[], bool]) -> None:
+def until(orchestrator: WholeOrchestrator, condition: Callable[[], bool]) -> None:
     """Take turns until something is so."""
     for _ in range(1000):
         if condition():

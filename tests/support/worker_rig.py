@@ -10,7 +10,6 @@ import torch
 
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
 from stages import Stage
 from stages.remote.control import StageSpec
@@ -19,6 +18,7 @@ from stages.remote.supervisor import start_workers
 from tests.support.fake_stage import FakeStage
 from tests.support.remote_stages import several_stages
 from tests.support.thread_workers import ThreadWorkers
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 __all__ = ["Make", "Rig", "assert_told_once", "chain", "holds", "rig", "until"]
 
@@ -64,7 +64,7 @@ class Rig:
             )
             for shape in shapes
         ]
-        self.orchestrator = Orchestrator(Pipeline(self.stages))
+        self.orchestrator = WholeOrchestrator(Pipeline(self.stages))
 
     def _build(self, spec: StageSpec) -> tuple[Stage, Any]:
         (stage,) = (each for each in self.make() if each.name == spec.name)

@@ -10,23 +10,22 @@ import math
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
-from engine.interface.deferred import num_items
 from omni.server.serving.api_error import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine import SamplingParams, TokenLogprobs
+    from engine.interface.outputs import CompletionDelta, OutputDelta
     from omni.pipelines.pipeline import Pipeline
     from omni.server.serving.pipeline_server import ServedPipeline
-    from stages import StageOutput
+    from stages import Completion, StageOutput
 
 __all__ = [
     "Answer",
@@ -35,16 +34,18 @@ __all__ = [
     "Choice",
     "LogprobWriter",
     "TextEvent",
+    "TokenCount",
     "TokenPlaces",
     "TokenTexts",
     "Usage",
-    "Written",
     "as_event",
     "as_json",
     "completions_of",
     "num_completions",
+    "parts_of",
     "text_stage",
     "usage_of",
+    "usage_so_far",
 ]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -170,16 +171,6 @@ _LEAST = -9999.0
 """In the place of minus infinity, which JSON does not have; as OpenAI's own answers have it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """One completion, as far as it has come; ``finish_reason`` is None while it goes on."""
-
-    text: str
-    num_tokens: int
-    finish_reason: str | None
-    logprobs: Sequence[TokenLogprobs]
-
-
 def text_stage(pipeline: Pipeline) -> str:
     """Find the stage whose text answers: the last one that the user gets text of."""
     writing = [name for name, stage in pipeline.stages.items() if "text" in stage.final_output]
@@ -196,34 +187,54 @@ def num_completions(pipeline: Pipeline, stage: str, sampling: Mapping[str, Sampl
     return params.n if params is not None else 1
 
 
-def completions_of(output: StageOutput, n: int) -> list[Written]:
-    """List the ``n`` completions of an output of a stage that has text."""
-    if n == 1:  # of the output itself, none of its tokens copied
-        reason = output.finish_reason
-        text, logprobs = output.text or "", output.logprobs or ()
-        num_tokens = num_items(output, "token_ids")
-        return [Written(text, num_tokens, None if reason is None else reason.value, logprobs)]
-    return [
-        Written(
-            each.text,
-            len(each.token_ids),
-            None if each.finish_reason is None else each.finish_reason.value,
-            each.logprobs or (),
-        )
-        for each in output.completions
-    ]
+def completions_of(output: StageOutput) -> Sequence[StageOutput | Completion]:
+    """List the completions of an output; of a kind of stage that gives none, itself."""
+    return output.completions or (output,)
 
 
-def usage_of(outputs: Sequence[StageOutput], num_tokens: int | None = None) -> Usage:
-    """Count the tokens of prompts, and of all their completions, unless their number is given."""
-    if num_tokens is None:
-        num_tokens = sum(len(each.token_ids) for output in outputs for each in output.completions)
+def parts_of(delta: OutputDelta) -> list[tuple[int, OutputDelta | CompletionDelta]]:
+    """List what is new of each completion that has anything new, with its index."""
+    return [(0, delta), *((other.index, other) for other in delta.others)]
+
+
+class TokenCount:
+    """Counts the tokens of prompts, and of their completions, as they come."""
+
+    def __init__(self) -> None:
+        self.prompt = self.cached = 0
+        self.written: dict[int, int] = {}
+
+    def add(self, delta: OutputDelta) -> None:
+        """Count what is new of one request."""
+        self.prompt = delta.num_prompt_tokens or self.prompt
+        self.cached = delta.num_cached_tokens or self.cached
+        for index, part in parts_of(delta):
+            self.written[index] = self.written.get(index, 0) + len(part.token_ids)
+
+    def usage_of(self, index: int | None) -> Usage:
+        """Count the tokens of the prompt beside those of one completion, or of none."""
+        written = 0 if index is None else self.written.get(index, 0)
+        return _usage(self.prompt, self.cached, written)
+
+
+def usage_so_far(counts: Sequence[TokenCount]) -> Usage:
+    """Count the tokens of prompts, and of all their completions."""
+    prompt, cached = sum(each.prompt for each in counts), sum(each.cached for each in counts)
+    return _usage(prompt, cached, sum(sum(each.written.values()) for each in counts))
+
+
+def usage_of(outputs: Sequence[StageOutput]) -> Usage:
+    """Count the tokens of prompts, and of all their completions."""
+    written = sum(len(each.token_ids) for output in outputs for each in completions_of(output))
     prompt = sum(output.num_prompt_tokens for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
+    return _usage(prompt, sum(output.num_cached_tokens for output in outputs), written)
+
+
+def _usage(prompt: int, cached: int, written: int) -> Usage:
     return Usage(
         prompt_tokens=prompt,
-        completion_tokens=num_tokens,
-        total_tokens=prompt + num_tokens,
+        completion_tokens=written,
+        total_tokens=prompt + written,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -17,20 +17,21 @@ from omni.server.openai.answers import (
     Choice,
     LogprobWriter,
     TextEvent,
+    TokenCount,
     Usage,
-    Written,
     as_event,
     as_json,
     completions_of,
     num_completions,
+    parts_of,
     text_stage,
     usage_of,
+    usage_so_far,
 )
 from omni.server.openai.chat_request import StreamOptions, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
     check_voice,
     encoded,
-    pcm16,
     sound_of,
     speaking_stage,
 )
@@ -38,23 +39,30 @@ from omni.server.serving.pipeline_response import DONE, PipelineResponse
 
 if TYPE_CHECKING:
     from engine import Waveform
+    from engine.interface.outputs import OutputDelta
     from omni.server.openai.chat_request import ChatRequest
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer
     from omni.server.serving.response_stream import ResponseStream
-    from stages import StageOutput
 
 __all__ = ["Chat"]
 
 
 @dataclass(slots=True)
-class _Sent:
-    """How much of one completion a stream has sent."""
+class _Progress:
+    """How far a stream has come.
+
+    Attributes:
+        has_begun: whether the beginnings of its completions were sent.
+        ended: why completions have ended, as long as that is not sent.
+        over: the completions whose end was sent.
+        count: of tokens.
+    """
 
     has_begun: bool = False
-    num_chars: int = 0
-    num_logprobs: int = 0
-    is_over: bool = False
+    ended: dict[int, str] = field(default_factory=dict)
+    over: set[int] = field(default_factory=set)
+    count: TokenCount = field(default_factory=TokenCount)
 
 
 class Chat(PipelineResponse):
@@ -87,9 +95,11 @@ class Chat(PipelineResponse):
         """The answer in one piece."""
         async with await self._stream() as stream:
             (last,) = await stream.last_outputs()
-        output = last.stages[self._stage]
-        completions = completions_of(output, self._n)
-        messages = [AssistantMessage(role="assistant", content=each.text) for each in completions]
+        output = last[self._stage]
+        completions = completions_of(output)
+        messages = [
+            AssistantMessage(role="assistant", content=each.text or "") for each in completions
+        ]
         sound = sound_of(last, self._voice) if self._voice is not None else None
         if sound is not None:  # else the text is the answer, as in a stream
             messages[0].audio = await self._file(sound, output.text or "")
@@ -99,7 +109,7 @@ class Chat(PipelineResponse):
                 Choice(
                     index=index,
                     message=message,
-                    logprobs=self._logprobs.chat(each.logprobs) if self._logprobs else None,
+                    logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
                     finish_reason=each.finish_reason,
                 )
                 for index, (message, each) in enumerate(zip(messages, completions, strict=True))
@@ -110,27 +120,27 @@ class Chat(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer by events: text and sound as they come."""
-        sent = [_Sent() for _ in range(self._n)]
-        output: StageOutput | None = None
-        piece, goes_on = b"", False
+        progress = _Progress()
+        is_plain = self._n == 1 and not (self._logprobs or self._options.counts_each_chunk)
+        piece = b""
         async with await self._stream() as stream:
             async for update in stream.updates():
-                output = update.output.stages.get(self._stage, output)
-                sounds = update.sounds.get(self._voice) if self._voice is not None else None
-                if goes_on and output is not None and not (sounds or update.is_last):
-                    piece = self._text_of(output, sent[0])
+                delta, sound = update.of(self._stage), update.sound(self._voice)
+                if delta is not None:
+                    progress.count.add(delta)
+                ends = delta is not None and delta.finish_reason is not None
+                if is_plain and progress.has_begun and not (sound or ends or update.is_last):
+                    text = None if delta is None else delta.text
+                    piece = self._text_event.of(text) if text else b""
                 else:
-                    is_plain = not (self._logprobs or self._options.counts_each_chunk)
-                    goes_on = output is not None and self._n == 1 and is_plain
-                    new = self._new(output, sounds, sent, is_over=update.is_last)
                     # Together, and the last ones with the end: each piece is a call of the system,
                     # and wakes the client.
-                    piece = b"".join([self._event_of(choice, output) for choice in new])
+                    new = self._new(delta, sound, progress, is_over=update.is_last)
+                    piece = b"".join([self._event_of(choice, progress.count) for choice in new])
                 if piece and not update.is_last:
                     yield piece
-        assert output is not None
         if self._options.include_usage:
-            piece += as_event(self._chunk([], usage_of([output])))
+            piece += as_event(self._chunk([], usage_so_far([progress.count])))
         yield piece + DONE
 
     async def _stream(self) -> ResponseStream:
@@ -146,55 +156,49 @@ class Chat(PipelineResponse):
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 
-    def _event_of(self, choice: Choice, output: StageOutput | None) -> bytes:
+    def _event_of(self, choice: Choice, count: TokenCount) -> bytes:
         """The event of what is new of one completion."""
         usage = None
-        if self._options.counts_each_chunk and output is not None:
+        if self._options.counts_each_chunk:
             is_first = isinstance(choice.delta, AssistantMessage) and choice.delta.role is not UNSET
-            written = completions_of(output, self._n)[choice.index]
-            usage = usage_of([output], 0 if is_first else written.num_tokens)
+            usage = count.usage_of(None if is_first else choice.index)
         return as_event(self._chunk([choice], usage))
-
-    def _text_of(self, output: StageOutput, sent: _Sent) -> bytes:
-        """The event of text that goes on, if there is any."""
-        text, num_chars = output.text or "", sent.num_chars
-        sent.num_chars = len(text)
-        return self._text_event.of(text[num_chars:]) if len(text) > num_chars else b""
 
     def _new(
         self,
-        output: StageOutput | None,
-        sounds: Sequence[Waveform] | None,
-        sent: Sequence[_Sent],
+        delta: OutputDelta | None,
+        sound: Waveform | None,
+        progress: _Progress,
         *,
         is_over: bool,
     ) -> list[Choice]:
         """What is new: of each completion its beginning and its text, sound, and what has ended."""
-        completions = completions_of(output, self._n) if output is not None else []
         new: list[Choice] = []
-        for index, written in enumerate(completions):
-            self._add_text(new, index, written, sent[index])
-        if sounds:
-            new.append(Choice(index=0, delta=AssistantMessage(audio=self._piece(sounds))))
+        parts = dict(parts_of(delta)) if delta is not None else {}
+        for index in range(self._n):
+            part = parts.get(index)
+            if delta is not None and not progress.has_begun:
+                new.append(
+                    Choice(index=index, delta=AssistantMessage(role="assistant", content=""))
+                )
+            if part is None:
+                continue
+            if part.text or (part.logprobs and self._logprobs):
+                choice = self._text_choice(index, part.text or "")
+                if self._logprobs is not None:
+                    choice.logprobs = self._logprobs.chat(part.logprobs or ())
+                new.append(choice)
+            if part.finish_reason is not None and index not in progress.over:
+                progress.ended[index] = part.finish_reason.value
+        progress.has_begun |= delta is not None
+        if sound is not None:
+            new.append(Choice(index=0, delta=AssistantMessage(audio=self._piece(sound))))
         if self._voice is None or is_over:
-            for index, written in enumerate(completions):
-                if written.finish_reason is not None and not sent[index].is_over:
-                    sent[index].is_over = True
-                    reason = written.finish_reason
-                    new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
+            for index, reason in progress.ended.items():
+                new.append(Choice(index=index, delta=AssistantMessage(), finish_reason=reason))
+            progress.over.update(progress.ended)
+            progress.ended.clear()
         return new
-
-    def _add_text(self, new: list[Choice], index: int, written: Written, sent: _Sent) -> None:
-        if not sent.has_begun:
-            sent.has_begun = True
-            new.append(Choice(index=index, delta=AssistantMessage(role="assistant", content="")))
-        text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
-        if text or (logprobs and self._logprobs):
-            choice = self._text_choice(index, text)
-            if self._logprobs is not None:
-                choice.logprobs = self._logprobs.chat(logprobs)
-            new.append(choice)
-        sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
 
     def _text_choice(self, index: int, text: str) -> Choice:
         delta = AssistantMessage(content=text)
@@ -202,11 +206,9 @@ class Chat(PipelineResponse):
             delta.audio = ChatAudio(id=self._audio_id, transcript=text)
         return Choice(index=index, delta=delta)
 
-    def _piece(self, sounds: Sequence[Waveform]) -> ChatAudio:
+    def _piece(self, sound: Waveform) -> ChatAudio:
         return ChatAudio(
-            id=self._audio_id,
-            data=pcm16(sounds),
-            sampling_rate=sounds[0].sampling_rate,
+            id=self._audio_id, data=sound.encoded("pcm16"), sampling_rate=sound.sampling_rate
         )
 
     async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:

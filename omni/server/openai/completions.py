@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -13,36 +12,29 @@ from omni.server.openai.answers import (
     Answer,
     Choice,
     LogprobWriter,
+    TokenCount,
     TokenPlaces,
     Usage,
-    Written,
     as_event,
     as_json,
     completions_of,
     num_completions,
+    parts_of,
     text_stage,
     usage_of,
+    usage_so_far,
 )
 from omni.server.openai.chat_request import StreamOptions, merge_sampling, prompts_of
 from omni.server.serving.pipeline_response import DONE, PipelineResponse
 
 if TYPE_CHECKING:
+    from engine.interface.outputs import CompletionDelta, OutputDelta
     from omni.server.openai.chat_request import CompletionRequest
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer
-    from stages import StageOutput
+    from stages import Completion, StageOutput
 
 __all__ = ["Completions"]
-
-
-@dataclass(slots=True)
-class _Sent:
-    """How much of one completion a stream has sent; ``places`` is for log-probabilities."""
-
-    places: TokenPlaces | None
-    num_chars: int = 0
-    num_logprobs: int = 0
-    is_over: bool = False
 
 
 class Completions(PipelineResponse):
@@ -75,12 +67,11 @@ class Completions(PipelineResponse):
     async def whole(self) -> Response:
         """All completions in one piece."""
         async with self.stream(self._requests, [self._stage]) as stream:
-            outputs = [last.stages[self._stage] for last in await stream.last_outputs()]
+            outputs = [last[self._stage] for last in await stream.last_outputs()]
         choices = [
-            choice
+            self._choice(index * self._n + number, written, self._places())
             for index, output in enumerate(outputs)
-            for number, written in enumerate(completions_of(output, self._n))
-            if (choice := self._new(index * self._n + number, written, self._nothing())) is not None
+            for number, written in enumerate(completions_of(output))
         ]
         answer = self._answer(choices)
         answer.usage = usage_of(outputs)
@@ -88,42 +79,44 @@ class Completions(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """All completions by events, as they come."""
-        sent = [self._nothing() for _ in range(self._n * len(self._requests))]
-        last: dict[int, StageOutput] = {}
+        counts = [TokenCount() for _ in self._requests]
+        places = [self._places() for _ in range(self._n * len(self._requests))]
+        over: set[int] = set()
         async with self.stream(self._requests, [self._stage]) as stream:
             async for update in stream.updates():
-                output = update.output.stages.get(self._stage)
-                if output is None:
+                if (delta := update.of(self._stage)) is None:
                     continue
-                last[update.index] = output
-                for number, written in enumerate(completions_of(output, self._n)):
+                count = counts[update.index]
+                count.add(delta)
+                for number, part in parts_of(delta):
                     at = update.index * self._n + number
-                    choice = self._new(at, written, sent[at])
-                    if choice is not None:
-                        usage = None
-                        if self._options.counts_each_chunk:
-                            usage = usage_of([output], written.num_tokens)
-                        yield self._event_of([choice], usage)
+                    ends = part.finish_reason is not None and at not in over
+                    if part.text or ends or (part.logprobs and self._logprobs):
+                        choice = self._choice(at, part, places[at])
+                        each = self._options.counts_each_chunk
+                        yield self._event_of([choice], count.usage_of(number) if each else None)
+                    if ends:
+                        over.add(at)
         end = DONE
         if self._options.include_usage:
-            end = self._event_of([], usage_of(list(last.values()))) + DONE
+            end = self._event_of([], usage_so_far(counts)) + DONE
         yield end
 
-    def _nothing(self) -> _Sent:
-        """Of a completion that begins."""
-        return _Sent(None if self._logprobs is None else self._logprobs.places())
+    def _places(self) -> TokenPlaces | None:
+        """Places of the tokens of a completion that begins, for log-probabilities."""
+        return None if self._logprobs is None else self._logprobs.places()
 
-    def _new(self, index: int, written: Written, sent: _Sent) -> Choice | None:
-        """What is new of one completion, if anything."""
-        text, logprobs = written.text[sent.num_chars :], written.logprobs[sent.num_logprobs :]
-        ends = written.finish_reason is not None and not sent.is_over
-        if not (text or ends or (logprobs and self._logprobs)):
-            return None
-        choice = Choice(index=index, text=text, finish_reason=written.finish_reason)
-        if self._logprobs is not None and sent.places is not None:
-            choice.logprobs = self._logprobs.completion(logprobs, sent.places)
-        sent.num_chars, sent.num_logprobs = len(written.text), len(written.logprobs)
-        sent.is_over = ends or sent.is_over
+    def _choice(
+        self,
+        index: int,
+        part: Completion | StageOutput | OutputDelta | CompletionDelta,
+        places: TokenPlaces | None,
+    ) -> Choice:
+        """All of a completion, or what is new of it."""
+        reason = None if part.finish_reason is None else part.finish_reason.value
+        choice = Choice(index=index, text=part.text or "", finish_reason=reason)
+        if self._logprobs is not None and places is not None:
+            choice.logprobs = self._logprobs.completion(part.logprobs or (), places)
         return choice
 
     def _event_of(self, choices: list[Choice], usage: Usage | None) -> bytes:

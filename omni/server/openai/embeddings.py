@@ -85,7 +85,7 @@ class Embeddings(PipelineResponse):
     async def whole(self) -> Response:
         """All embeddings; what the pipeline would do after them is not waited for."""
         async with self.stream(self._requests, [self._stage]) as stream:
-            outputs = [last.stages[self._stage] for last in await stream.last_outputs()]
+            outputs = [last[self._stage] for last in await stream.last_outputs()]
         num_tokens = sum(output.num_prompt_tokens for output in outputs)
         answer = _Answer(
             object="list",

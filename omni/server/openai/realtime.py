@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine import AudioPrompt, ChatPrompt
 from engine.interface.log_fields import package_logger
-from omni.server.openai.answers import text_stage
+from omni.server.openai.answers import TokenCount, text_stage
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.openai.realtime_events import (
     AppendAudio,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
-    from stages import StageOutput
 
 __all__ = [
     "Conversation",
@@ -216,7 +215,7 @@ class RealtimeResponse:
         }  # fmt: skip
         self.is_over = False
         self._text = ""
-        self._output: StageOutput | None = None
+        self._count = TokenCount()
 
     async def run(self, timeout_s: float) -> None:
         """Answer, and send it as it comes; failures, too, are events."""
@@ -291,15 +290,16 @@ class RealtimeResponse:
         }
 
     async def _send_new(self, update: Update) -> None:
-        output = update.output.stages.get(self._plan.writer)
-        if output is not None:
-            self._output = output
-            new, self._text = (output.text or "")[len(self._text) :], output.text or ""
-            if new:
-                await self._send(f"response.{self._text_kind}.delta", **self._place, delta=new)
-        sounds = update.sounds.get(self._plan.voice or "")
-        if sounds:
-            await self._send_sound(self._sound.of(sounds))
+        delta = update.of(self._plan.writer)
+        if delta is not None:
+            self._count.add(delta)
+            if delta.text:
+                self._text += delta.text
+                kind = f"response.{self._text_kind}.delta"
+                await self._send(kind, **self._place, delta=delta.text)
+        sound = update.sound(self._plan.voice)
+        if sound is not None:
+            await self._send_sound(self._sound.of(sound))
 
     async def _send_sound(self, samples: bytes) -> None:
         if samples:
@@ -315,14 +315,14 @@ class RealtimeResponse:
         return _item("assistant", content, str(self._place["item_id"]), status)
 
     def _usage(self) -> Mapping[str, Any] | None:
-        if self._output is None:
+        count = self._count
+        if not count.written:
             return None
-        prompt, written = self._output.num_prompt_tokens, len(self._output.token_ids)
         return {
-            "input_tokens": prompt,
-            "output_tokens": written,
-            "total_tokens": prompt + written,
-            "input_token_details": {"cached_tokens": self._output.num_cached_tokens},
+            "input_tokens": count.prompt,
+            "output_tokens": count.written.get(0, 0),
+            "total_tokens": count.prompt + count.written.get(0, 0),
+            "input_token_details": {"cached_tokens": count.cached},
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from omni.pipelines.pipeline import Pipeline
-    from omni.requests.request import OmniOutput
     from omni.server.serving.parsed_request import Client
     from omni.server.serving.pipeline_server import PipelineServer
+    from stages import StageOutput
 
 __all__ = [
     "Speech",
@@ -32,7 +32,6 @@ __all__ = [
     "SpokenPieces",
     "check_voice",
     "encoded",
-    "pcm16",
     "sound_of",
     "speaking_stage",
     "wav_stream_header",
@@ -62,9 +61,9 @@ async def encoded(sound: Waveform, kind: str) -> bytes:
     return await asyncio.to_thread(sound.encoded, kind)
 
 
-def sound_of(output: OmniOutput, stage: str) -> Waveform | None:
+def sound_of(outputs: Mapping[str, StageOutput], stage: str) -> Waveform | None:
     """Return the whole sound of a stage; None if that is empty."""
-    made = output.stages.get(stage)
+    made = outputs.get(stage)
     sound = made.audio if made is not None else None
     return sound if sound is not None and sound.duration_s else None
 
@@ -79,16 +78,16 @@ class SpokenPieces:
         self.rate = rate
         self._resampler: Resampler | None = None
 
-    def of(self, sounds: Sequence[Waveform]) -> bytes:
-        """Convert sounds that follow the ones before; perhaps to nothing yet, at another rate."""
-        made = sounds[0].sampling_rate
+    def of(self, sound: Waveform) -> bytes:
+        """Convert sound that follows that before; perhaps to nothing yet, at another rate."""
+        made = sound.sampling_rate
         self.rate = self.rate or made
         if self.rate == made:
-            return pcm16(sounds)
+            return sound.encoded("pcm16")
         if self._resampler is None:
             self._resampler = Resampler(made, self.rate)
-        floats = (each.samples.float().numpy(force=True) for each in sounds)
-        return b"".join(self._samples(self._resampler.resampled(each)) for each in floats)
+        samples = sound.samples.float().numpy(force=True)
+        return self._samples(self._resampler.resampled(samples))
 
     def rest(self) -> bytes:
         """Return what was held back until nothing more comes."""
@@ -99,11 +98,6 @@ class SpokenPieces:
 
         assert self.rate is not None
         return Waveform(torch.from_numpy(samples), self.rate).encoded("pcm16")
-
-
-def pcm16(sounds: Sequence[Waveform]) -> bytes:
-    """Convert sound to samples of 16 bits, little-endian."""
-    return b"".join(sound.encoded("pcm16") for sound in sounds)
 
 
 def wav_stream_header(sampling_rate: int) -> bytes:
@@ -181,12 +175,12 @@ class Speech(PipelineResponse):
         has_begun = False
         async with self.stream([self._request], [self._stage]) as stream:
             async for update in stream.updates():
-                sounds = update.sounds.get(self._stage)
-                if not sounds:
+                sound = update.sound(self._stage)
+                if sound is None:
                     continue
-                piece = pcm16(sounds)
+                piece = sound.encoded("pcm16")
                 if not has_begun and self._format == "wav":
-                    piece = wav_stream_header(sounds[0].sampling_rate) + piece
+                    piece = wav_stream_header(sound.sampling_rate) + piece
                 has_begun = True
                 yield piece
         if not has_begun:

@@ -210,7 +210,7 @@ class Transcription(PipelineResponse):
         """The text; what the pipeline would do after it is not waited for."""
         async with self.stream([self._request], [self._stage]) as stream:
             (last,) = await stream.last_outputs()
-        output = last.stages[self._stage]
+        output = last[self._stage]
         text = TIMESTAMP.sub("", output.text or "")
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")

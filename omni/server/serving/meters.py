@@ -15,15 +15,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from engine.interface.deferred import num_items
 from omni.server.serving.request_records import RecentRequests, RequestRecord
 
 if TYPE_CHECKING:
-    from omni.requests.request import OmniOutput
+    from omni.requests.request import OmniDelta
     from omni.server.serving.admission_queue import AdmissionQueue
     from omni.server.serving.parsed_request import Client, ParsedRequest
     from omni.server.serving.request_records import RequestSpans
-    from stages import StageOutput, StageStats
+    from stages import StageStats
     from stages.worker.stage_link import WorkerState
 
 __all__ = ["Metered", "Meters", "RequestMeter", "StageMeters"]
@@ -211,36 +210,40 @@ class RequestMeter:
         )
         self._record.traceparent = request.traceparent
         self._tokens: dict[str, _TokenTimes] = {}
-        self._done: set[str] = set()  # stages, whose later outputs are all the same
+        self._sound_s: dict[str, float] = {}
 
     def begin(self) -> None:
         """It is the request's turn."""
         self._record.turn_s = time.monotonic()
         self._meters.queue.labels(self._model).observe(self._elapsed)
 
-    def note(self, output: OmniOutput) -> None:
-        """Something came of it."""
+    def note(self, delta: OmniDelta) -> None:
+        """Take note of what is new of it."""
         record = self._record
-        for each in output.timeline:
+        for each in delta.timeline:
             record.stages[each.stage] = each
-        for name, stage in output.stages.items():
-            if name not in self._done:
-                self._note_tokens(stage)
-                if stage.finished:
-                    self._done.add(name)
-            if record.first_audio_s is None and stage.audio_delta is not None:
-                record.first_audio_s = time.monotonic()
-                self._meters.first_audio.labels(self._model).observe(self._elapsed)
-        if not output.finished:
+        num_tokens: dict[str, int] = {}
+        for name, new in delta.deltas:
+            if new.token_ids:
+                num_tokens[name] = num_tokens.get(name, 0) + len(new.token_ids)
+            if new.audio is not None:
+                if record.first_audio_s is None:
+                    record.first_audio_s = time.monotonic()
+                    self._meters.first_audio.labels(self._model).observe(self._elapsed)
+                self._sound_s[name] = self._sound_s.get(name, 0.0) + new.audio.duration_s
+            if new.whole_audio is not None:
+                self._sound_s[name] = new.whole_audio.duration_s
+        for name, number in num_tokens.items():
+            self._note_tokens(name, number)
+        if not delta.finished:
             return
-        if output.error is None:
-            for stage in output.stages.values():
-                if stage.audio is not None and stage.audio.duration_s:
-                    factor = self._elapsed / stage.audio.duration_s
-                    self._meters.real_time.labels(self._model).observe(factor)
+        if delta.error is None:
+            for duration_s in filter(None, self._sound_s.values()):
+                factor = self._elapsed / duration_s
+                self._meters.real_time.labels(self._model).observe(factor)
             self.end("ok")
         else:
-            self.end("refused" if output.refused else "failed")
+            self.end("refused" if delta.refused else "failed")
 
     def end(self, status: str) -> None:
         """It has ended; only the first word on it counts."""
@@ -254,20 +257,20 @@ class RequestMeter:
             if status == "ok":
                 self._meters.total.labels(self._model).observe(self._elapsed)
 
-    def _note_tokens(self, stage: StageOutput) -> None:
-        """Time what came since the output before; tokens that come together share their time."""
-        times = self._tokens.get(stage.stage)
-        count = num_items(stage, "token_ids")
-        if count <= (0 if times is None else times.count):
-            return
-        if times is None:
-            gaps = self._meters.between_tokens.labels(self._model, stage.stage)
-            times = self._tokens[stage.stage] = _TokenTimes(gaps)
+    def _note_tokens(self, stage: str, number: int) -> None:
+        """Time new tokens; those that come together share their time."""
         now = time.monotonic()
-        if self._record.first_token_s is None:
-            self._record.first_token_s = now
-            self._meters.first_token.labels(self._model).observe(self._elapsed)
-        times.note(count, now)
+        times = self._tokens.get(stage)
+        if times is None:
+            gaps = self._meters.between_tokens.labels(self._model, stage)
+            self._tokens[stage] = _TokenTimes(gaps, now)
+            if self._record.first_token_s is None:
+                self._record.first_token_s = now
+                self._meters.first_token.labels(self._model).observe(self._elapsed)
+            return
+        for _ in range(number):
+            times.gaps.observe((now - times.last) / number)
+        times.last = now
 
     @property
     def _elapsed(self) -> float:
@@ -279,13 +282,4 @@ class _TokenTimes:
     """When the tokens of one stage came."""
 
     gaps: Histogram
-    count: int = 0
-    last: float = 0.0
-
-    def note(self, count: int, now: float) -> None:
-        """There are so many now."""
-        if self.count:
-            number = count - self.count
-            for _ in range(number):
-                self.gaps.observe((now - self.last) / number)
-        self.count, self.last = count, now
+    last: float

@@ -4,68 +4,95 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from omni.requests.request import OmniAccumulator, OmniDelta
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.meters import RequestMeter
+from stages.stage_output import OutputAccumulator
 
 if TYPE_CHECKING:
     from engine import Waveform
-    from omni.requests.request import OmniOutput
+    from engine.interface.outputs import OutputDelta
     from omni.runtime.omni import Omni
     from omni.server.serving.admission_queue import QueuePlace
     from omni.server.serving.parsed_request import ParsedRequest
     from omni.server.serving.pipeline_server import ServedPipeline
+    from stages import StageOutput
 
 __all__ = ["ResponseStream", "Update"]
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """New output of a request.
+    """What is new of a request.
 
     Attributes:
         index: of the request among those of the stream.
-        output: its state now. Texts are whole; its ``delta`` and ``audio_delta`` mean nothing, as
-            several outputs may have come since the last update.
-        sounds: by stage, the pieces of sound that came since then.
+        delta: what has come since the last update, one delta of each stage at most.
         is_last: whether the stages that are waited for are done with the request.
     """
 
     index: int
-    output: OmniOutput
-    sounds: Mapping[str, Sequence[Waveform]]
+    delta: OmniDelta
     is_last: bool
+
+    def of(self, stage: str) -> OutputDelta | None:
+        """What is new in a stage."""
+        return next((delta for name, delta in self.delta.deltas if name == stage), None)
+
+    def sound(self, stage: str | None) -> Waveform | None:
+        """The new sound of a stage; None if there is none, or no stage."""
+        delta = None if stage is None else self.of(stage)
+        return None if delta is None else delta.audio
 
 
 @dataclass(slots=True)
 class _Running:
-    """One request, and its output that the reader has not taken yet."""
+    """One request, and what is new of it that the reader has not taken yet."""
 
     place: QueuePlace
     meter: RequestMeter
-    output: OmniOutput | None = None
-    sounds: dict[str, list[Waveform]] = field(default_factory=dict)
+    new: dict[str, OutputDelta | OutputAccumulator] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    last: OmniDelta | None = None
     error: BaseException | None = None
 
-    def put(self, output: OmniOutput) -> None:
-        self.meter.note(output)
-        self.output = output
-        for name, stage in output.stages.items():
-            if stage.audio_delta is not None:
-                self.sounds.setdefault(name, []).append(stage.audio_delta)
+    def put(self, delta: OmniDelta) -> None:
+        self.meter.note(delta)
+        self.last = delta
+        for name, each in delta.deltas:
+            before = self.new.get(name)
+            if before is None:
+                self.new[name] = each
+            elif isinstance(before, OutputAccumulator):
+                before.add(each)
+            else:
+                self.new[name] = so_far = OutputAccumulator(delta.request_id, name)
+                so_far.add(before)
+                so_far.add(each)
+            if each.finished:
+                self.done.add(name)
+
+    def take(self, last: OmniDelta) -> OmniDelta:
+        new, self.new, self.last = self.new, {}, None
+        deltas = (
+            (name, each.as_delta() if isinstance(each, OutputAccumulator) else each)
+            for name, each in new.items()
+        )
+        return replace(last, deltas=tuple(deltas))
 
 
 class ResponseStream:
     """Runs requests that belong together, and hands out their output as it comes.
 
-    A slow reader finds the newest state, with all the sound since it last looked: it holds up
-    nobody, and what is kept for it does not grow with the number of steps that it missed. Leaving
-    the ``async with`` block aborts what still runs, in every stage::
+    A slow reader finds all that has come since it last looked as one delta of each stage: it holds
+    up nobody, and what is kept for it does not grow with the number of steps that it missed.
+    Leaving the ``async with`` block aborts what still runs, in every stage::
 
         async with ResponseStream(pipeline, requests, "prompt") as stream:
             async for update in stream.updates():
@@ -91,7 +118,7 @@ class ResponseStream:
         self._pipeline = pipeline
         self._prompt_param = prompt_param
         self._requests = tuple(requests)
-        self._stages = tuple(stages)
+        self._stages = frozenset(stages)
         self._running: list[_Running] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._has_output = False
@@ -143,34 +170,30 @@ class ResponseStream:
                 running = self._running[index]
                 if running.error is not None:
                     raise self._failure(running.error)
-                output, sounds = running.output, running.sounds
-                if output is None:
+                last = running.last
+                if last is None:
                     continue
-                running.output, running.sounds = None, {}
-                if output.error is not None:
-                    raise self._refusal(output.error, is_refused=output.refused)
-                is_last = self._is_last(output)
+                if last.error is not None:
+                    raise self._refusal(last.error, is_refused=last.refused)
+                is_last = last.finished or (self._stages and self._stages <= running.done)
                 if is_last:
                     unfinished.discard(index)
-                yield Update(index, output, sounds, is_last)
+                yield Update(index, running.take(last), bool(is_last))
 
-    async def last_outputs(self) -> list[OmniOutput]:
-        """Wait until every request has ended, and return the last output of each."""
-        last = {update.index: update.output async for update in self.updates()}
-        return [last[index] for index in range(len(self._requests))]
-
-    def _is_last(self, output: OmniOutput) -> bool:
-        if output.finished or not self._stages:
-            return output.finished
-        made = output.stages
-        return all(name in made and made[name].finished for name in self._stages)
+    async def last_outputs(self) -> list[Mapping[str, StageOutput]]:
+        """Wait until every request has ended, and return the whole outputs of each, by stage."""
+        order = self._pipeline.omni.pipeline.final_stages
+        whole = [OmniAccumulator(order) for _ in self._requests]
+        async for update in self.updates():
+            whole[update.index].add(update.delta)
+        return [each.output().stages for each in whole]
 
     async def _run(self, omni: Omni, request: ParsedRequest, running: _Running) -> None:
         try:
             await running.place.admitted
             self._pipeline.check_stages()  # it may have waited long
             running.meter.begin()
-            await omni.agenerate(request, on_progress=partial(self._put, running))
+            await omni.agenerate_deltas(request, partial(self._put, running))
         except Exception as error:  # raised by updates()
             running.error = error
             running.meter.end("failed")
@@ -178,8 +201,8 @@ class ResponseStream:
             self._pipeline.queue.leave(running.place)
             self._wake_reader()
 
-    def _put(self, running: _Running, output: OmniOutput) -> None:
-        running.put(output)
+    def _put(self, running: _Running, _: int, delta: OmniDelta) -> None:
+        running.put(delta)
         self._wake_reader()
 
     def _wake_reader(self) -> None:

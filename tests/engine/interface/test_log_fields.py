@@ -12,9 +12,9 @@ from engine.interface import log_fields as module
 from engine.interface.log_fields import LogFields, log_fields, package_logger, set_process_fields
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from tests.support.fake_stage import FakeStage
 from tests.support.speech_pipeline import drain
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_what_a_failing_stage_logs_names_it_and_the_request(
         raise ArithmeticError("boom")
 
     stages = [FakeStage("a", explode=("x",)), FakeStage("b", ("a",), transform=broken)]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     with caplog.at_level("INFO", "omni"):
         for request_id in ("y", "x"):
             orchestrator.add_request(OmniRequest("hi", request_id))

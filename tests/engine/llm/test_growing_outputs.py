@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.interface.deferred import Deferred, as_stored
+from engine.interface.outputs import OutputDelta
 from engine.requests.request import Request
 from engine.text.stop_checker import StopStrings
-from omni import AutoregressiveStage, Omni, OmniRequest, Pipeline
 from prefix_cache import SingleTypeKVCacheManager
+from stages.stage_output import OutputAccumulator
 
 NUM_TOKENS = 300
 PROMPT = TokensPrompt(tuple(range(50, 170)))
@@ -56,29 +55,45 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountingList]:
     return CountingList
 
 
-def run(engine: LLMEngine, params: SamplingParams) -> list[RequestOutput]:
+def run(engine: LLMEngine, params: SamplingParams) -> list[OutputDelta]:
     engine.add_request("r", PROMPT, params)
-    outputs: list[RequestOutput] = []
+    deltas: list[OutputDelta] = []
     while engine.has_unfinished_requests:
-        outputs += engine.step()
-    return outputs
+        deltas += engine.step_deltas()
+    return deltas
 
 
 def test_steps_copy_no_more_of_a_long_request_than_of_a_short_one(
     engine: LLMEngine, counted: type[CountingList]
 ) -> None:
-    outputs = run(engine, LONG)
+    deltas = run(engine, LONG)
     num_all = len(PROMPT.prompt_token_ids) + NUM_TOKENS
     # The prompt for the tables and for its output, and every token once for its block's hash.
     assert counted.num_copied <= 4 * num_all
-    assert len(outputs) == NUM_TOKENS
-    assert all(output.prompt_token_ids is outputs[0].prompt_token_ids for output in outputs)
-    last = outputs[-1].outputs[0]
-    for count, output in enumerate(outputs, start=1):
-        (told,) = output.outputs
-        assert told.token_ids == last.token_ids[:count]
-        assert told.logprobs == (last.logprobs or ())[:count]
-        assert told.text == "".join(each.outputs[0].delta for each in outputs[:count])
+    assert [len(delta.token_ids) for delta in deltas] == [1] * NUM_TOKENS
+    assert [len(delta.logprobs or ()) for delta in deltas] == [1] * NUM_TOKENS
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_add_up_to_the_cumulative_outputs(engine: LLMEngine, n: int) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, n=n, max_tokens=20, ignore_eos=True, logprobs=2, stop=("e",)
+    )
+    deltas = run(engine, params)
+    engine.add_request("r", PROMPT, params)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+    accumulator = OutputAccumulator("r", "s")
+    for delta, output in zip(deltas, outputs, strict=True):
+        accumulator.add(delta)
+        so_far = accumulator.output()
+        assert so_far.delta == output.outputs[0].delta
+        for ours, theirs in zip(so_far.completions, output.outputs, strict=True):
+            assert ours.text == theirs.text and ours.token_ids == theirs.token_ids
+            assert (ours.logprobs, ours.finish_reason) == (theirs.logprobs, theirs.finish_reason)
+    assert so_far.finished and so_far.prompt_token_ids == outputs[-1].prompt_token_ids
+    assert so_far.tensors.keys() == outputs[-1].outputs[0].tensors.keys()
 
 
 def test_stop_strings_are_looked_for_in_the_new_text_alone(
@@ -92,7 +107,7 @@ def test_stop_strings_are_looked_for_in_the_new_text_alone(
         return find(self, text, num_passed)
 
     monkeypatch.setattr(StopStrings, "find", noting)
-    text = run(engine, LONG)[-1].outputs[0].text
+    text = "".join(delta.text or "" for delta in run(engine, LONG))
     assert len(text) > NUM_TOKENS and len(lengths) >= NUM_TOKENS
     assert sum(lengths) < len(text) + len(lengths) * len("never said")
 
@@ -119,20 +134,3 @@ def test_block_tables_are_read_from_the_new_blocks_on(
     assert num_rows >= 4 * num_blocks - 4
     # For the tables, for the rows of every step, and for all rows in the end.
     assert sum(num_read) <= 3 * num_blocks + 2 * NUM_TOKENS
-
-
-def test_a_pipeline_hands_on_what_nobody_asked_for_unmade(seeded: Callable[[str], str]) -> None:
-    """Through the stage, and what the caller has not taken of it yet."""
-    config = EngineConfig(model=seeded("qwen2"), num_blocks=64, block_size=4)
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    stage = AutoregressiveStage("s", config, sampling=params, final_output=["text"])
-    with Omni(Pipeline([stage])) as omni:
-        outputs = [output.stages["s"] for output in omni.stream(OmniRequest(PROMPT))]
-    assert len(outputs) > 10
-    for output in outputs[:-1]:
-        for name in ("text", "token_ids", "completions"):
-            assert isinstance(as_stored(output, name), Deferred)
-    last = outputs[-1]
-    assert "".join(output.delta for output in outputs) == last.text
-    assert all(last.token_ids[: len(each.token_ids)] == each.token_ids for each in outputs)
-    assert last.completions[0].text == last.text

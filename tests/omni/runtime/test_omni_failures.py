@@ -12,8 +12,8 @@ from engine.execution.model_runner import ModelRunner
 from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from omni import OmniOutput
 from omni.pipelines.pipeline import Pipeline
-from omni.runtime.orchestrator import Orchestrator
 from tests.support.omni_stages import Conversation, Turn, assert_same, build_pipeline
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 ASKED = {
     "x": Conversation((Turn(0, picture=0),)),
@@ -33,7 +33,7 @@ class Rig:
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "streaming"])
 def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Iterator[Rig]:
     pipeline = build_pipeline(seeded("qwen2_5_omni"), streaming=request.param, block_size=8)
-    orchestrator = Orchestrator(pipeline)
+    orchestrator = WholeOrchestrator(pipeline)
     expected = {}
     for name in ("x", "y"):
         orchestrator.add_request(ASKED[name].request(name))
@@ -65,7 +65,7 @@ def test_a_request_that_breaks_the_model_fails_alone(
 
     for each in pipeline.stages.values():
         each.reset_prefix_cache()
-    orchestrator = Orchestrator(pipeline)
+    orchestrator = WholeOrchestrator(pipeline)
     monkeypatch.setattr(ModelRunner, "execute", execute)
     for name, asked in ASKED.items():
         orchestrator.add_request(asked.request(name))

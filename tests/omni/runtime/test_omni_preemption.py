@@ -22,7 +22,6 @@ from engine.requests.request import Request
 from engine.scheduling.request_queues import RequestQueues
 from omni import Omni, OmniOutput, OmniRequest
 from omni.pipelines.pipeline import Pipeline
-from omni.runtime.orchestrator import Orchestrator
 from omni.seeded.omni import OMNI_SPEAKERS
 from prefix_cache import PageCopy
 from stages import AutoregressiveStage
@@ -30,6 +29,7 @@ from tests.support.examples import examples
 from tests.support.omni_stages import assert_same, build_pipeline, sound
 from tests.support.pictures import picture
 from tests.support.placed import PLACES
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 BLOCK_SIZE = 4
 MAX_TEXT, MAX_CODES = 16, 24
@@ -97,7 +97,7 @@ def answer(
     seeded: Callable[[str], str], placeholders: dict[str, int]
 ) -> Callable[[Ask], OmniOutput]:
     uncached = build_pipeline(seeded("qwen2_5_omni"), caching=False, num_blocks=64, **USUAL)
-    orchestrator = Orchestrator(uncached)
+    orchestrator = WholeOrchestrator(uncached)
 
     @cache
     def answer(ask: Ask) -> OmniOutput:
@@ -186,7 +186,7 @@ def test_preempted_while_streaming_equals_the_uncached_whole(rig: Rig):
 
 
 def equals_the_uncached_whole(rig: Rig, crowd: list[Ask], events: list[tuple[str, Any]]) -> None:
-    orchestrator = Orchestrator(rig.pipeline)
+    orchestrator = WholeOrchestrator(rig.pipeline)
     live: dict[str, Ask] = {}
     num_added = 0
 

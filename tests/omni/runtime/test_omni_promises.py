@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from omni import Omni, OmniOutput
 from omni.pipelines.pipeline import Pipeline
-from omni.runtime.orchestrator import Orchestrator
 from tests.support.examples import examples
 from tests.support.omni_stages import (
     Conversation,
@@ -24,6 +23,7 @@ from tests.support.omni_stages import (
     conversations,
 )
 from tests.support.placed import PLACES
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 BLOCK_SIZE = 8
 Answer = Callable[[Conversation], OmniOutput]
@@ -49,7 +49,7 @@ def answers(seeded: Callable[[str], str]) -> Callable[[bool], Answer]:
         uncached = build_pipeline(
             folder, streaming=streaming, caching=False, block_size=BLOCK_SIZE, max_num_seqs=2
         )
-        orchestrator = Orchestrator(uncached)
+        orchestrator = WholeOrchestrator(uncached)
 
         @cache
         def answer(conversation: Conversation) -> OmniOutput:
@@ -115,7 +115,7 @@ def test_cached_equals_uncached(rig: Rig):
 
 
 def cached_equals_uncached(rig: Rig, script: Script) -> None:
-    orchestrator = Orchestrator(rig.pipeline)
+    orchestrator = WholeOrchestrator(rig.pipeline)
     live: dict[str, Conversation] = {}
 
     def step() -> None:
@@ -145,7 +145,7 @@ def test_nine_identical_requests_in_a_row_give_identical_waveforms(rig: Rig):
     for stage in rig.pipeline.stages.values():
         stage.reset_prefix_cache()
     asked = Conversation((Turn(0, picture=0, sound=0),), speaker=1)
-    orchestrator = Orchestrator(rig.pipeline)
+    orchestrator = WholeOrchestrator(rig.pipeline)
     waveforms = []
     for number in range(9):
         orchestrator.add_request(asked.request(f"r{number}"))

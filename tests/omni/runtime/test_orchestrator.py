@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from engine import FinishReason, Prompt, SamplingParams
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from stages import StageOutput, TransformContext
 from tests.support.fake_stage import FakeStage
 from tests.support.placed import Anywhere, everywhere
 from tests.support.settled_stages import assert_settled, refusal
 from tests.support.speech_pipeline import until
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 
-def drain(orchestrator: Orchestrator) -> dict[str, list[OmniOutput]]:
+def drain(orchestrator: WholeOrchestrator) -> dict[str, list[OmniOutput]]:
     """Every output by request, until nothing is left."""
     outputs: dict[str, list[OmniOutput]] = {}
     for _ in range(1000):
@@ -36,7 +36,7 @@ def drain(orchestrator: Orchestrator) -> dict[str, list[OmniOutput]]:
 
 def run(stages: Sequence[FakeStage], *ids: str) -> dict[str, OmniOutput]:
     """Run one request per id through a pipeline; check that nothing is left behind."""
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     for request_id in ids:
         orchestrator.add_request(OmniRequest(request_id, request_id))
     outputs = drain(orchestrator)
@@ -82,7 +82,7 @@ def test_every_root_gets_the_users_prompt() -> None:
 def test_a_request_passes_those_that_stay_behind() -> None:
     """Nobody waits for the others of its batch, in the first stage or in the last one."""
     a, b = FakeStage("a", endless=["in a"]), FakeStage("b", ("a",), endless=["in b"])
-    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator = WholeOrchestrator(Pipeline([a, b]))
     for request_id in ("in a", "in b"):
         orchestrator.add_request(OmniRequest("p", request_id))
     until(orchestrator, lambda: "in a" in a.held and "in b" in b.held)
@@ -101,7 +101,7 @@ def test_a_request_passes_those_that_stay_behind() -> None:
 def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
     """Turn by turn, as one thread takes them; stages elsewhere have no turns in common."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=3)
-    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator = WholeOrchestrator(Pipeline([a, b]))
     orchestrator.add_request(OmniRequest("x", "first"))
     orchestrator.step()
     assert "first" in b.held
@@ -129,7 +129,7 @@ def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -
 @everywhere
 def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
     stages = [FakeStage("a", steps=3), FakeStage("b", ("a",), steps=4), FakeStage("c", steps=6)]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     orchestrator.add_request(OmniRequest("prompt", "x"))
     outputs = drain(orchestrator)["x"]
     for name, text in texts(outputs[-1]).items():
@@ -155,7 +155,7 @@ def test_the_user_gets_what_final_output_asks_for() -> None:
 def test_priority_salt_and_sampling_reach_the_stages_they_are_for() -> None:
     a = FakeStage("a", sampling=SamplingParams(max_tokens=5, temperature=0.5, seed=1))
     b = FakeStage("b", ("a",), sampling=SamplingParams())
-    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator = WholeOrchestrator(Pipeline([a, b]))
     whole = SamplingParams(top_k=3, seed=2)
     orchestrator.add_request(
         OmniRequest(
@@ -182,7 +182,7 @@ def test_priority_salt_and_sampling_reach_the_stages_they_are_for() -> None:
 )
 def test_wrong_sampling_is_that_requests_error(sampling: dict[str, Any], message: str) -> None:
     writer = FakeStage("writer", sampling=SamplingParams())
-    orchestrator = Orchestrator(Pipeline([writer, FakeStage("plain", ("writer",))]))
+    orchestrator = WholeOrchestrator(Pipeline([writer, FakeStage("plain", ("writer",))]))
     with pytest.raises(ValueError, match=message):
         orchestrator.add_request(OmniRequest("p", "x", sampling=sampling))
     assert not orchestrator.has_unfinished_requests
@@ -191,7 +191,7 @@ def test_wrong_sampling_is_that_requests_error(sampling: dict[str, Any], message
 
 @everywhere
 def test_an_id_is_needed_and_cannot_be_taken_twice_at_a_time() -> None:
-    orchestrator = Orchestrator(Pipeline([FakeStage("a")]))
+    orchestrator = WholeOrchestrator(Pipeline([FakeStage("a")]))
     with pytest.raises(ValueError, match="needs a request_id"):
         orchestrator.add_request(OmniRequest("p"))
     orchestrator.add_request(OmniRequest("p", "x"))
@@ -205,7 +205,7 @@ def test_an_id_is_needed_and_cannot_be_taken_twice_at_a_time() -> None:
 @everywhere
 def test_a_request_that_one_root_refuses_leaves_the_others() -> None:
     stages = [FakeStage("a"), FakeStage("b", refuse=["bad"]), FakeStage("c", ("a", "b"))]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     assert refusal(orchestrator, OmniRequest("p", "bad")) == "stage 'b': refused"
     assert not orchestrator.has_unfinished_requests
     assert_settled(stages)
@@ -255,7 +255,7 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
 @everywhere
 def test_a_step_that_raises_fails_the_requests_in_that_stage() -> None:
     a, b = FakeStage("a", explode=["bad"], endless=["beside"]), FakeStage("b")
-    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator = WholeOrchestrator(Pipeline([a, b]))
     orchestrator.add_request(OmniRequest("p", "beside"))
     until(orchestrator, lambda: "beside" in a.held)
     orchestrator.add_request(OmniRequest("p", "bad"))
@@ -271,7 +271,7 @@ def test_a_step_that_raises_fails_the_requests_in_that_stage() -> None:
 @everywhere
 def test_requests_in_other_stages_go_on_when_a_step_raises() -> None:
     a, b = FakeStage("a", endless=["behind"]), FakeStage("b", ("a",), explode=["bad"])
-    orchestrator = Orchestrator(Pipeline([a, b]))
+    orchestrator = WholeOrchestrator(Pipeline([a, b]))
     for request_id in ("behind", "bad"):
         orchestrator.add_request(OmniRequest("p", request_id))
     ended: list[OmniOutput] = []
@@ -289,7 +289,7 @@ def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later_or_gets_anot
 ) -> None:
     """Here each worker gets the same stage, which is as broken as before."""
     stages = [FakeStage("a", steps=1), FakeStage("b", ("a",), explode=["bad"], stuck=True)]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     orchestrator.add_request(OmniRequest("p", "bad"))
     assert "boom" in str(drain(orchestrator)["bad"][-1].error)
     orchestrator.add_request(OmniRequest("p", "next"))
@@ -303,7 +303,7 @@ def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later_or_gets_anot
 @pytest.mark.parametrize("turns", range(5))
 def test_a_request_can_be_aborted_at_any_time(turns: int) -> None:
     stages = [FakeStage("a"), FakeStage("b", ("a",), steps=3, endless=["gone"])]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     for request_id in ("gone", "stays"):
         orchestrator.add_request(OmniRequest(request_id, request_id))
     outputs = [output for _ in range(turns) for output in orchestrator.step()]
@@ -346,7 +346,7 @@ def test_tensors_are_dropped_as_soon_as_the_next_stage_has_its_prompt() -> None:
     """Of a stage elsewhere they are kept until it is done: should it die, it begins again."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=9)
     kept = KeptTensors("a")
-    orchestrator = Orchestrator(Pipeline([a, b]), on_stage_output=kept.see)
+    orchestrator = WholeOrchestrator(Pipeline([a, b]), on_stage_output=kept.see)
     orchestrator.add_request(OmniRequest("p", "x"))
     orchestrator.step()
     assert kept.count == 0
@@ -357,7 +357,7 @@ def test_tensors_are_dropped_as_soon_as_the_next_stage_has_its_prompt() -> None:
 def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
     a, b, c = FakeStage("a"), FakeStage("b", ("a",)), FakeStage("c", ("b",), endless=["x"])
     kept = KeptTensors("a")
-    orchestrator = Orchestrator(Pipeline([a, b, c]), on_stage_output=kept.see)
+    orchestrator = WholeOrchestrator(Pipeline([a, b, c]), on_stage_output=kept.see)
     orchestrator.add_request(OmniRequest("p", "x"))
     until(orchestrator, lambda: "x" in c.held and kept.count == 0)
     orchestrator.abort("x")
@@ -368,7 +368,7 @@ def test_tensors_are_dropped_when_no_stage_needs_them_any_more() -> None:
 def test_the_observer_sees_every_stage_once_per_request() -> None:
     seen: list[tuple[str, str]] = []
     stages = [FakeStage("a", final=False), FakeStage("b", ("a",))]
-    orchestrator = Orchestrator(
+    orchestrator = WholeOrchestrator(
         Pipeline(stages), on_stage_output=lambda out: seen.append((out.request_id, out.stage))
     )
     for request_id in ("x", "y"):
@@ -404,7 +404,7 @@ def every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
         )
         for name in names
     ]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     last: dict[str, OmniOutput] = {}
     refused = set()
     for request_id in ids:

@@ -14,7 +14,6 @@ import torch
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from omni import AutoregressiveStage, EncoderStage, Omni, OmniOutput, OmniRequest, Pipeline
-from omni.runtime.orchestrator import Orchestrator
 from stages import StageInputs, StageOutput
 from stages.engine_stage import EngineStage
 from stages.worker.guarded_stage import MOST_REBUILDS
@@ -22,6 +21,7 @@ from tests.support.fake_speech import Thinker
 from tests.support.fake_stage import FakeStage
 from tests.support.line_faults import LineFault
 from tests.support.speech_pipeline import speech_stages, start, told, until, whole
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 IDS = [tuple(range(start, start + 21)) for start in (20, 20, 50, 90)]
@@ -63,7 +63,7 @@ class Fragile(FakeStage):
         self.broken = False
 
 
-def drain(orchestrator: Orchestrator) -> dict[str, OmniOutput]:
+def drain(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
     last: dict[str, OmniOutput] = {}
     for _ in range(1000):
         if not orchestrator.has_unfinished_requests:
@@ -72,7 +72,7 @@ def drain(orchestrator: Orchestrator) -> dict[str, OmniOutput]:
     raise AssertionError("requests are left")
 
 
-def ask(orchestrator: Orchestrator, *request_ids: str) -> dict[str, OmniOutput]:
+def ask(orchestrator: WholeOrchestrator, *request_ids: str) -> dict[str, OmniOutput]:
     for request_id in request_ids:
         orchestrator.add_request(OmniRequest(request_id, request_id))
     return drain(orchestrator)
@@ -82,7 +82,7 @@ def test_requests_of_which_nothing_was_told_begin_anew() -> None:
     """The stage feeds another one, so that what it makes is told when it is done with it."""
     fragile = Fragile("b", sources=("a",), final=False, steps=3)
     stages = [FakeStage("a", steps=1), fragile, FakeStage("c", ("b",))]
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     for request_id in ("x", "y"):
         orchestrator.add_request(OmniRequest(request_id, request_id))
     until(orchestrator, lambda: len(fragile.held) == 2)
@@ -98,7 +98,7 @@ def test_requests_of_which_nothing_was_told_begin_anew() -> None:
 
 def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
     fragile = Fragile("a", steps=4)
-    orchestrator = Orchestrator(Pipeline([fragile, FakeStage("beside", steps=9)]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile, FakeStage("beside", steps=9)]))
     orchestrator.add_request(OmniRequest("x", "x"))
     until(orchestrator, lambda: bool(fragile.held))
     orchestrator.step()
@@ -113,7 +113,7 @@ def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
 
 def test_a_request_that_breaks_the_stage_each_time_fails_and_spares_those_after_it() -> None:
     fragile = Fragile("a", breaks=("bad",))
-    orchestrator = Orchestrator(Pipeline([fragile]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile]))
     last = ask(orchestrator, "bad", "x")
     assert AGAIN in str(last["bad"].error) and AGAIN in str(last["x"].error)
     assert fragile.rebuilds == 2, "both begin anew once"
@@ -122,7 +122,7 @@ def test_a_request_that_breaks_the_stage_each_time_fails_and_spares_those_after_
 
 def test_a_stage_that_broke_unseen_is_built_anew_for_the_next_request() -> None:
     fragile = Fragile("a")
-    orchestrator = Orchestrator(Pipeline([fragile]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile]))
     fragile.broken = True
     assert ask(orchestrator, "x")["x"].error is None
     assert fragile.rebuilds == 1
@@ -130,7 +130,7 @@ def test_a_stage_that_broke_unseen_is_built_anew_for_the_next_request() -> None:
 
 def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     fragile = Fragile("a", breaks=("bad",))
-    orchestrator = Orchestrator(Pipeline([fragile, FakeStage("b")]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile, FakeStage("b")]))
     for _ in range(2):  # each time it breaks twice: the request begins anew once
         error = str(ask(orchestrator, "bad")["bad"].error)
     assert "it cannot be used any more: it broke 4 times in a row" in error
@@ -143,7 +143,7 @@ def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixtu
 
 def test_a_request_that_comes_through_begins_the_count_anew() -> None:
     fragile = Fragile("a", breaks=("bad",))
-    orchestrator = Orchestrator(Pipeline([fragile]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile]))
     for _ in range(2 * MOST_REBUILDS):
         ask(orchestrator, "bad")
         assert ask(orchestrator, "x")["x"].error is None
@@ -152,7 +152,7 @@ def test_a_request_that_comes_through_begins_the_count_anew() -> None:
 
 def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
     fragile = Fragile("a")
-    orchestrator = Orchestrator(Pipeline([fragile]))
+    orchestrator = WholeOrchestrator(Pipeline([fragile]))
     fragile.broken, fragile.unwilling = True, MemoryError("no room")
     with pytest.raises(ValueError, match="could not be built anew: MemoryError: no room"):
         orchestrator.add_request(OmniRequest("x", "x"))
@@ -227,11 +227,11 @@ def build(seeded: Callable[[str], str]) -> Pipeline:
 @pytest.fixture
 def rig(seeded: Callable[[str], str]) -> Iterator[Rig]:
     pipeline = build(seeded)
-    yield Rig(pipeline, run(Orchestrator(pipeline)))
+    yield Rig(pipeline, run(WholeOrchestrator(pipeline)))
     pipeline.close()
 
 
-def run(orchestrator: Orchestrator) -> dict[str, OmniOutput]:
+def run(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
     for request in REQUESTS:
         orchestrator.add_request(request)
     return drain(orchestrator)
@@ -259,7 +259,7 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
     rig: Rig, error: type[Exception], turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault comes at a line of the step, and another one while the engine mends itself."""
-    orchestrator = Orchestrator(rig.pipeline)
+    orchestrator = WholeOrchestrator(rig.pipeline)
     for request in REQUESTS:
         orchestrator.add_request(request)
     last: dict[str, OmniOutput] = {}
@@ -299,7 +299,7 @@ def test_a_step_that_is_interrupted_once_fails_nobody(
     rig: Rig, error: type[Exception], turn: int
 ) -> None:
     """The engine lets all its requests begin anew, and the stage goes on with it."""
-    orchestrator = Orchestrator(rig.pipeline)
+    orchestrator = WholeOrchestrator(rig.pipeline)
     engines = [vars(stage)["engine"] for stage in rig.pipeline.stages.values()]
     for request in REQUESTS:
         orchestrator.add_request(request)
@@ -343,8 +343,8 @@ def test_the_broken_engine_is_gone_before_another_one_is_built(
         def fail() -> None:
             raise MemoryError("a step")
 
-        vars(stage.engine).update(_step=fail, _begin_anew=fail)
-        last = run(Orchestrator(rig.pipeline))
+        vars(stage.engine).update(_step_deltas=fail, _begin_anew=fail)
+        last = run(WholeOrchestrator(rig.pipeline))
     assert alive == [None, None]
     for request_id, output in last.items():
         assert_same(output, rig.expected[request_id])

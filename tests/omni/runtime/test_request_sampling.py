@@ -11,10 +11,10 @@ from engine import SamplingParams
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import dotted
 from omni import Omni, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from tests.support.fake_stage import FakeStage
 from tests.support.omni_stages import Conversation, Turn, build_pipeline
 from tests.support.shared_worker import omni_apart
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 ASKED = Conversation((Turn(0),))
 
@@ -44,7 +44,7 @@ def test_a_later_stages_sampling_is_refused_before_the_first_has_run(
     seeded: Callable[[str], str], sampling: Any, message: str, place: str
 ) -> None:
     pipeline = build_pipeline(seeded("qwen2_5_omni"))
-    orchestrator = Orchestrator(pipeline)
+    orchestrator = WholeOrchestrator(pipeline)
     with pytest.raises(PlacedError, match=message) as refused:
         orchestrator.add_request(ASKED.request("r", sampling=sampling))
     assert dotted(refused.value.place) == place

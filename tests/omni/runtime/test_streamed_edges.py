@@ -9,16 +9,16 @@ import pytest
 from engine import CodecPrompt, EngineConfig, Prompt, SpeechPrompt
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from stages import AutoregressiveStage, TransformContext, thinker_to_talker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
 from tests.support.speech_pipeline import drain, speech_stages
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 
 def test_the_speaker_reaches_the_talker() -> None:
     voices = {"speakers": ("Ada", "Ben")}
     stages = speech_stages((2, 3), talker=voices, code2wav=voices)
-    orchestrator = Orchestrator(Pipeline(stages, speaker="Ada"))
+    orchestrator = WholeOrchestrator(Pipeline(stages, speaker="Ada"))
     orchestrator.add_request(OmniRequest("hello", "own", speaker="Ben"))
     orchestrator.add_request(OmniRequest("hello", "default"))
     drain(orchestrator)
@@ -31,7 +31,7 @@ def test_the_speaker_reaches_the_talker() -> None:
 
 def test_an_unknown_speaker_is_a_clear_error() -> None:
     stages = speech_stages(talker={"speakers": ("Chelsie", "Ethan")})
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     with pytest.raises(ValueError, match="'Chelsy': stage 'talker' has no .*; did you mean 'Che"):
         orchestrator.add_request(OmniRequest("p", "x", speaker="Chelsy"))
     assert not orchestrator.has_unfinished_requests

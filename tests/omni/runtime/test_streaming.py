@@ -14,7 +14,7 @@ from omni.runtime import orchestrator as orchestrator_module
 from omni.runtime import stage_links
 from stages import StageOutput, TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from stages.remote import worker
-from stages.worker.messages import Event, Moved
+from stages.worker.messages import Event, Output
 from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
 from tests.support.placed import everywhere
@@ -141,8 +141,8 @@ class Told(StageWorker):
     def news(self) -> list[Event]:
         news = super().news()
         for event in news:
-            if isinstance(event, Moved) and event.output is not None and event.output.finished:
-                self.seen[event.output.stage] = sorted(event.output.tensors)
+            if isinstance(event, Output) and event.delta is not None and event.delta.finished:
+                self.seen[self.stage.name] = sorted(event.delta.tensors)
         return news
 
 

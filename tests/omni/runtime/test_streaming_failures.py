@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from engine import CodecPrompt, FinishReason, Prompt
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.runtime.orchestrator import Orchestrator
 from stages import TransformContext, chunkable, talker_to_code2wav, thinker_to_talker
 from tests.support.fake_speech import Vocoder
 from tests.support.placed import Anywhere, everywhere
 from tests.support.settled_stages import assert_settled, refusal
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, start, told, whole
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 FAIL, EXPLODE = {"fail": {"x": 3}}, {"explode": {"x": 3}}
 
@@ -105,7 +105,7 @@ def test_a_transform_that_never_says_it_is_the_last_chunk_does_not_hang(
 
 @everywhere
 def test_a_users_prompt_that_promises_more_is_refused() -> None:
-    orchestrator = Orchestrator(Pipeline([Vocoder("code2wav", final_output=("audio",))]))
+    orchestrator = WholeOrchestrator(Pipeline([Vocoder("code2wav", final_output=("audio",))]))
     error = refusal(orchestrator, OmniRequest(CodecPrompt((1, 2), is_last=False), "x"))
     assert re.search(r"'code2wav': .* is_last=False, but nothing follows", error)
     assert not orchestrator.has_unfinished_requests
@@ -207,7 +207,7 @@ def every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
     stages = speech_stages(chunks, **changes)
     stages[0].hide_rows = data.draw(st.none() | st.integers(2, 4))
 
-    orchestrator = Orchestrator(Pipeline(stages))
+    orchestrator = WholeOrchestrator(Pipeline(stages))
     last: dict[str, OmniOutput] = {}
     refused, aborted = set(), set()
     for request_id, prompt in prompts.items():

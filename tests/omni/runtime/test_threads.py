@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
 
+from engine.interface.outputs import OutputDelta
 from omni import Omni, OmniOutput, OmniRequest, Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
-from omni.runtime.orchestrator import Orchestrator
-from stages import Stage, StageOutput
+from stages import Stage
 from stages.engine_stage import EngineStage
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 OF_THE_PROCESS = 3
 ONE_FOR_THE_WRITER = {"stages.writer.placement.threads": 1}
@@ -32,17 +32,17 @@ def _threads_of_the_process() -> Iterator[None]:
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     """The threads that each stage's steps had."""
     taken: dict[str, set[int]] = {}
-    step = EngineStage.step
+    step = EngineStage.step_deltas
 
-    def noting(self: EngineStage[Any]) -> list[StageOutput]:
+    def noting(self: EngineStage) -> list[OutputDelta]:
         taken.setdefault(self.name, set()).add(torch.get_num_threads())
         return step(self)
 
-    monkeypatch.setattr(EngineStage, "step", noting)
+    monkeypatch.setattr(EngineStage, "step_deltas", noting)
     return taken
 
 
-def _drive(orchestrator: Orchestrator) -> OmniOutput:
+def _drive(orchestrator: WholeOrchestrator) -> OmniOutput:
     orchestrator.add_request(OmniRequest("Once upon a time", "r"))
     while True:
         for output in orchestrator.step():
@@ -68,15 +68,15 @@ def test_a_caller_that_drives_the_stages_itself_keeps_its_number(
     config = PipelineConfig.load("two_step", ONE_FOR_THE_WRITER)
     pipeline = Pipeline.from_config(config)
     with closing(pipeline):
-        orchestrator = Orchestrator(pipeline)
+        orchestrator = WholeOrchestrator(pipeline)
         assert _drive(orchestrator).error is None
         assert torch.get_num_threads() == OF_THE_PROCESS
 
-        def fail(self: Stage) -> list[StageOutput]:
+        def fail(self: Stage) -> list[OutputDelta]:
             raise RuntimeError(f"with {torch.get_num_threads()}")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineStage, "step", fail)
+            patch.setattr(EngineStage, "step_deltas", fail)
             output = _drive(orchestrator)
     assert "with 1" in str(output.error)
     assert torch.get_num_threads() == OF_THE_PROCESS
@@ -89,16 +89,16 @@ def test_threads_that_begin_meanwhile_have_the_number_of_the_process(
     """PyTorch gives a thread that is new to it the number that was set last, whoever set it."""
     seen: list[int] = []
     steps: dict[str, set[int]] = {}
-    step = EngineStage.step
+    step = EngineStage.step_deltas
 
-    def noting(self: EngineStage[Any]) -> list[StageOutput]:
+    def noting(self: EngineStage) -> list[OutputDelta]:
         steps.setdefault(self.name, set()).add(torch.get_num_threads())
         thread = Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
         thread.join()
         return step(self)
 
-    monkeypatch.setattr(EngineStage, "step", noting)
+    monkeypatch.setattr(EngineStage, "step_deltas", noting)
     all_on_one = ONE_FOR_THE_WRITER | {"stages.reader.placement.threads": 1}
     with Omni("two_step", overrides=all_on_one) as omni:
         omni.generate("Once upon a time")

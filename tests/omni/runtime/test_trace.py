@@ -20,7 +20,6 @@ from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniRequest
 from omni.runtime import trace as trace_module
 from omni.runtime.omni import Omni
-from omni.runtime.orchestrator import Orchestrator
 from omni.runtime.stage_links import streamed_edges
 from omni.runtime.trace import Trace, TraceError
 from omni.runtime.traced_link import TracedLink
@@ -39,6 +38,7 @@ from tests.support.remote_stages import one_stage, remote_stage
 from tests.support.speech_pipeline import PROMPTS, drain, run, speech_stages, told, until
 from tests.support.thread_workers import ThreadWorkers
 from tests.support.trace_file import check_trace, names_of, read_prefix, read_trace
+from tests.support.whole_orchestrator import WholeOrchestrator
 
 SLOW_VOCODER = {"code2wav": {"steps_per_token": 3}}
 
@@ -47,7 +47,7 @@ def traced(path: Path, stages: Any, requests: Any = PROMPTS) -> dict[str, Any]:
     """Run requests with a trace; the last outputs."""
     pipeline = Pipeline(stages)
     with Trace(path, pipeline.order) as trace:
-        orchestrator = Orchestrator(pipeline, trace=trace)
+        orchestrator = WholeOrchestrator(pipeline, trace=trace)
         for request_id, prompt in requests.items():
             orchestrator.add_request(OmniRequest(prompt, request_id))
         outputs = drain(orchestrator)
@@ -140,7 +140,7 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
         [FakeStage("a", fail=("broken",), refuse=("no",), steps=4), FakeStage("b", ("a",))]
     )
     trace = Trace(file, pipeline.order)
-    orchestrator = Orchestrator(pipeline, trace=trace)
+    orchestrator = WholeOrchestrator(pipeline, trace=trace)
     for request_id in ("well", "broken", "gone"):
         orchestrator.add_request(OmniRequest(request_id, request_id))
     with pytest.raises(ValueError, match="refused"):
@@ -160,7 +160,7 @@ def test_a_request_that_fails_or_is_aborted_leaves_nothing_behind(tmp_path: Path
 
 
 def test_without_a_trace_no_worker_watches() -> None:
-    links = Orchestrator(Pipeline([FakeStage("a")]))._links.values()
+    links = WholeOrchestrator(Pipeline([FakeStage("a")]))._links.values()
     assert {type(link) for link in links} == {StageWorker}
 
 
@@ -227,7 +227,7 @@ def test_the_death_of_a_worker_and_what_is_run_again_are_told(
     pipeline, file = Pipeline(stages), tmp_path / "out.json"
     (talker,) = (stage for stage in made if stage.name == "talker")
     with Trace(file, pipeline.order) as trace:
-        orchestrator = Orchestrator(pipeline, trace=trace)
+        orchestrator = WholeOrchestrator(pipeline, trace=trace)
         orchestrator.add_request(OmniRequest(PROMPTS["z"], "z"))
         until(orchestrator, lambda: len(talker.received.get("z", ())) > 1)
         workers.kill("talker")
@@ -258,7 +258,7 @@ def test_no_more_requests_are_remembered_than_a_bound(
     requests = {f"r{number}": "hi" for number in range(40)}
     pipeline = Pipeline(stages)
     with Trace(file, pipeline.order) as trace:
-        orchestrator = Orchestrator(pipeline, trace=trace)
+        orchestrator = WholeOrchestrator(pipeline, trace=trace)
         for request_id, prompt in requests.items():
             orchestrator.add_request(OmniRequest(prompt, request_id))
             drain(orchestrator)
@@ -345,7 +345,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path) -> None:
     trace = Trace(file, pipeline.order)
     trace._file.close()
     trace._file = Full(300)  # type: ignore[assignment]
-    orchestrator = Orchestrator(pipeline, trace=trace)
+    orchestrator = WholeOrchestrator(pipeline, trace=trace)
     orchestrator.add_request(OmniRequest("hello there", "x"))
     assert drain(orchestrator)["x"][-1].error is None
     for _ in range(2):

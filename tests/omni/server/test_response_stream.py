@@ -1,23 +1,24 @@
-"""What a reader gets of a request: the newest state, and all the sound."""
+"""What a reader gets of a request: all that has come since it last looked."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
 from engine import TextPrompt, Waveform
-from omni.requests.request import OmniOutput
+from engine.interface.outputs import OutputDelta
+from omni.requests.request import OmniDelta
 from omni.server.serving.admission_queue import AdmissionQueue
 from omni.server.serving.meters import Meters
 from omni.server.serving.parsed_request import ParsedRequest
 from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.response_stream import ResponseStream, Update
-from stages import StageOutput
 
 
 @dataclass
@@ -27,7 +28,7 @@ class _Pipeline:
     name: str = "mine"
     meters: Meters = field(default_factory=lambda: Meters(()))
     queue: AdmissionQueue = field(default_factory=lambda: AdmissionQueue(1, 1))
-    put: Callable[[OmniOutput], object] = lambda _: None
+    put: Callable[[OmniDelta], object] = lambda _: None
 
     @property
     def omni(self) -> _Pipeline:
@@ -36,20 +37,19 @@ class _Pipeline:
     def check_stages(self) -> None:
         """All have workers."""
 
-    async def agenerate(
-        self, _: ParsedRequest, *, on_progress: Callable[[OmniOutput], Any]
+    async def agenerate_deltas(
+        self, _: ParsedRequest, on_delta: Callable[[int, OmniDelta], Any]
     ) -> None:
-        self.put = on_progress
+        self.put = partial(on_delta, 0)
         await asyncio.Event().wait()
 
 
-def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniOutput:
-    delta = Waveform(torch.zeros(sound), 8) if sound else None
-    stages = {
-        "writer": StageOutput("r", "writer", finished=is_over, text=text),
-        "speaker": StageOutput("r", "speaker", finished=is_over, audio_delta=delta),
-    }
-    return OmniOutput("r", stages, is_over)
+def _said(text: str, *, sound: int = 0, is_over: bool = False) -> OmniDelta:
+    audio = Waveform(torch.zeros(sound), 8) if sound else None
+    writer = OutputDelta("r", is_over, text=text)
+    return OmniDelta(
+        "r", (("writer", writer), ("speaker", OutputDelta("r", is_over, audio=audio))), is_over
+    )
 
 
 def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], Any]) -> None:
@@ -68,29 +68,31 @@ def _read(act: Callable[[_Pipeline, Callable[[], Coroutine[Any, Any, Update]]], 
 
 
 def _text(update: Update) -> str | None:
-    return update.output.stages["writer"].text
+    delta = update.of("writer")
+    return None if delta is None else delta.text
 
 
 def test_a_reader_gets_each_update_as_it_comes():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        for text in ("a", "ab", "abc"):
+        for text in ("a", "b", "c"):
             pipeline.put(_said(text))
             assert _text(await look()) == text
 
     _read(act)
 
 
-def test_a_slow_reader_gets_the_newest_text_and_all_the_sound():
+def test_a_slow_reader_gets_all_text_and_all_sound_at_once():
     async def act(pipeline: _Pipeline, look: Callable[[], Coroutine[Any, Any, Update]]) -> None:
-        for text, sound in (("a", 2), ("ab", 0), ("abc", 3)):
+        for text, sound in (("a", 2), ("b", 0), ("c", 3)):
             pipeline.put(_said(text, sound=sound))
         update = await look()
         assert _text(update) == "abc"
-        assert [len(each.samples) for each in update.sounds["speaker"]] == [2, 3]
+        spoken = update.sound("speaker")
+        assert spoken is not None and len(spoken.samples) == 5
         pipeline.put(_said("the end", is_over=True))
         update = await look()
         assert _text(update) == "the end"
-        assert not update.sounds
+        assert update.sound("speaker") is None
 
     _read(act)
 
@@ -105,10 +107,9 @@ def test_a_stream_ends_when_the_stages_that_it_waits_for_are_done():
             updates = stream.updates()
             pipeline.put(_said("a"))
             assert not (await anext(updates)).is_last
-            stages = {"writer": StageOutput("r", "writer", finished=True, text="ab")}
-            pipeline.put(OmniOutput("r", stages, finished=False))
+            pipeline.put(OmniDelta("r", (("writer", OutputDelta("r", True, text="b")),)))
             update = await anext(updates)
-            assert update.is_last and _text(update) == "ab"
+            assert update.is_last and _text(update) == "b"
             with pytest.raises(StopAsyncIteration):
                 await anext(updates)
 

@@ -42,7 +42,6 @@ from engine import (
     VideoPrompt,
     Waveform,
 )
-from engine.interface.deferred import Deferred, DeferredItems, defer
 from engine.media.image_file import open_image
 from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
 from stages.remote.codec import Codec
@@ -237,18 +236,6 @@ def test_conjugates_and_negatives_arrive_as_what_they_show():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     assert there_and_back(numbers.conj()).tolist() == [1 - 2j, 3 + 4j]
     assert there_and_back(numbers.conj().imag).tolist() == [-2, 4]
-
-
-def test_deferred_fields_are_made():
-    ids = [4, 5, 6]
-    output = StageOutput(
-        "r",
-        "s",
-        False,
-        text=defer(Deferred(lambda: "told")),
-        token_ids=defer(DeferredItems(ids, 0, 2)),
-    )
-    assert there_and_back(output) == StageOutput("r", "s", False, text="told", token_ids=(4, 5))
 
 
 def test_what_was_left_to_defaults_still_is():

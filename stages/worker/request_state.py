@@ -1,4 +1,4 @@
-"""A request's time in one stage."""
+"""One request in one stage."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 from engine import Prompt
 from stages.stage import StageRequest
+from stages.stage_output import OutputAccumulator
 from stages.worker.chunk_cutter import ChunkCutter
 from stages.worker.messages import Enter
 
-__all__ = ["Stay"]
+__all__ = ["RequestState"]
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
-    """A request's time in one stage.
+class RequestState:
+    """One request in one stage.
 
     ::
 
@@ -29,8 +30,10 @@ class Stay:
         is_inside: whether the stage has it.
         is_streamed: whether its prompt comes in chunks.
         pending: prompts made of the chunks that the stage has yet to take.
-        was_told_of: whether anything that the stage made of it has reached anybody.
-        has_begun_anew: whether the stage broke under it before.
+        so_far: what the stage has made of it, if chunks are cut from that, or its user gets none
+            of it; else None.
+        has_emitted: whether anything that the stage made of it was emitted.
+        was_restarted: whether the stage broke under it before.
         has_cut: whether a chunk was cut since it was last decided if it should rest.
         is_paused: whether it rests, since a stage behind does not keep up.
     """
@@ -41,10 +44,16 @@ class Stay:
     is_inside: bool = False
     is_streamed: bool = False
     pending: deque[Prompt] = field(default_factory=deque)
-    was_told_of: bool = False
-    has_begun_anew: bool = False
+    so_far: OutputAccumulator | None = None
+    has_emitted: bool = False
+    was_restarted: bool = False
     has_cut: bool = False
     is_paused: bool = False
+
+    def begin_output(self, stage: str) -> None:
+        """Begin to add up what the stage makes of it, from nothing, where that is needed."""
+        if self.so_far is not None:
+            self.so_far = OutputAccumulator(self.request_id, stage)
 
     @property
     def request_id(self) -> str:
