@@ -219,95 +219,69 @@ class WorkerEndedError(RuntimeError):
     """The worker that was asked has ended, or is being started again."""
 
 
-class PendingCalls:
-    """Answers to come, by the number of the call. Safe to use from any thread.
+class _PendingCalls:
+    """Calls without an answer so far, by their number. Safe to use from any thread.
 
     Args:
-        called: what the worker is one of, for messages.
+        called: the worker's name in messages.
     """
 
     def __init__(self, called: str) -> None:
         self._called = called
         self._numbers = count()
         self._answers: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
 
     def add(self) -> tuple[int, Future[Any]]:
-        """The number of a new call, and what gets its answer."""
-        answer: Future[Any] = Future()
-        with self._lock:
-            number = next(self._numbers)
-            self._answers[number] = answer
+        """Number a new call; the future gets its answer."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._answers[number] = answer
         return number, answer
 
     def resolve(self, returned: Returned) -> None:
-        """Take an answer in; one whose caller has given up is ignored."""
-        with self._lock:
-            answer = self._answers.pop(returned.number, None)
-        if answer is None:
+        """Take an answer; one whose caller has given up is ignored."""
+        if (answer := self._answers.pop(returned.number, None)) is None:
             return
         if returned.error is None:
             answer.set_result(returned.value)
+        elif returned.error_place:
+            answer.set_exception(PlacedError(returned.error_place, returned.error))
         elif returned.error_type == "ValueError":
-            place = returned.error_place
-            answer.set_exception(
-                PlacedError(place, returned.error) if place else ValueError(returned.error)
-            )
+            answer.set_exception(ValueError(returned.error))
         else:
-            told = f"{self._called}: {returned.error_type}: {returned.error}"
-            answer.set_exception(RuntimeError(told))
+            message = f"{self._called}: {returned.error_type}: {returned.error}"
+            answer.set_exception(RuntimeError(message))
 
-    def fail(self, reason: str, number: int | None = None) -> None:
-        """The worker answers no more: one call, or all that there are.
-
-        Args:
-            reason: why, in words that go on after what it is called.
-            number: of the call; None for all.
-        """
-        with self._lock:
-            gone = list(self._answers) if number is None else [number]
-            answers = [self._answers.pop(each) for each in gone if each in self._answers]
-        for answer in answers:
-            answer.set_exception(WorkerEndedError(f"{self._called}: {reason}"))
+    def fail(self, reason: str, *numbers: int) -> None:
+        """Let calls raise ``WorkerEndedError``: those of some numbers, or all."""
+        for number in numbers or tuple(self._answers):
+            if (answer := self._answers.pop(number, None)) is not None:
+                answer.set_exception(WorkerEndedError(f"{self._called}: {reason}"))
 
 
-class StageCounts:
-    """Of one stage: sums that go on when a worker ends and the next one counts from nothing. ::
+class _StageCounts:
+    """The counters of a stage: sums that go on when a worker ends and the next one begins at 0. ::
 
-        workers that ended:  sums of what each told last
-        the one that is up:  what it told last, its requests of now with it
-
-    Not safe for several threads at once: its owner holds a lock.
+    workers that ended:   the sums of what each reported last
+    the one that is up:   what it reported last, its requests of now included
     """
 
     def __init__(self) -> None:
         self._ended = StageStats()
-        self._latest: StageStats | None = None
+        self.latest: StageStats | None = None
 
     @property
     def total(self) -> StageStats:
-        """Of all of them."""
-        return (self._latest or StageStats()).following(self._ended)
-
-    def hear(self, stats: StageStats) -> None:
-        """The worker that is up has told its counts, one sign of life after another."""
-        self._latest = stats
-
-    def hear_answer(self, stats: StageStats) -> None:
-        """The same, asked for: a reading never goes back behind one that was told before."""
-        if self._latest is None or self._latest.num_steps <= stats.num_steps:
-            self._latest = stats
+        """Of all workers."""
+        return (self.latest or StageStats()).following(self._ended)
 
     def end(self, *, num_restarts: int) -> None:
         """The worker has ended, and so many are started in its place."""
-        if self._latest is not None:
-            self._ended, self._latest = self._latest.following(self._ended), None
-        self._ended = self._ended.plus(num_restarts=num_restarts)
+        self._ended, self.latest = self.total.plus(num_restarts=num_restarts), None
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """In the place of a message: the worker has ended.
+    """Takes the place of a message: the worker has ended.
 
     Attributes:
         reason: what it died of.
@@ -327,15 +301,15 @@ class StagePort:
     later one.
 
     Args:
-        life: of the worker.
+        supervisor: of the worker.
         stage: the name of the stage.
     """
 
-    def __init__(self, life: WorkerSupervisor, stage: str) -> None:
-        self.life = life
+    def __init__(self, supervisor: WorkerSupervisor, stage: str) -> None:
+        self._supervisor = supervisor
         self._stage = stage
         self._inbox: deque[tuple[int, Any]] = deque()  # with the number of the worker
-        self._heard_life = 1  # the first worker has built the stage before anybody reads
+        self._seen = 1  # the first worker has built the stage before anybody reads
 
     @property
     def has_messages(self) -> bool:
@@ -346,14 +320,14 @@ class StagePort:
         """Events, ``Idle`` and ``Built`` since this was last called, :class:`Ended` in between."""
         taken = []
         while self._inbox:
-            life, message = self._inbox.popleft()
-            self._heard_life = max(self._heard_life, life)  # the last word of one may come late
+            generation, message = self._inbox.popleft()
+            self._seen = max(self._seen, generation)  # the last word of one may come late
             taken.append(message)
         return taken
 
-    def put(self, life: int, message: Any) -> None:
+    def put(self, generation: int, message: Any) -> None:
         """Take a message of a worker; from any thread."""
-        self._inbox.append((life, message))
+        self._inbox.append((generation, message))
 
     def send(self, commands: tuple[Command, ...]) -> None:
         """Send commands.
@@ -363,7 +337,7 @@ class StagePort:
             ValueError: they hold what cannot be sent.
             MemoryError: there is no room for their tensors.
         """
-        self.life.send(self._heard_life, Orders(self._stage, commands))
+        self._supervisor.send(self._seen, Orders(self._stage, commands))
 
 
 class WorkerSupervisor:
@@ -395,20 +369,20 @@ class WorkerSupervisor:
         self._first_built: Future[None] = Future()
         self._lock = threading.Lock()  # over all below
         self._connection: Connection | None = None
-        self._life = 0
+        self._generation = 0
         self._num_commands = 0
         self._is_connected = threading.Event()
         self._is_settled = threading.Event()  # it is up, or never will be again
         self._is_up = False
         self._is_closed = False
         self._num_starts = 0
-        self._calls = PendingCalls(spec.called)
+        self._calls = _PendingCalls(spec.called)
         self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[tuple[str, str], Call] = {}
         self._on_news: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: Mapping[str, StageFacts] | None = None
-        self._counts = {stage.name: StageCounts() for stage in spec.stages}
+        self._counts = {stage.name: _StageCounts() for stage in spec.stages}
         self._state = WorkerState("starting")
 
     def tell_news(self, on_news: Callable[[], object]) -> None:
@@ -440,8 +414,8 @@ class WorkerSupervisor:
         with self._lock:
             if self._is_closed:
                 return
-            self._life += 1
-            life = self._life
+            self._generation += 1
+            generation = self._generation
             self._num_starts += 1
             self._num_commands = 0
             self._heard_at = time.monotonic()
@@ -450,16 +424,16 @@ class WorkerSupervisor:
         try:
             connection = self._connect(
                 self.spec,
-                lambda message: self._hear(life, message),
-                lambda reason: self._end(life, reason),
+                lambda message: self._receive(generation, message),
+                lambda reason: self._end(generation, reason),
             )
         except Exception as error:  # whatever keeps a worker from being started, later ones may be
             has_no_place = isinstance(error, NoPlaceError)
             told = str(error) if has_no_place else described(error)
-            self._end(life, f"could not be started: {told}", has_no_place=has_no_place)
+            self._end(generation, f"could not be started: {told}", has_no_place=has_no_place)
             return
         with self._lock:
-            has_ended = self._is_over(life)
+            has_ended = self._is_over(generation)
             if not has_ended:
                 self._connection = connection
             self._is_connected.set()
@@ -479,11 +453,11 @@ class WorkerSupervisor:
             except TimeoutError:  # one that hangs says nothing for ever
                 self.check_alive()
 
-    def send(self, life: int, orders: Orders) -> None:
+    def send(self, generation: int, orders: Orders) -> None:
         """Send commands to a worker.
 
         Args:
-            life: the number of the worker that they are for.
+            generation: the number of the worker that they are for.
             orders: the commands.
 
         Raises:
@@ -492,7 +466,7 @@ class WorkerSupervisor:
             MemoryError: there is no room for their tensors.
         """
         with self._lock:
-            connection = self._connection if life == self._life else None
+            connection = self._connection if generation == self._generation else None
         self._send_over(connection, orders)
         self._num_commands += len(orders.commands)
 
@@ -560,13 +534,18 @@ class WorkerSupervisor:
 
     def stats(self) -> Mapping[str, StageStats]:
         """What its workers have counted, by stage; without an answer what was told last."""
-        life, answer = self._life, None
+        generation, answer = self._generation, None
         with suppress(RuntimeError, TimeoutError):  # what it told last is as good as it gets
             answer = self.call(None, "stats", timeout_s=_STATS_PATIENCE_S)
         with self._lock:
-            if answer is not None and life == self._life:  # else it is in the sums by now
+            if (
+                answer is not None and generation == self._generation
+            ):  # else it is in the sums by now
                 for name, stats in answer.items():
-                    self._counts[name].hear_answer(stats)
+                    latest = self._counts[name].latest
+                    # A reading never goes back behind one that was reported before.
+                    if latest is None or latest.num_steps <= stats.num_steps:
+                        self._counts[name].latest = stats
             return {name: counts.total for name, counts in self._counts.items()}
 
     def note_success(self) -> None:
@@ -606,9 +585,9 @@ class WorkerSupervisor:
             connection.close(_GRACE_S)
         self._calls.fail("the stage is closed")
 
-    def _hear(self, life: int, message: Any) -> None:
+    def _receive(self, generation: int, message: Any) -> None:
         """Take what a worker says, in its connection's thread."""
-        if life != self._life:
+        if generation != self._generation:
             return
         self._heard_at, self._has_spoken = time.monotonic(), True
         match message:
@@ -617,7 +596,7 @@ class WorkerSupervisor:
                 return
             case Beat():
                 for name, stats in message.stats.items():
-                    self._counts[name].hear(stats)
+                    self._counts[name].latest = stats
                 return
             case GaveUp():
                 self._is_connected.wait()
@@ -629,7 +608,7 @@ class WorkerSupervisor:
                 return
             case News():
                 for name, events in message.events.items():
-                    self.ports[name].put(life, events)
+                    self.ports[name].put(generation, events)
                 self._on_news()
                 return
             case NotBuilt() if self.facts is None:
@@ -656,26 +635,26 @@ class WorkerSupervisor:
                 if is_first:
                     self._first_built.set_result(None)
                     return
-        self._tell_all(life, message)
+        self._put_all(generation, message)
 
-    def _tell_all(self, life: int, message: Any) -> None:
+    def _put_all(self, generation: int, message: Any) -> None:
         for port in self.ports.values():
-            port.put(life, message)
+            port.put(generation, message)
         self._on_news()
 
     def _fail_first(self, error: str) -> None:
         if not self._first_built.done():
             self._first_built.set_exception(ValueError(error))
 
-    def _is_over(self, life: int) -> bool:
-        """Whether a worker of another life is wanted by now, or none."""
-        return self._is_closed or life != self._life
+    def _is_over(self, generation: int) -> bool:
+        """Whether a worker of another generation is wanted by now, or none."""
+        return self._is_closed or generation != self._generation
 
-    def _end(self, life: int, reason: str, *, has_no_place: bool = False) -> None:
+    def _end(self, generation: int, reason: str, *, has_no_place: bool = False) -> None:
         with self._lock:
-            if self._is_over(life):
+            if self._is_over(generation):
                 return
-            self._life += 1
+            self._generation += 1
             has_no_place |= self._connection is not None and self._connection.has_no_place
             self._is_up, self._connection = False, None
             is_late = self._num_starts >= MOST_STARTS
@@ -698,7 +677,7 @@ class WorkerSupervisor:
         self._calls.fail(f"its worker {reason}")
         self._fail_first(f"{self.spec.called}: its worker {reason}, before it was built")
         # Reported before another one is started, which might speak at once.
-        self._tell_all(life, Ended(reason, is_final, is_waiting))
+        self._put_all(generation, Ended(reason, is_final, is_waiting))
         if not is_final:
             told = "it is started when there is a place" if is_waiting else "it is started again"
             if not (is_waiting and was_waiting):  # it is told once
@@ -724,12 +703,12 @@ def start_workers(
         ValueError: a stage cannot be built, or its worker has ended; none is left running.
     """
     with ExitStack() as closed:
-        lives = []
+        supervisors = []
         for spec in specs:
-            lives.append(WorkerSupervisor(spec, connect, stall_timeout_s))
-            closed.callback(lives[-1].close)
-            lives[-1].start()
-        for life in lives:
-            life.wait_until_built()
+            supervisors.append(WorkerSupervisor(spec, connect, stall_timeout_s))
+            closed.callback(supervisors[-1].close)
+            supervisors[-1].start()
+        for supervisor in supervisors:
+            supervisor.wait_until_built()
         closed.pop_all()
-    return lives
+    return supervisors

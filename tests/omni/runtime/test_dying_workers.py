@@ -257,14 +257,14 @@ def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
 def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_BEAT_S", 0.001)
     heard = threading.Semaphore(0)
-    hear = WorkerSupervisor._hear
+    receive = WorkerSupervisor._receive
 
-    def hearing(life: WorkerSupervisor, number: int, message: Any) -> None:
-        hear(life, number, message)
+    def receiving(supervisor: WorkerSupervisor, number: int, message: Any) -> None:
+        receive(supervisor, number, message)
         if isinstance(message, Beat):
             heard.release()
 
-    monkeypatch.setattr(WorkerSupervisor, "_hear", hearing)
+    monkeypatch.setattr(WorkerSupervisor, "_receive", receiving)
     with rig(chain(), max_retries=1) as pipeline:
         build = pipeline._build
 

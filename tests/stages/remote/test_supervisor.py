@@ -38,15 +38,15 @@ class Noted(Connection):
         pass
 
 
-class Lives:
-    """A worker's life, and its connections."""
+class Supervised:
+    """A worker's supervisor, and its connections."""
 
     def __init__(self) -> None:
         self.connections: list[Noted] = []
-        self.life = WorkerSupervisor(one_stage("a"), self._connect, 60.0)
-        self.life.start()
+        self.supervisor = WorkerSupervisor(one_stage("a"), self._connect, 60.0)
+        self.supervisor.start()
         self.connections[0].say(BUILT)
-        self.port = self.life.ports["a"]
+        self.port = self.supervisor.ports["a"]
 
     def _connect(
         self, spec: WorkerSpec, say: Callable[[Any], None], end: Callable[[str], None]
@@ -60,38 +60,40 @@ class Lives:
         self.connections[-1].end("was killed by a test")
         wait_for(lambda: len(self.connections) > known)
         self.connections[-1].say(BUILT)
-        assert self.life.is_up
+        assert self.supervisor.is_up
 
 
 @pytest.fixture
-def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
-    lives = Lives()
-    yield lives
-    lives.life.close()
+    workers = Supervised()
+    yield workers
+    workers.supervisor.close()
 
 
-def test_what_is_sent_before_the_next_worker_is_heard_of_reaches_neither(lives: Lives) -> None:
-    lives.replace()
+def test_commands_before_the_next_workers_first_word_reach_neither(
+    workers: Supervised,
+) -> None:
+    workers.replace()
     with pytest.raises(WorkerGone):
-        lives.port.send((Abort("for the first one"),))
-    lives.port.messages()
-    lives.port.send((Abort("for the next one"),))
-    assert [each.sent for each in lives.connections] == [[], [FOR_THE_NEXT]]
+        workers.port.send((Abort("for the first one"),))
+    workers.port.messages()
+    workers.port.send((Abort("for the next one"),))
+    assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
 
 
 def test_the_last_word_of_a_worker_may_come_late(
-    lives: Lives, monkeypatch: pytest.MonkeyPatch
+    workers: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is heard, its worker ends and the next one speaks, and only then it is noted."""
 
     def overtaken() -> float:
         monkeypatch.setattr(supervisor, "time", time)
-        lives.replace()
+        workers.replace()
         return time.monotonic()
 
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=overtaken))
-    lives.connections[0].say(Idle(1))
-    assert [type(each).__name__ for each in lives.port.messages()] == ["Ended", "Built", "Idle"]
-    lives.port.send((Abort("for the next one"),))
-    assert [each.sent for each in lives.connections] == [[], [FOR_THE_NEXT]]
+    workers.connections[0].say(Idle(1))
+    assert [type(each).__name__ for each in workers.port.messages()] == ["Ended", "Built", "Idle"]
+    workers.port.send((Abort("for the next one"),))
+    assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
