@@ -32,7 +32,7 @@ def throw(pid: int, *, ruins: bool = False) -> None:
     Args:
         pid: of a process on this machine that has built a faulty stage.
         ruins: whether it is the next one, after which the stage can neither let go of a request nor
-            be built anew.
+            be rebuilt.
 
     Raises:
         ProcessLookupError: there is no such process, or it has not come so far.

@@ -121,8 +121,8 @@ class AutoregressiveStage(EngineStage):
         final_output: Collection[str] = ("text",),
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=outputs, final_output=final_output)
-        wanted, mend = "an EngineConfig or an LLMEngine", "EngineConfig(model={})"
-        check_argument("engine", engine, EngineConfig | Engine, wanted, mend)
+        wanted, fix = "an EngineConfig or an LLMEngine", "EngineConfig(model={})"
+        check_argument("engine", engine, EngineConfig | Engine, wanted, fix)
         check_sampling_argument(sampling)
         self._config = engine if isinstance(engine, EngineConfig) else None
         if isinstance(engine, EngineConfig):
@@ -161,13 +161,13 @@ class AutoregressiveStage(EngineStage):
         return LLMEngine(self._config, output_names=self.outputs)
 
     def rebuild(self) -> None:
-        """Build the engine anew; see :class:`~stages.stage.Stage`.
+        """Rebuild the engine; see :class:`~stages.stage.Stage`.
 
         Raises:
             NotImplementedError: the engine came from outside, where others may have it, too.
         """
         if self._config is None:
-            raise NotImplementedError("it was given its engine, which its maker must build anew")
+            raise NotImplementedError("it was given its engine, which its maker must rebuild")
         super().rebuild()
 
     @property

@@ -119,7 +119,7 @@ class EngineStage(Stage):
         return request.prompt
 
     def _engine_sampling(self, request: StageRequest) -> SamplingParams | None:
-        """What the engine is told of sampling; None to one that generates no tokens."""
+        """How the engine samples; None to one that generates no tokens."""
         return None
 
     @property

@@ -93,8 +93,8 @@ class GeneratorStage(EngineStage):
         final_output: Collection[str] = ("audio",),
     ) -> None:
         super().__init__(name, inputs=inputs, outputs=(), final_output=final_output)
-        mend = "GeneratorConfig(model={})"
-        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", mend)
+        fix = "GeneratorConfig(model={})"
+        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", fix)
         self._config = config
         self.engine = self._build_engine()
 

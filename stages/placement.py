@@ -193,10 +193,10 @@ class Placement(Settings):
 
     def _misplaced_device(self) -> tuple[str, str] | None:
         """Whether it names a device that a Ray worker would see under another name."""
-        mend = "on a Ray cluster a worker sees only the GPUs that are reserved for it"
+        fix = "on a Ray cluster a worker sees only the GPUs that are reserved for it"
         if self.devices is not None:
-            return "devices", f"{mend}: give device: cuda, and num_gpus"
+            return "devices", f"{fix}: give device: cuda, and num_gpus"
         if self.device is not None and ":" in self.device:
             kind = self.device.partition(":")[0]
-            return "device", f"{self.device!r}: {mend}: give device: {kind}, and num_gpus"
+            return "device", f"{self.device!r}: {fix}: give device: {kind}, and num_gpus"
         return None

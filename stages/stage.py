@@ -252,8 +252,8 @@ class Stage(ABC):
         check_argument("name", name, str, "a str")
         if not name:
             raise ValueError("name must not be empty: it names the stage in its pipeline")
-        mend = 'StageInputs(("source",), "text_as_prompt")'
-        check_argument("inputs", inputs, StageInputs | None, "StageInputs or None", mend)
+        fix = 'StageInputs(("source",), "text_as_prompt")'
+        check_argument("inputs", inputs, StageInputs | None, "StageInputs or None", fix)
         check_names("outputs", outputs, or_none=True)
         check_names("final_output", final_output)
         unknown = sorted(set(final_output) - set(self.final_output_kinds))
@@ -466,14 +466,14 @@ class Stage(ABC):
         return False
 
     def rebuild(self) -> None:
-        """Drop all that the stage holds, its requests too, and build it anew as it was built first.
+        """Drop all that the stage holds, its requests too, and rebuild it as it was built first.
 
         The pipeline asks for it when a failure has left the stage in an unknown state.
         Settings that were changed since, such as :attr:`enable_prefix_caching`, are kept, and its
         counters go on. What it held is freed before anything new is built.
 
         Raises:
-            NotImplementedError: such a stage cannot be built anew, as by default.
+            NotImplementedError: such a stage cannot be rebuilt, as by default.
             Exception: whatever building it raises; it may be tried again.
         """
         raise NotImplementedError(f"a {type(self).__name__} has no method rebuild")

@@ -28,7 +28,7 @@ request is over."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """One submitted request; its id alone would not tell it from another caller's of that id."""
+    """One submitted request; another caller may use the same id."""
 
     request: OmniRequest
     request_id: str
@@ -55,7 +55,7 @@ class Driver:
         self._live: dict[str, Ticket] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted: list[Ticket] = []
-        # Is not live any more, but maybe not told so.
+        # Is not live any more, but its sink may not know.
         self._ending: Ticket | None = None
         self.renew_locks()
         self._thread: threading.Thread | None = None
@@ -155,7 +155,7 @@ class Driver:
             with self._changed:
                 self._pauses -= 1
                 if not self._pauses:
-                    self._orchestrator.heed_news()
+                    self._orchestrator.listen()
                 self._changed.notify_all()
 
     def check_can_wait(self) -> None:
@@ -273,7 +273,7 @@ class Driver:
                     raise  # it is on its way, nobody knows where
                 about = {"request_id": ticket.request_id}
                 _logger.exception("request %r could not be added", ticket.request_id, extra=about)
-            self._tell_or_discard(ticket, refusal(ticket.request_id, error))
+            self._give_or_discard(ticket, refusal(ticket.request_id, error))
         else:
             self._live[ticket.request_id] = ticket
         self._submitted.remove(ticket)
@@ -295,20 +295,20 @@ class Driver:
         ticket = self._live[output.request_id]
         if output.finished:
             self._ending = self._live.pop(output.request_id)
-        self._tell_or_discard(ticket, output)
+        self._give_or_discard(ticket, output)
         self._ending = None
 
-    def _tell_or_discard(self, ticket: Ticket, output: OmniDelta) -> None:
-        if (error := self._tell(ticket, output)) is not None:
+    def _give_or_discard(self, ticket: Ticket, output: OmniDelta) -> None:
+        if (error := self._give(ticket, output)) is not None:
             self._discard([ticket])
             with suppress(Exception):  # if it is still there, it waits
                 ticket.sink(refusal(ticket.request_id, error))
 
-    def _tell(self, ticket: Ticket, news: OmniDelta | BaseException) -> Exception | None:
+    def _give(self, ticket: Ticket, event: OmniDelta | BaseException) -> Exception | None:
         try:
-            ticket.sink(news)
-        except Exception as error:  # such as an event loop that was closed without telling us
-            # One that told us may have been closed before the thread came to hear of it.
+            ticket.sink(event)
+        except Exception as error:  # such as an event loop that was closed without our knowing
+            # One that was discarded may have been closed before the thread came to know of it.
             if ticket not in self._unwanted:
                 about = {"request_id": ticket.request_id}
                 _logger.exception(
@@ -320,11 +320,11 @@ class Driver:
     def _recover(self, error: Exception) -> None:
         """End all requests with what interrupted a turn; the next one starts another thread."""
         _logger.error("a turn of the pipeline failed", exc_info=error)
-        told = f"the pipeline was interrupted: {described(error)}"
-        ended = {output.request_id: output for output in self._orchestrator.fail_all(told)}
+        message = f"the pipeline was interrupted: {described(error)}"
+        ended = {output.request_id: output for output in self._orchestrator.fail_all(message)}
         for ticket in self._take_waiting():
-            over = OmniDelta(ticket.request_id, finished=True, error=told)
-            self._tell(ticket, ended.get(ticket.request_id, over))
+            over = OmniDelta(ticket.request_id, finished=True, error=message)
+            self._give(ticket, ended.get(ticket.request_id, over))
         with self._changed:
             self._busy, self._thread = False, None
             if self._commands and not self._stopping:
@@ -339,7 +339,7 @@ class Driver:
             self._commands.clear()
             self._changed.notify_all()
         for ticket in self._take_waiting():
-            self._tell(ticket, error)
+            self._give(ticket, error)
 
     def _take_waiting(self) -> Collection[Ticket]:
         """The requests that wait for an output; they are over."""

@@ -1,4 +1,4 @@
-"""Brings what other threads have to tell into event loops."""
+"""Brings what other threads post into event loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LoopMail:
     """Hands out in an event loop what other threads post: all that has come, by one wake-up.
 
     To wake a loop takes a system call, and lets its thread compete with the one that posts. A turn
-    of a pipeline has news of many requests at once, so that a wake-up for each would cost more
+    of a pipeline has something of many requests at once: a wake-up for each would cost more
     than what is done with them.
 
     Args:
@@ -28,8 +28,8 @@ class LoopMail:
         self._letters: deque[_Letter] = deque()
         self._is_called = False
 
-    def post(self, take: Callable[[Any], object], news: Any) -> None:
-        """Have ``take(news)`` called in the loop, after what was posted before; from any thread.
+    def post(self, take: Callable[[Any], object], letter: Any) -> None:
+        """Have ``take(letter)`` called in the loop, after what was posted before; from any thread.
 
         Raises:
             RuntimeError: the loop is closed.
@@ -37,7 +37,7 @@ class LoopMail:
         if self._loop.is_closed():
             self._letters.clear()
             raise RuntimeError("the event loop is closed")
-        self._letters.append((take, news))
+        self._letters.append((take, letter))
         if not self._is_called:
             try:
                 # Before it is called: it may be done with its work before this thread goes on.
@@ -53,10 +53,10 @@ class LoopMail:
         letters = self._letters
         try:
             while letters:
-                take, news = letters.popleft()
-                take(news)
+                take, letter = letters.popleft()
+                take(letter)
         finally:
-            if letters:  # one was not taken, and the loop is told why; the others go on
+            if letters:  # one was not taken, and the loop knows why; the others go on
                 self._loop.call_soon(self._hand_out)
 
 

@@ -51,7 +51,7 @@ class Omni:
     Args:
         config: a pipeline, the config of one, the path of a YAML file, or the name of a YAML file
             that is shipped. A pipeline is this object's from then on, and is closed with it; where
-            its stages are to run elsewhere, they are closed at once and built anew there.
+            its stages are to run elsewhere, they are closed at once and rebuilt there.
         overrides: values by dotted place (``"stages.writer.engine.num_blocks"``), which replace
             those of the YAML file.
         runtime: where the stages run, in the place of what the config says: ``"inline"``,

@@ -46,7 +46,7 @@ StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
 class Orchestrator:
     """Runs requests over a pipeline.
 
-    It sends every stage's worker commands, and takes in what that tells; where the workers run is
+    It sends every stage's worker commands, and takes in its events; where the workers run is
     theirs to know. A turn (:meth:`step`) lets the stages that this thread drives do one unit of
     work, the last stages first, so that what is nearly done leaves before more comes in. A request
     enters a stage as soon as all the stages that feed it are done with it. With stages ``a -> b``
@@ -93,30 +93,30 @@ class Orchestrator:
         self._entered: dict[int, tuple[LiveRequest, str]] = {}
         self._tickets = count()
         self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
-        self._has_news = threading.Event()
-        self._on_news: Callable[[], object] = self._has_news.set
-        # Whether the caller of step() waits for news itself, and for others' commands with them.
+        self._has_events = threading.Event()
+        self._on_event: Callable[[], object] = self._has_events.set
+        # Whether the caller of step() waits for events itself, and for others' commands with them.
         self._caller_waits = False
-        self.heed_news()
+        self.listen()
 
-    def prepare_aside(self, on_news: Callable[[], object]) -> None:
+    def prepare_aside(self, on_event: Callable[[], object]) -> None:
         """Have requests prepared in other threads from now on, so that no turn waits for it.
 
         A request that cannot run is then refused by an output of :meth:`step`, and not by
-        :meth:`add_request`, which tells only what it sees at once. No turn waits for anything any
+        :meth:`add_request`, which reports only what it sees at once. No turn waits for anything any
         more: the caller does, between turns. To be closed.
 
         Args:
-            on_news: called in any thread when there may be work for :meth:`step`.
+            on_event: called in any thread when there may be work for :meth:`step`.
         """
-        self._on_news = on_news
+        self._on_event = on_event
         self._caller_waits = True
-        self.heed_news()
+        self.listen()
         self._links.prepare_aside()
 
-    def heed_news(self) -> None:
-        """Have the stages tell this orchestrator of news, after another one has driven them."""
-        self._links.tell_news(self._on_news)
+    def listen(self) -> None:
+        """Have the stages notify this orchestrator, after another one has driven them."""
+        self._links.notify(self._on_event)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -175,13 +175,13 @@ class Orchestrator:
         self._links.flush()
         if not self._caller_waits:
             if not self.has_work:
-                self._has_news.wait(_PATIENCE_S)
-            self._has_news.clear()
+                self._has_events.wait(_PATIENCE_S)
+            self._has_events.clear()
         moved: dict[str, OmniDelta | None] = {}
         has_moved = False
         for name in reversed(self._pipeline.order):
             self._links[name].work()
-            for event in self._news(name):
+            for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
         if not has_moved:
@@ -215,9 +215,9 @@ class Orchestrator:
             each.cut_short(FinishReason.ERROR)
         return [each.take_delta(finished=True, error=error) for each in live]
 
-    def _news(self, name: str) -> list[Event]:
+    def _events(self, name: str) -> list[Event]:
         unread, self._unread[name] = self._unread[name], []
-        return unread + self._links[name].news()
+        return unread + self._links[name].events()
 
     def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
         """Tell at once what a root stage in this thread refuses at once.
@@ -225,15 +225,15 @@ class Orchestrator:
         Raises:
             ValueError: it did; the request is gone.
         """
-        news = self._unread[name] = self._news(name)
-        for event in news:
+        events = self._unread[name] = self._events(name)
+        for event in events:
             if isinstance(event, Failed) and event.ticket == live.inside[name]:
                 self._abort(live)
                 cause = None if event.refused else RuntimeError(event.error)
                 raise ValueError(event.error) from cause
 
     def _take(self, event: Event, moved: dict[str, OmniDelta | None]) -> None:
-        """Take in what a worker told.
+        """Take in an event of a worker.
 
         Args:
             event: of any stage.
@@ -368,7 +368,7 @@ def refusal(request_id: str, error: Exception) -> OmniDelta:
         request_id,
         finished=True,
         error=str(error) if is_told else repr(error),
-        # Whether the request was at fault, so that its sender can mend it. A ValueError that wraps
+        # Whether the request was at fault, so that its sender can fix it. A ValueError that wraps
         # another kind of exception is a mistake of the stage itself.
         refused=is_told and isinstance(error.__cause__, ValueError | None),
     )

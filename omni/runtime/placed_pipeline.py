@@ -92,7 +92,7 @@ def place_pipeline(
 ) -> Pipeline:
     """Let a pipeline that was composed of stages run elsewhere.
 
-    Its stages are closed, which frees what they hold, and built anew where they are to run, with
+    Its stages are closed, which frees what they hold, and rebuilt where they are to run, with
     caching as it was set.
 
     Args:

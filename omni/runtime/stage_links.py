@@ -50,7 +50,7 @@ class StageLinks(Mapping[str, StageLink]):
 
     @property
     def has_work(self) -> bool:
-        """Whether any stage would do or tell anything."""
+        """Whether any stage would do or emit anything."""
         return any(link.has_work for link in self._links.values())
 
     @property
@@ -73,10 +73,10 @@ class StageLinks(Mapping[str, StageLink]):
         """Whether nothing has moved in any stage since this was asked before."""
         return all([link.check_idle() for link in self._links.values()])
 
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""
         for link in self._links.values():
-            link.tell_news(on_news)
+            link.notify(on_event)
 
     def prepare_aside(self) -> None:
         """Have requests made ready in other threads from now on."""
@@ -99,7 +99,7 @@ def check_workers(pipeline: Pipeline) -> None:
         why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
         if why is not None:
             error = f"stage {name!r}: {why}"
-            raise ValueError(error) from RuntimeError(error)  # it is not the asker's to mend
+            raise ValueError(error) from RuntimeError(error)  # it is not the client's to fix
 
 
 def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:

@@ -20,7 +20,7 @@ class TracedLink(StageLink):
     Args:
         name: of the stage.
         link: the way.
-        trace: gets what the stage's workers tell of their time, and what is sent to them.
+        trace: gets what the stage's workers report of their time, and what is sent to them.
     """
 
     def __init__(self, name: str, link: StageLink, trace: Trace) -> None:
@@ -45,21 +45,21 @@ class TracedLink(StageLink):
                 self._left(command.request_id)
         self._link.send(command)
 
-    def news(self) -> list[Event]:
+    def events(self) -> list[Event]:
         """See :class:`StageLink`."""
         for traced in self._link.traces():
             self._trace.take(self._name, traced)
-        news = self._link.news()
-        # Of workers elsewhere, what they did when has come with the news.
+        events = self._link.events()
+        # Of workers elsewhere, what they did when has come with the events.
         for traced in self._link.traces():
             self._trace.take(self._name, traced)
-        for event in news:
+        for event in events:
             match event:
                 case Output(delta=OutputDelta(finished=True) as delta):
                     self._left(delta.request_id)
                 case Failed() if event.ticket in self._request_ids:
                     self._left(self._request_ids[event.ticket])
-        return news
+        return events
 
     def flush(self) -> None:
         """See :class:`StageLink`."""
@@ -90,9 +90,9 @@ class TracedLink(StageLink):
         """See :class:`StageLink`."""
         return self._link.time_to_work
 
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """See :class:`StageLink`."""
-        self._link.tell_news(on_news)
+        self._link.notify(on_event)
 
     def prepare_aside(self) -> None:
         """See :class:`StageLink`."""

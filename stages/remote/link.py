@@ -149,7 +149,7 @@ def _content(prompt: object) -> bytes:
 class SeededRuns:
     """Gives requests the seeds that their stage would have given them.
 
-    It must be told here: a second run, maybe in another worker, has to draw the same tokens.
+    It must be known here: a second run, maybe in another worker, has to draw the same tokens.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class Attempt:
         self.places[consumer] = replace(self.places[consumer], is_open=False)
 
     def take(self) -> bool:
-        """The present run has taken a chunk; whether that is news."""
+        """The present run has taken a chunk; whether that is new."""
         self.num_taken_again += 1
         if self.num_taken_again <= self.num_took:
             return False
@@ -312,7 +312,7 @@ class RemoteLink(StageLink):
     What a request needs to run again is kept until the stage is done with it. A worker that ends
     is started again; the requests that it had run again there, or in another replica, from what
     they came with, at most ``max_retries`` times. So do those that the stage itself ended with an
-    error. Nothing is told twice.
+    error. Nothing is emitted twice.
 
     Args:
         name: of the stage.
@@ -338,7 +338,7 @@ class RemoteLink(StageLink):
         self._by_ticket: dict[int, Attempt] = {}
         self._tickets = count()
         self._seeds = SeededRuns()
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._traces: list[Traced] = []
         # The stage is built by the time that a link is made.
         self._is_up = [True] * len(self._lives)
@@ -346,13 +346,13 @@ class RemoteLink(StageLink):
         self._idle_at = [-1] * len(self._lives)
         self._hopeless: dict[int, str] = {}
         self._has_moved = False
-        self._on_news: Callable[[], object] = lambda: None
+        self._on_event: Callable[[], object] = lambda: None
 
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._on_news = on_news
+        self._on_event = on_event
         for life in self._lives:
-            life.tell_news(on_news)
+            life.notify(on_event)
 
     def prepare_aside(self) -> None:
         """Workers elsewhere always do."""
@@ -369,7 +369,9 @@ class RemoteLink(StageLink):
     def has_work(self) -> bool:
         """Whether any worker has said something, or has said nothing for too long."""
         return (
-            bool(self._news) or any(port.has_messages for port in self._ports) or self._is_stalled()
+            bool(self._events)
+            or any(port.has_messages for port in self._ports)
+            or self._is_stalled()
         )
 
     @property
@@ -380,7 +382,7 @@ class RemoteLink(StageLink):
 
     def check_idle(self) -> bool:
         """Whether every worker has said that nothing moves, with all that was sent to it."""
-        if self._has_moved or self._news:
+        if self._has_moved or self._events:
             self._has_moved = False
             return False
         # A worker's other stages have had commands, too.
@@ -412,18 +414,18 @@ class RemoteLink(StageLink):
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         attempts, self._attempts = self._attempts, {}
-        self._by_ticket, self._news = {}, []
+        self._by_ticket, self._events = {}, []
         for attempt in attempts.values():
             self._hand_over(attempt, Abort(attempt.enter.request_id))
 
-    def news(self) -> list[Event]:
+    def events(self) -> list[Event]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         for replica in self._busy():
             self._lives[replica].check_alive()
         self._listen()
-        news, self._news = self._news, []
-        self._has_moved |= bool(news)
-        return news
+        events, self._events = self._events, []
+        self._has_moved |= bool(events)
+        return events
 
     def traces(self) -> list[Traced]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
@@ -436,7 +438,7 @@ class RemoteLink(StageLink):
                 self._hear(replica, message)
 
     def _enter(self, enter: Enter) -> None:
-        self._listen()  # a worker may be back, and nobody have asked for news since it was lost
+        self._listen()  # a worker may be back, and nobody have asked for events since it was lost
         enter = self._seeds.seeded(enter, (self._lives[0].facts or {}).get(self._name))
         attempt = Attempt.of(enter, next(self._tickets), self._name, self._edges)
         self._attempts[enter.request_id] = self._by_ticket[attempt.ticket] = attempt
@@ -512,7 +514,7 @@ class RemoteLink(StageLink):
                     "a worker of stage %r cannot be built: %s", self._name, message.error
                 )
             case Ended():
-                self._bury(replica, message)
+                self._worker_ended(replica, message)
 
     def _take(self, event: Event) -> None:
         attempt = self._by_ticket.get(event.ticket)
@@ -521,13 +523,13 @@ class RemoteLink(StageLink):
         match event:
             case Ack():
                 if attempt.take():
-                    self._news.append(Ack(attempt.enter.ticket))
+                    self._events.append(Ack(attempt.enter.ticket))
             case Failed():
                 if event.is_stages and attempt.num_runs <= self._max_retries:
                     self._run_again(attempt)
                 else:
                     self._forget(attempt)
-                    self._news.append(replace(event, ticket=attempt.enter.ticket))
+                    self._events.append(replace(event, ticket=attempt.enter.ticket))
             case Output():
                 self._take_output(attempt, event)
 
@@ -549,9 +551,9 @@ class RemoteLink(StageLink):
                 self._lives[attempt.replica].note_success()
             self._forget(attempt)
         if new is not None:
-            self._news.append(new)
+            self._events.append(new)
 
-    def _bury(self, replica: int, ended: Ended) -> None:
+    def _worker_ended(self, replica: int, ended: Ended) -> None:
         """A worker has ended: run again what it had."""
         self._is_up[replica] = False
         self._trace("worker ended", replica, reason=ended.reason)
@@ -563,14 +565,14 @@ class RemoteLink(StageLink):
                 f"it takes no requests until there is a place for it: its worker {ended.reason}"
             )
         elif ended.is_final:
-            told = f"it cannot be used any more: its worker {ended.reason}"
-            self._hopeless[replica] = told
+            message = f"it cannot be used any more: its worker {ended.reason}"
+            self._hopeless[replica] = message
             _logger.error("stage %r: a worker %s, for the last time", self._name, ended.reason)
         for attempt in self._attempts_of(replica):
             if attempt.is_sent and attempt.num_runs > self._max_retries:
                 runs = f"{attempt.num_runs} times" if attempt.num_runs > 1 else "once"
-                told = f"its worker {ended.reason} while it had this request; it was run {runs}"
-                self._fail(attempt, told)
+                message = f"its worker {ended.reason} while it had this request; it was run {runs}"
+                self._fail(attempt, message)
             elif attempt.is_sent:
                 self._run_again(attempt)
             else:
@@ -600,8 +602,8 @@ class RemoteLink(StageLink):
     ) -> None:
         self._forget(attempt)
         message = f"stage {self._name!r}: {error}"
-        self._news.append(Failed(attempt.enter.ticket, message, has_begun, refused))
-        self._on_news()
+        self._events.append(Failed(attempt.enter.ticket, message, has_begun, refused))
+        self._on_event()
 
     def _forget(self, attempt: Attempt) -> None:
         self._attempts.pop(attempt.enter.request_id, None)

@@ -379,15 +379,15 @@ class WorkerSupervisor:
         self._calls = _PendingCalls(spec.called)
         self._heard_at, self._has_spoken = time.monotonic(), False
         self._settings: dict[tuple[str, str], Call] = {}
-        self._on_news: Callable[[], object] = lambda: None
+        self._on_event: Callable[[], object] = lambda: None
         self._timer: threading.Timer | None = None
         self.facts: Mapping[str, StageFacts] | None = None
         self._counts = {stage.name: _StageCounts() for stage in spec.stages}
         self._state = WorkerState("starting")
 
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """Have a function called, in any thread, when a port may have messages."""
-        self._on_news = on_news
+        self._on_event = on_event
 
     @property
     def num_commands(self) -> int:
@@ -609,7 +609,7 @@ class WorkerSupervisor:
             case News():
                 for name, events in message.events.items():
                     self.ports[name].put(generation, events)
-                self._on_news()
+                self._on_event()
                 return
             case NotBuilt() if self.facts is None:
                 self._fail_first(message.error)
@@ -640,7 +640,7 @@ class WorkerSupervisor:
     def _put_all(self, generation: int, message: Any) -> None:
         for port in self.ports.values():
             port.put(generation, message)
-        self._on_news()
+        self._on_event()
 
     def _fail_first(self, error: str) -> None:
         if not self._first_built.done():

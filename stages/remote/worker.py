@@ -213,7 +213,7 @@ class WorkerLoop:
                 return
             self._calls = WorkerCalls({name: each.stage for name, each in self._workers.items()})
             for worker in self._workers.values():
-                worker.tell_news(self._wake)
+                worker.notify(self._wake)
                 worker.prepare_aside()
                 closed.callback(worker.close)
             self._send(Built(facts))
@@ -248,13 +248,13 @@ class WorkerLoop:
         events: dict[str, list[Event]] = {}
         for name, worker in self._workers.items():
             worker.work()
-            if (reason := worker.mend()) is not None:
+            if (reason := worker.repair()) is not None:
                 self._give_up(reason if len(self._workers) == 1 else f"stage {name!r}: {reason}")
                 return
             if new := worker.traces():
                 traces[name] = new
-            if news := worker.news():
-                events[name] = news
+            if new_events := worker.events():
+                events[name] = new_events
         if events or traces:
             self._emit(traces, events)
         if events or had_commands:

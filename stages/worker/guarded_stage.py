@@ -25,15 +25,15 @@ __all__ = ["MOST_REBUILDS", "Blamed", "BrokenStage", "GuardedStage", "StepThread
 _logger = package_logger(__name__)
 
 MOST_REBUILDS = 3
-"""How often in a row a stage is built anew without finishing any request in between."""
+"""How often in a row a stage is rebuilt without finishing any request in between."""
 
 
 class BrokenStage:
-    """Builds a stage anew when it broke, as long as there is hope.
+    """Rebuilds a stage that broke, as long as there is hope.
 
     ::
 
-        works ──► broken ──► built anew ──► finishes a request: works
+        works ──► broken ──► rebuilt ──► finishes a request: works
                     ▲             └──► broken ──► ... at most ``MOST_REBUILDS`` times in a row
                     └── cannot be built: tried again when a request comes, as often
 
@@ -50,7 +50,7 @@ class BrokenStage:
 
     @property
     def failure(self) -> str | None:
-        """Why the stage could not be built anew when that was last tried; None if it could."""
+        """Why the stage could not be rebuilt when that was last tried; None if it could."""
         return self._failure
 
     @property
@@ -59,7 +59,7 @@ class BrokenStage:
         return self._cause is not None
 
     def note(self, error: Exception, *, after: str | None = None) -> None:
-        """Take note that the stage cannot go on; its first error is the one that is told.
+        """Take note that the stage cannot go on; its first error is the one that is reported.
 
         Args:
             error: what it raised.
@@ -81,10 +81,10 @@ class BrokenStage:
         self._num_rebuilds = 0
 
     def rebuild(self) -> str:
-        """Build the stage anew, which frees what it holds.
+        """Rebuild the stage, which frees what it holds.
 
         Returns:
-            What to tell the requests that were in it.
+            The message for the requests that were in it.
 
         Raises:
             ValueError: it cannot be built, now or ever; says why.
@@ -97,20 +97,20 @@ class BrokenStage:
         if count > MOST_REBUILDS:
             raise self._give_up(f"it broke {count} times in a row, the last time by {cause}")
         _logger.warning(
-            "stage %r is to be built anew, since it broke (%s): %d of at most %d times in a row",
+            "stage %r is to be rebuilt, since it broke (%s): %d of at most %d times in a row",
             *(name, cause, count, MOST_REBUILDS),
         )
         try:
             self._stage.rebuild()
         except NotImplementedError as error:
-            raise self._give_up(f"it broke by {cause} and cannot be built anew: {error}") from error
+            raise self._give_up(f"it broke by {cause} and cannot be rebuilt: {error}") from error
         except Exception as error:  # whatever building a model raises; memory may come free later
-            _logger.error("stage %r could not be built anew", name, exc_info=error)
-            told = f"{type(error).__name__}: {error}"
-            self._failure = f"it broke by {cause} and could not be built anew: {told}"
+            _logger.error("stage %r could not be rebuilt", name, exc_info=error)
+            cause_now = f"{type(error).__name__}: {error}"
+            self._failure = f"it broke by {cause} and could not be rebuilt: {cause_now}"
             raise ValueError(self._failure) from error
         self._cause = self._failure = None
-        return f"it broke while it had this request, and was built anew: ask again ({cause})"
+        return f"it broke while it had this request, and was rebuilt: ask again ({cause})"
 
     def _give_up(self, why: str) -> ValueError:
         self._failure, self._is_hopeless = why, True
@@ -118,7 +118,7 @@ class BrokenStage:
         return self._refusal()
 
     def _refusal(self) -> ValueError:
-        return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline anew")
+        return ValueError(f"it cannot be used any more: {self._failure}; build the pipeline again")
 
 
 _T = TypeVar("_T")
@@ -223,8 +223,8 @@ class GuardedStage:
     """The requests that are in a stage, and what becomes of them if it breaks.
 
     Whatever the stage or its transform raises becomes one error with the stage's name. A stage that
-    cannot be cleaned up after a failure is built anew. Of the requests that it had, those of which
-    nothing was told yet begin anew in it, once; the others fail.
+    cannot be cleaned up after a failure is rebuilt. Of the requests that it had, those of which
+    nothing was emitted yet start again in it, once; the others fail.
 
     Args:
         stage: idle.
@@ -240,7 +240,7 @@ class GuardedStage:
         self._broken = BrokenStage(stage)
         self._steps = StageSteps(stage)
         self._threads = StepThreads.of(stage)
-        # What is to be told to requests that it lost when it was built anew.
+        # The messages for requests that it lost when it was rebuilt.
         self._lost: dict[str, str] = {}
         # What its last step raised, if it did and the stage was not broken by that alone.
         self._raised: str | None = None
@@ -275,7 +275,7 @@ class GuardedStage:
             except Exception as error:  # the stage's own, that it is broken included
                 if not self.stage.is_broken:
                     raise
-                # Since earlier, perhaps: without requests there was nothing to tell it by.
+                # Since earlier, perhaps: without requests nothing showed it.
                 self._broken.note(error)
                 self._rebuild()
                 if (failure := self._lost.pop(state.request_id, None)) is not None:
@@ -318,11 +318,11 @@ class GuardedStage:
             try:
                 self.stage.reset_prefix_cache()
                 self.stage.check_integrity()
-            except Exception as error:  # whatever it is, the stage is built anew when next used
+            except Exception as error:  # whatever it is, the stage is rebuilt when next used
                 self._broken.note(error, after=self._raised)
 
-    def mend(self) -> str | None:
-        """Build the stage anew if it is broken, no request is in it, and that has not been tried.
+    def repair(self) -> str | None:
+        """Rebuild the stage if it is broken, no request is in it, and that has not been tried.
 
         Returns:
             Why it could not be; None if it can be used.
@@ -346,7 +346,7 @@ class GuardedStage:
             return
         try:
             self.stage.resume_request(state.request_id)
-        except Exception as error:  # its requests end, or begin anew, in the next step
+        except Exception as error:  # its requests end, or start again, in the next step
             self._broken.note(error)
 
     def drop(self, state: RequestState) -> None:
@@ -378,13 +378,13 @@ class GuardedStage:
                 self._broken.note(error, after=self._raised)
 
     def _rebuild(self) -> str | None:
-        """Build the broken stage anew, and see to the requests that it had.
+        """Rebuild the broken stage, and see to the requests that it had.
 
         Returns:
             Why it can be used no more; None if it can.
         """
         try:
-            told = self._broken.rebuild()
+            message = self._broken.rebuild()
         except ValueError as error:
             self._lost.update(dict.fromkeys(self.inside, str(error)))
             return str(error)
@@ -392,7 +392,7 @@ class GuardedStage:
         for request_id, state in self.inside.items():
             state.is_paused = False
             if request_id not in self._lost and not self._restart(state):
-                self._lost[request_id] = told
+                self._lost[request_id] = message
         return None
 
     def _restart(self, state: RequestState) -> bool:
@@ -407,7 +407,7 @@ class GuardedStage:
                 self.stage.add_request(state.request)
         except ValueError:
             about = {"request_id": state.request_id}
-            _logger.exception("request %r could not begin anew", state.request_id, extra=about)
+            _logger.exception("request %r could not start again", state.request_id, extra=about)
             return False
         return True
 

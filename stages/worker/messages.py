@@ -87,7 +87,7 @@ class Enter:
     """A request comes to a stage. Events about it carry its ``ticket``.
 
     Attributes:
-        ticket: tells this request in this stage from any other one, of the same id as well.
+        ticket: marks this request in this stage, unlike any other one, of the same id as well.
         request_id: of the request.
         prompt: the user's.
         sources: what the stage's transform makes its prompt of: the finished outputs of the stages

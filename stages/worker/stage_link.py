@@ -73,12 +73,12 @@ def why_lost(workers: Sequence[WorkerState]) -> str | None:
 class StageLink(ABC):
     """One stage's worker, or the way to it.
 
-    ``send`` and ``news`` never wait and never raise: whatever goes wrong with a request becomes an
+    ``send`` and ``events`` never wait and never raise: what goes wrong with a request becomes an
     event about it. All methods are for one thread.
 
     ::
 
-        send(command) ──► ...  the worker, in this thread or elsewhere  ... ──► news()
+        send(command) ──► ...  the worker, in this thread or elsewhere  ... ──► events()
     """
 
     @abstractmethod
@@ -93,11 +93,11 @@ class StageLink(ABC):
         """Do one unit of work, where the stage is driven by the caller."""
 
     @abstractmethod
-    def news(self) -> list[Event]:
+    def events(self) -> list[Event]:
         """What happened since this was last called."""
 
     def traces(self) -> list[Traced]:
-        """What the worker did when, before the news that comes next; nothing from most links."""
+        """What the worker did when, before the events that come next; nothing from most links."""
         return []
 
     @abstractmethod
@@ -107,7 +107,7 @@ class StageLink(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether :meth:`work` would do anything, or :meth:`news` give anything."""
+        """Whether :meth:`work` would do anything, or :meth:`events` give anything."""
 
     @abstractmethod
     def check_idle(self) -> bool:
@@ -123,7 +123,7 @@ class StageLink(ABC):
         return None
 
     @abstractmethod
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """Have a function called, in any thread, when :attr:`has_work` may have become true."""
 
     @abstractmethod

@@ -17,11 +17,11 @@ from stages.worker.stage_worker import StageWorker
 __all__ = ["StageTracer", "TracedWorker"]
 
 _MOST_EVENTS = 1_000
-"""Kept while there is no other news."""
+"""Kept while there are no other events."""
 
 
 class TracedWorker(StageWorker):
-    """Runs a stage as a :class:`StageWorker` does, and tells of it ahead of its news.
+    """Runs a stage as a :class:`StageWorker` does, and reports it ahead of its events.
 
     Args:
         stage, transform, edges: see there.
@@ -43,20 +43,20 @@ class TracedWorker(StageWorker):
 
     def send(self, command: Command) -> None:
         """See :class:`StageWorker`."""
-        start_s, num_news = time.monotonic(), len(self._news)
+        start_s, num_events = time.monotonic(), len(self._events)
         super().send(command)
         end_s = time.monotonic()
         state = self._states.get(command.request_id)
         self._tracer.commanded(command, start_s, end_s, state)
-        self._tracer.note_failures(self._news[num_news:], end_s)
+        self._tracer.note_failures(self._events[num_events:], end_s)
 
     def work(self) -> None:
         """See :class:`StageWorker`."""
-        start_s, num_news = time.monotonic(), len(self._news)
+        start_s, num_events = time.monotonic(), len(self._events)
         super().work()
-        news, moved = self._news[num_news:], self._moved
+        events, moved = self._events[num_events:], self._moved
         self._moved = []
-        self._tracer.worked(start_s, time.monotonic(), moved, news, self._states)
+        self._tracer.worked(start_s, time.monotonic(), moved, events, self._states)
 
     def _emit(self, state: RequestState, delta: OutputDelta) -> None:
         self._moved.append((state.enter.ticket, delta))
@@ -68,8 +68,8 @@ class TracedWorker(StageWorker):
         self._tracer = StageTracer(self.stage)
 
     def traces(self) -> list[Traced]:
-        """See :class:`~stages.worker.stage_link.StageLink`; kept until there is other news."""
-        if not self._news and self._tracer.num_events < _MOST_EVENTS:
+        """See :class:`~stages.worker.stage_link.StageLink`; kept until there are other events."""
+        if not self._events and self._tracer.num_events < _MOST_EVENTS:
             return []
         events = self._tracer.take()
         if not events:
@@ -86,7 +86,7 @@ class _Track:
 
     Attributes:
         ticket: of it in this stage.
-        since: until when all has been told.
+        since: until when all was reported.
         is_inside: whether the stage has it.
         has_run: whether any step has run it.
         rests_since: when it was paused; None while it is not.
@@ -102,7 +102,7 @@ class _Track:
 
 
 class StageTracer:
-    """Makes events of what a worker does; it is told of every command and every turn.
+    """Makes events of what a worker does; it gets every command and every turn.
 
     A request's events in one stage do not overlap, and come in the order of their beginnings::
 
@@ -165,7 +165,7 @@ class StageTracer:
         start_s: float,
         end_s: float,
         moved: Sequence[tuple[int, OutputDelta]],
-        news: Sequence[Event],
+        events: Sequence[Event],
         states: Mapping[str, RequestState],
     ) -> None:
         """Take note of a turn.
@@ -174,7 +174,7 @@ class StageTracer:
             start_s: when it began.
             end_s: when it was over.
             moved: the requests that its step moved, by their tickets.
-            news: what came of it.
+            events: what came of it.
             states: of all requests that the worker has now.
         """
         # What was let in, or paused, was so before the stage's step.
@@ -189,14 +189,14 @@ class StageTracer:
         for ticket, delta in moved:
             if (moved_id := self._request_ids.get(ticket)) is not None:
                 self._ran(moved_id, delta, start_s, end_s)
-        self.note_failures(news, end_s)
+        self.note_failures(events, end_s)
         for request_id, state in states.items():
             if state.is_streamed and state.is_inside and not state.pending:
                 self._note_lack(request_id, end_s)
 
-    def note_failures(self, news: Iterable[Event], end_s: float) -> None:
+    def note_failures(self, events: Iterable[Event], end_s: float) -> None:
         """Take note of requests that cannot go on."""
-        for event in news:
+        for event in events:
             if isinstance(event, Failed):
                 request_id = self._request_ids.get(event.ticket)
                 if request_id is not None:
@@ -271,7 +271,7 @@ class StageTracer:
         request_id: str,
         args: Args | None = None,
     ) -> None:
-        """Tell a piece of a request's time, which does not reach back behind what was told."""
+        """Report a piece of a request's time, which begins where the last one ended at least."""
         start_s = max(start_s, track.since)
         end_s = max(start_s, end_s)
         track.since = end_s

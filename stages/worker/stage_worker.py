@@ -45,8 +45,8 @@ def num_tensor_bytes(outputs: Iterable[StageOutput]) -> int:
 
 def _num_bytes(output: StageOutput) -> int:
     tensors = output.tensors
-    told = getattr(tensors, "nbytes", None)
-    return told if isinstance(told, int) else sum(each.nbytes for each in tensors.values())
+    known = getattr(tensors, "nbytes", None)
+    return known if isinstance(known, int) else sum(each.nbytes for each in tensors.values())
 
 
 class StageWorker(StageLink):
@@ -56,7 +56,7 @@ class StageWorker(StageLink):
         Extend ─► transform ──► pending ──► stage.extend_request ──► Ack
 
     A request whose chunks are not taken as fast as they come rests in the stage, before its next
-    step. Whatever goes wrong with one request ends that request alone, and is told of it.
+    step. Whatever goes wrong with one request ends that request alone, with an event that says why.
 
     Args:
         stage: idle; this worker's from now on.
@@ -77,27 +77,27 @@ class StageWorker(StageLink):
         self._orders = count()
         self._seeds: RequestSeeds | None = None
         self._states: dict[str, RequestState] = {}
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._preparations: Preparations[RequestState, Prepared] | None = None
-        self._on_news: Callable[[], object] | None = None
+        self._on_event: Callable[[], object] | None = None
         self._has_moved = False
         # Counted by the stage when it was last asked whether it is idle.
         self._num_steps = -1
 
-    def tell_news(self, on_news: Callable[[], object]) -> None:
+    def notify(self, on_event: Callable[[], object]) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._on_news = on_news
+        self._on_event = on_event
 
     def prepare_aside(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._preparations = Preparations(self._on_news)
+        self._preparations = Preparations(self._on_event)
         self._guarded.own_thread()
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything: not while all requests are only being prepared."""
         has_ready = self._preparations is not None and self._preparations.has_ready
-        return bool(self._news or self._guarded.inside) or has_ready
+        return bool(self._events or self._guarded.inside) or has_ready
 
     def check_idle(self) -> bool:
         """Whether nothing has moved since this was asked before."""
@@ -117,10 +117,10 @@ class StageWorker(StageLink):
         if self._preparations is not None:
             self._preparations.close()
 
-    def news(self) -> list[Event]:
+    def events(self) -> list[Event]:
         """What happened since this was last called."""
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
     def send(self, command: Command) -> None:
         """Do what is commanded, at once."""
@@ -168,15 +168,15 @@ class StageWorker(StageLink):
             self._guarded.recover()
         for state in [state for state in inside.values() if state.pending]:
             self._deliver(state)
-        self._has_moved |= bool(deltas or self._news)
+        self._has_moved |= bool(deltas or self._events)
 
-    def mend(self) -> str | None:
+    def repair(self) -> str | None:
         """Rebuild the stage if it is broken and has no requests; why it cannot be used, if so."""
-        return self._guarded.mend()
+        return self._guarded.repair()
 
     def drop_all(self) -> None:
         """See :class:`~stages.worker.stage_link.StageLink`."""
-        self._states, self._news = {}, []
+        self._states, self._events = {}, []
         if self._preparations is not None:
             self._preparations.clear()
         self._guarded.drop_all()
@@ -207,7 +207,7 @@ class StageWorker(StageLink):
                 order=next(self._orders),
             )
             if is_streamed:
-                self._news.append(Ack(enter.ticket))
+                self._events.append(Ack(enter.ticket))
             # Behind other stages, what takes no time worth speaking of enters at once.
             light, group = is_light(prompt), enter.group
             if self._preparations is None or (group is None and light):
@@ -256,7 +256,7 @@ class StageWorker(StageLink):
                     if not self.stage.needs_input(state.request_id):
                         break
                     self.stage.extend_request(state.request_id, state.pending.popleft())
-                self._news.append(Ack(state.enter.ticket))
+                self._events.append(Ack(state.enter.ticket))
         except ValueError as error:
             self._fail(state, error)
 
@@ -327,7 +327,7 @@ class StageWorker(StageLink):
                     cut = [cutter.cut(delta, so_far) for cutter in state.cutters.values()]
             except ValueError as error:
                 if is_shown:
-                    self._news.append(Output(ticket, replace(delta, finished=False)))
+                    self._events.append(Output(ticket, replace(delta, finished=False)))
                 self._fail(state, error)
                 return
             chunks = tuple(chunk for chunk in cut if chunk is not None)
@@ -341,7 +341,7 @@ class StageWorker(StageLink):
         if emitted is not None and emitted.tensors and not state.enter.wants_tensors:
             emitted = replace(emitted, tensors={})
         state.has_emitted = True
-        self._news.append(Output(ticket, emitted, chunks))
+        self._events.append(Output(ticket, emitted, chunks))
 
     def _refuse(self, state: RequestState, error: ValueError) -> None:
         """Tell that a request could not begin here."""
@@ -350,11 +350,11 @@ class StageWorker(StageLink):
         # another kind of exception is a mistake of the stage itself.
         is_askers = isinstance(error.__cause__, ValueError | None)
         failed = Failed(state.enter.ticket, str(error), has_begun=False, refused=is_askers)
-        self._news.append(failed)
+        self._events.append(failed)
 
     def _fail(self, state: RequestState, error: ValueError, *, is_stages: bool = False) -> None:
         self._drop(state)
-        self._news.append(Failed(state.enter.ticket, str(error), is_stages=is_stages))
+        self._events.append(Failed(state.enter.ticket, str(error), is_stages=is_stages))
 
     def _drop(self, state: RequestState) -> None:
         self._guarded.drop(state)

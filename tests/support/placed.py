@@ -29,7 +29,7 @@ class Anywhere:
 
     Attributes:
         kind: one of :data:`PLACES`.
-        end_workers: ends all workers that there are; those of later orchestrators begin anew.
+        end_workers: ends all workers that there are; those of later orchestrators start again.
     """
 
     kind: str

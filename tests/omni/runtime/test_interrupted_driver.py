@@ -22,7 +22,7 @@ FAULTS = 40
 SOUND = {"went on", "failed alone"}
 
 
-@pytest.mark.parametrize("method", ["step", "_take", "_news", "_enter"])
+@pytest.mark.parametrize("method", ["step", "_take", "_events", "_enter"])
 def test_live_requests_fail_with_the_cause_and_the_next_one_works(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_request_that_would_come_to_a_stage_without_a_worker_does_not_begin(
             else:
                 with pytest.raises(ValueError, match=f"^stage 'b': {why}$") as caught:
                     pipeline.add({"x": "x"})
-                assert not refusal("x", caught.value).refused, "it is not the asker's to mend"
+                assert not refusal("x", caught.value).refused, "it is not the client's to fix"
                 assert not pipeline.orchestrator.has_unfinished_requests
                 assert not first.has_unfinished_requests
         if why is not None:

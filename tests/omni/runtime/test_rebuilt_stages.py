@@ -1,4 +1,4 @@
-"""A stage that broke is built anew by its pipeline: the pipeline goes on, and says the same."""
+"""A stage that broke is rebuilt by its pipeline: the pipeline goes on, and says the same."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 IDS = [tuple(range(start, start + 21)) for start in (20, 20, 50, 90)]
 REQUESTS = [OmniRequest(TokensPrompt(ids), f"r{number}") for number, ids in enumerate(IDS)]
 ENGINE = ("engine", "prefix_cache")
-AGAIN = "it broke while it had this request, and was built anew: ask again"
+AGAIN = "it broke while it had this request, and was rebuilt: ask again"
 
 
 class Fragile(FakeStage):
-    """Breaks, in that step or call, until it is built anew."""
+    """Breaks, in that step or call, until it is rebuilt."""
 
     def __init__(self, name: str, *, breaks: Collection[str] = (), **options: Any) -> None:
         super().__init__(name, **options)
@@ -78,7 +78,7 @@ def ask(orchestrator: WholeOrchestrator, *request_ids: str) -> dict[str, OmniOut
     return drain(orchestrator)
 
 
-def test_requests_of_which_nothing_was_told_begin_anew() -> None:
+def test_requests_of_which_nothing_was_told_start_again() -> None:
     """The stage feeds another one, so that what it makes is told when it is done with it."""
     fragile = Fragile("b", sources=("a",), final=False, steps=3)
     stages = [FakeStage("a", steps=1), fragile, FakeStage("c", ("b",))]
@@ -116,11 +116,11 @@ def test_a_request_that_breaks_the_stage_each_time_fails_and_spares_those_after_
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
     last = ask(orchestrator, "bad", "x")
     assert AGAIN in str(last["bad"].error) and AGAIN in str(last["x"].error)
-    assert fragile.rebuilds == 2, "both begin anew once"
+    assert fragile.rebuilds == 2, "both start again once"
     assert ask(orchestrator, "y")["y"].error is None
 
 
-def test_a_stage_that_broke_unseen_is_built_anew_for_the_next_request() -> None:
+def test_a_stage_that_broke_unseen_is_rebuilt_for_the_next_request() -> None:
     fragile = Fragile("a")
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
     fragile.broken = True
@@ -131,17 +131,17 @@ def test_a_stage_that_broke_unseen_is_built_anew_for_the_next_request() -> None:
 def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     fragile = Fragile("a", breaks=("bad",))
     orchestrator = WholeOrchestrator(Pipeline([fragile, FakeStage("b")]))
-    for _ in range(2):  # each time it breaks twice: the request begins anew once
+    for _ in range(2):  # each time it breaks twice: the request starts again once
         error = str(ask(orchestrator, "bad")["bad"].error)
     assert "it cannot be used any more: it broke 4 times in a row" in error
     assert fragile.rebuilds == MOST_REBUILDS
-    with pytest.raises(ValueError, match="stage 'a': it cannot be used any more.*pipeline anew"):
+    with pytest.raises(ValueError, match="stage 'a': it cannot be used any more.*pipeline again"):
         orchestrator.add_request(OmniRequest("x", "x"))
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"3 of at most {MOST_REBUILDS} times in a row" in told[-1] and len(told) == 3
 
 
-def test_a_request_that_comes_through_begins_the_count_anew() -> None:
+def test_a_request_that_comes_through_begins_the_count_again() -> None:
     fragile = Fragile("a", breaks=("bad",))
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
     for _ in range(2 * MOST_REBUILDS):
@@ -154,7 +154,7 @@ def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
     fragile = Fragile("a")
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
     fragile.broken, fragile.unwilling = True, MemoryError("no room")
-    with pytest.raises(ValueError, match="could not be built anew: MemoryError: no room"):
+    with pytest.raises(ValueError, match="could not be rebuilt: MemoryError: no room"):
         orchestrator.add_request(OmniRequest("x", "x"))
     assert not orchestrator.has_unfinished_requests
     fragile.unwilling = None
@@ -163,7 +163,7 @@ def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
 
 @pytest.mark.parametrize("turns", range(0, 30, 4))
 def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
-    """What began to flow cannot begin anew; whoever has not begun, or is through, goes on."""
+    """What began to flow cannot start again; whoever has not begun, or is through, goes on."""
 
     class Breaking(Thinker):
         broken = False
@@ -298,7 +298,7 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
 def test_a_step_that_is_interrupted_once_fails_nobody(
     rig: Rig, error: type[Exception], turn: int
 ) -> None:
-    """The engine lets all its requests begin anew, and the stage goes on with it."""
+    """The engine lets all its requests start again, and the stage goes on with it."""
     orchestrator = WholeOrchestrator(rig.pipeline)
     engines = [vars(stage)["engine"] for stage in rig.pipeline.stages.values()]
     for request in REQUESTS:
@@ -353,7 +353,7 @@ def test_the_broken_engine_is_gone_before_another_one_is_built(
     assert stage.stats().prompt_tokens == 2 * counted.prompt_tokens, "and counted"
 
 
-def test_an_engine_that_came_from_outside_is_its_makers_to_build_anew(
+def test_an_engine_that_came_from_outside_is_its_makers_to_rebuild(
     seeded: Callable[[str], str],
 ) -> None:
     config = EngineConfig(model=seeded("qwen2"), block_size=4, num_blocks=32, max_model_len=64)
@@ -364,7 +364,7 @@ def test_an_engine_that_came_from_outside_is_its_makers_to_build_anew(
         assert "stage 'writer': it cannot be used any more: it broke by EngineBrokenError" in str(
             output.error
         )
-        assert "it was given its engine, which its maker must build anew" in str(output.error)
+        assert "it was given its engine, which its maker must rebuild" in str(output.error)
     gc.collect()
 
 

@@ -138,8 +138,8 @@ class Told(StageWorker):
 
     seen: ClassVar[dict[str, list[str]]] = {}
 
-    def news(self) -> list[Event]:
-        news = super().news()
+    def events(self) -> list[Event]:
+        news = super().events()
         for event in news:
             if isinstance(event, Output) and event.delta is not None and event.delta.finished:
                 self.seen[self.stage.name] = sorted(event.delta.tensors)

@@ -381,7 +381,7 @@ def test_a_worker_tells_of_its_time_ahead_of_its_news() -> None:
     (traced,) = worker.traces()
     assert (traced.replica, traced.clock) == (3, this_clock())
     assert [event.name for event in traced.events][-1] == "step"
-    assert len(worker.news()) == 1
+    assert len(worker.events()) == 1
     assert worker.traces() == []
 
 

@@ -1,4 +1,4 @@
-"""A stage that a failure leaves of no use: its worker is started anew, as if it had died."""
+"""A stage that a failure leaves of no use: its worker is started again, as if it had died."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_stage_that_can_be_used_no_more_gets_another_worker() -> None:
         assert (state.state, state.num_restarts) == ("up", 1)
         assert state.last_end == (
             "was ended (it broke by KeyError: 'gone' (after ArithmeticError: boom) and cannot be "
-            "built anew: a FakeStage has no method rebuild)"
+            "rebuilt: a FakeStage has no method rebuild)"
         )
         assert pipeline.stages[1].stats().num_restarts == 1
 
@@ -80,7 +80,7 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
         assert drain(pipeline.orchestrator)["y"][-1].error is None
 
 
-def test_a_stage_that_cannot_be_built_anew_at_present_gets_another_worker_at_once() -> None:
+def test_a_stage_that_cannot_be_rebuilt_at_present_gets_another_worker_at_once() -> None:
     """Inline it would be tried again when the next request comes: there is nothing better."""
     tries = 0
     shapes = held_up_at_first()
@@ -104,10 +104,10 @@ def test_a_stage_that_cannot_be_built_anew_at_present_gets_another_worker_at_onc
         assert last.error is None and last.stages["b"].text == "b(a(x))"
         assert tries == 1
         (state,) = pipeline.stages[1].worker_states()
-        assert "could not be built anew: MemoryError: no room" in str(state.last_end)
+        assert "could not be rebuilt: MemoryError: no room" in str(state.last_end)
 
 
-def test_a_stage_that_breaks_whenever_it_was_built_anew_gets_another_worker() -> None:
+def test_a_stage_that_breaks_whenever_it_was_rebuilt_gets_another_worker() -> None:
     builds = 0
     shapes = held_up_at_first()
 
