@@ -58,8 +58,12 @@ if TYPE_CHECKING:
     from engine.inputs.prompt_processor import PromptContent, PromptProcessor, PromptSources
     from engine.llm.llm_engine import LLMEngine
     from engine.models.base import CausalModel, CodeChunk, GeneratorModel, ModelSettings
-    from engine.models.decoders.decoder import build_decoder, decoder_family
-    from engine.models.decoders.decoder_config import DecoderConfig, LayerKind
+    from engine.models.decoders.decoder import (
+        DecoderConfig,
+        LayerKind,
+        build_decoder,
+        decoder_family,
+    )
     from engine.models.family import ModelFamily
     from engine.models.multimodal import ItemTower, MultiModalModel
     from engine.models.registry import register_model_family
@@ -134,12 +138,12 @@ _IMPORTED_ON_USE = {
     "Checkpoint": "engine.checkpoints.checkpoint",
     "CheckpointPart": "engine.checkpoints.checkpoint",
     "CodeChunk": "engine.models.base",
-    "DecoderConfig": "engine.models.decoders.decoder_config",
+    "DecoderConfig": "engine.models.decoders.decoder",
     "EncoderEngine": "engine.encoder.encoder_engine",
     "GeneratorEngine": "engine.generator.generator_engine",
     "GeneratorModel": "engine.models.base",
     "ItemTower": "engine.models.multimodal",
-    "LayerKind": "engine.models.decoders.decoder_config",
+    "LayerKind": "engine.models.decoders.decoder",
     "LLMEngine": "engine.llm.llm_engine",
     "MemoryPlan": "engine.resources.memory_plan",
     "ModelFamily": "engine.models.family",

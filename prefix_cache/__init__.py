@@ -15,8 +15,7 @@ from prefix_cache.blocks.block_hash import (
     whole_input_block_hashes,
     whole_input_hash,
 )
-from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.blocks.page_arena import PageArena
+from prefix_cache.blocks.block_pool import BlockPool, PageArena
 from prefix_cache.kv_cache.integrity import (
     check_integrity,
     check_pool_integrity,
@@ -25,6 +24,7 @@ from prefix_cache.kv_cache.integrity import (
     request_bytes,
 )
 from prefix_cache.kv_cache.kv_cache_manager import (
+    ENCODER_HIDDEN_STATES,
     CachedPrefix,
     EncoderBlocks,
     GroupStats,
@@ -33,28 +33,32 @@ from prefix_cache.kv_cache.kv_cache_manager import (
     PendingBlocks,
     PrefixMiss,
 )
-from prefix_cache.kv_cache.mirrored_outputs import ENCODER_HIDDEN_STATES
 from prefix_cache.kv_cache.swap_space import SwapSpace
-from prefix_cache.layer_types.coordinator import MANAGER_TYPES, ChunkStops, KVCacheCoordinator
-from prefix_cache.layer_types.single_type_manager import (
+from prefix_cache.layer_types.coordinator import (
+    MANAGER_TYPES,
     ChunkedLocalAttentionManager,
+    ChunkStops,
     CrossAttentionManager,
     FullAttentionManager,
+    KVCacheCoordinator,
     MambaManager,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
 )
-from prefix_cache.specs.kv_cache_config import KVCacheConfig, KVCacheGroup, group_layers, pad_pages
 from prefix_cache.specs.kv_cache_spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     HostOnlySpec,
+    KVCacheConfig,
+    KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     StateTensor,
+    group_layers,
+    pad_pages,
     spec_in_words,
 )
 from prefix_cache.stores.encoder_cache import EncoderCache, EncoderCacheStats

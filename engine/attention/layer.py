@@ -19,8 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import AttentionMetadata, Scoring, StateMetadata, check_bias
+from engine.attention.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    LayerCall,
+    Scoring,
+    StateMetadata,
+    check_bias,
+)
 from prefix_cache import AttentionSpec, LayerKVCache, MambaSpec
 
 __all__ = ["Attention", "AttentionStep", "StateLayer"]

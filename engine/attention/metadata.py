@@ -24,12 +24,13 @@ take its last column::
     query 5      b3 b3 b3 b2 b1 b0  .
     query 6      b3 b3 b3 b3 b2 b1 b0
 
-So a page of keys needs no page of biases, and a decode reads what a prefill did.
-"""
+So a page of keys needs no page of biases, and a decode reads what a prefill did."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,9 @@ from torch import Tensor
 from prefix_cache import LayerKVCache
 
 __all__ = [
+    "AttentionBackend",
     "AttentionMetadata",
+    "LayerCall",
     "Scoring",
     "StateMetadata",
     "bias_at",
@@ -302,3 +305,56 @@ class StateMetadata:
     def num_reqs(self) -> int:
         """Requests in the step."""
         return self.read_pages.shape[0]
+
+
+class LayerCall(NamedTuple):
+    """One layer's attention in one step.
+
+    Attributes:
+        query: ``(num_tokens, num_heads, head_dim)``.
+        key: ``(num_written, num_kv_heads, head_dim)``; not repeated for grouped heads.
+        value: as ``key``.
+        kv_cache: this layer's views; rows of ``metadata.row_mapping`` are overwritten.
+        metadata: the same object that ``begin_step`` got.
+        scoring: how this layer's products become scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kv_cache: LayerKVCache
+    metadata: AttentionMetadata
+    scoring: Scoring
+
+
+class AttentionBackend(ABC):
+    """Computes attention of packed queries over paged keys and values.
+
+    A backend holds no request state: everything comes with the call. ``begin_step`` is called
+    once per step and group before the first layer, so that what all layers share (masks, gather
+    indices) is made once; ``forward`` once per layer.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def check_support(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """Raise ``ValueError`` that says what is needed if this combination cannot run."""
+
+    @abstractmethod
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Make what every layer of this step shares. Valid until the next call."""
+
+    @abstractmethod
+    def forward(self, call: LayerCall) -> Tensor:
+        """Write this step's keys and values to their rows, then attend.
+
+        Token i of a request whose sequence is ``s`` long after this step and that has ``q``
+        query tokens sits at position ``s - q + i`` and sees positions ``0 .. s - q + i``, or of
+        them those that ``metadata.window`` and ``metadata.chunk_size`` leave; see
+        :mod:`engine.attention.metadata`. Without ``metadata.causal`` it sees ``0 .. s - 1``.
+
+        Returns:
+            ``(num_tokens, num_heads, head_dim)``.
+        """

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerCall
-from engine.attention.metadata import AttentionMetadata, Scoring, first_visible
+from engine.attention.metadata import AttentionMetadata, LayerCall, Scoring, first_visible
 from engine.attention.torch_backend import TorchBackend, new_output
 from engine.native import NativeBuildError, PagedSpans, load_kernels
 from prefix_cache import LayerKVCache

@@ -7,8 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import AttentionMetadata, Scoring, write_kv
+from engine.attention.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    LayerCall,
+    Scoring,
+    write_kv,
+)
 from prefix_cache import LayerKVCache
 
 __all__ = ["ReferenceBackend", "visibility_mask"]

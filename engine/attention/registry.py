@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionBackend
 from engine.attention.native_backend import NativeBackend
 from engine.attention.reference import ReferenceBackend
 from engine.attention.torch_backend import TorchBackend

@@ -49,9 +49,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import (
+    AttentionBackend,
     AttentionMetadata,
+    LayerCall,
     Scoring,
     bias_at,
     bias_of_tile,
@@ -62,7 +63,7 @@ from engine.attention.metadata import (
     visible_blocks,
     write_kv,
 )
-from engine.resources.finite_numbers import are_finite
+from engine.resources.device import are_finite
 from prefix_cache import LayerKVCache
 
 __all__ = [

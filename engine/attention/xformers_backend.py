@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.metadata import (
+    AttentionBackend,
     AttentionMetadata,
+    LayerCall,
     Scoring,
     chunk_bounds,
     first_visible,
@@ -32,8 +33,7 @@ from engine.attention.metadata import (
 )
 from engine.attention.torch_backend import TorchBackend
 from engine.interface.placed_error import described
-from engine.resources.device import on_device
-from engine.resources.finite_numbers import require_finite
+from engine.resources.device import on_device, require_finite
 from prefix_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PagedMemory
 
 if TYPE_CHECKING:

@@ -1,21 +1,338 @@
-"""Makes configs of transformers of ``config.json`` and ``generation_config.json``."""
+"""Makes configs of transformers of ``config.json`` and ``generation_config.json``.
+
+Checks the JSON files of a checkpoint before anything is made of them: one rule per quantity.
+
+What a value may be follows from the kind of quantity that it is, and the kind from the words of its
+name, whatever the family. Transformers checks types of its configs. What it lets pass is caught
+here: names that make it run code or build endless lists, sizes that are 0, negative or beyond all
+that fits into a machine, and factors that are no numbers. Whether sizes fit the weights is known
+when the weights are looked at.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from engine.checkpoints.config_checks import check_config, check_content, check_generation
+from engine.checkpoints.activation import check_activation
 from engine.checkpoints.quiet_transformers import quiet_config_log
-from engine.files.json_file import read_json_object
+from engine.files.json_file import file_inside, read_json_object
 from engine.interface.sampling_params import checkpoint_defaults
 
-__all__ = ["CONFIG_FILE", "describe", "load_config", "load_generation_config", "read_config_file"]
+__all__ = [
+    "CONFIG_FILE",
+    "check_files",
+    "describe",
+    "load_config",
+    "load_generation_config",
+    "read_config_file",
+]
+
+Check: TypeAlias = Callable[[Any], bool]
+Kinds: TypeAlias = tuple[tuple[re.Pattern[str], str, Check], ...]
+"""Of each kind: the names of such quantities, what a value must be in words, and whether one is."""
+
+
+def _kind(names: str, wanted: str, check: Check) -> tuple[re.Pattern[str], str, Check]:
+    return re.compile(names), wanted, check
+
+
+def _whole(names: str, least: int, most: int) -> tuple[re.Pattern[str], str, Check]:
+    """Integers, and lists of such, of which some are pairs or triples."""
+
+    def check(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return (bool(value) or least == 0) and all(map(check, value))
+        return _is_whole(value) and least <= value <= most
+
+    return _kind(names, f"an integer of {least} to {most}", check)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_id(value: Any) -> bool:
+    return _is_whole(value) and abs(value) < 2**31
+
+
+def _list_of(check: Check, lengths: range = range(2**31)) -> Check:
+    return lambda value: (
+        isinstance(value, list) and len(value) in lengths and all(map(check, value))
+    )
+
+
+def _is_number_of_channels(value: Any) -> bool:
+    return _is_number(value) or _list_of(_is_number, range(1, 5))(value)
+
+
+def _is_token(value: Any) -> bool:
+    text = value.get("content") if isinstance(value, dict) else value
+    return isinstance(text, str) and text != ""
+
+
+def _is_forced(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and _is_id(value[0]) and (value[1] is None or _is_id(value[1]))
+
+
+def _is_dtype(value: Any) -> bool:
+    # Of composed models an object, by the names of their parts.
+    for each in value.values() if isinstance(value, dict) else [value]:
+        name = each.removeprefix("torch.") if isinstance(each, str) else ""
+        found = getattr(torch, name, None)
+        is_float = isinstance(found, torch.dtype) and found.is_floating_point
+        if each is not None and name != "auto" and not is_float:
+            return False
+    return True
+
+
+def _at_most(most: int) -> Check:
+    return lambda value: not isinstance(value, int | float) or -most <= value <= most
+
+
+_MOST = 2**31 - 1
+# A spectrogram's rows for a code, or samples for a row of it: more would be no sound's.
+_MOST_RATIO = 64
+_NAMES = _kind(r".*_(type|class|side)|language|task", "a name", _is_text)
+
+# As config.json states them. Lists as long as layers and labels are made before any value is seen.
+_STATED: Kinds = (
+    _kind("model_type", "a name", _is_text),
+    _kind("architectures", "a list of names", _list_of(_is_text)),
+    _kind("id2label|label2id", "an object", lambda value: isinstance(value, dict)),
+    _kind("(torch_)?dtype", "a type of torch's for numbers", _is_dtype),
+    _kind("num_labels", f"at most {2**20}", _at_most(2**20)),
+    _kind("depth|.*layers", "at most 4096", _at_most(4096)),
+    _kind(
+        "configuration_files",
+        "left out: another file that takes this one's place is not supported",
+        lambda value: False,
+    ),
+    _kind(
+        "quantization_config", "left out: quantized weights are not supported", lambda value: False
+    ),
+)
+# Fields of configs that transformers has made.
+_FIELDS: Kinds = (
+    _whole(r"repeats|upsample_rates|ff_mult|mamba_expand|spatial_merge_size", 1, _MOST_RATIO),
+    # Each has a column in a table.
+    _whole("relative_attention_max_distance", 1, 2**16),
+    _whole(
+        r"(image|audio|video|tts|vision)_(\w+_)?token_(id|index)|.*_(offset|indexes|indices)"
+        r"|(num_global|max_window|look_\w+|cross_attention)_layers|(position_id|tokens)_per_\w+",
+        0,
+        _MOST,
+    ),
+    _kind(r".*_softcapping", "a number above 0", lambda value: 0 < value < math.inf),
+    _kind(r".*norm_eps(ilon)?", "a number of at least 0 and below 1", lambda value: 0 <= value < 1),
+)
+_COUNT_NAMES = (
+    r"(num|n|d|mamba|enc)_.*|depth|dim|.*_(sizes?|dim|heads|layers|channels?|ratios|dilations"
+    r"|positions|embeddings|buckets|tiles|scalar|period|window|chunk)"
+)
+_ACTIVATIONS = re.compile(
+    r"hidden_act(ivation)?|activation_function|activation|projector_hidden_act"
+)
+# What processors make grows with their numbers.
+_PROCESSOR: Kinds = (
+    _NAMES,
+    _whole("feature_size", 1, 1024),
+    _whole("temporal_patch_size|merge_size", 1, 2**6),
+    _whole("patch_size|max_image_tiles", 1, 2**10),
+    _whole("height|width", 1, 2**14),
+    _whole("n_fft|hop_length", 1, 2**16),
+    _whole("chunk_length", 1, 24 * 3600),
+    _whole("sampling_rate", 1, 2**20),
+    _whole(r".*_(edge|pixels)", 1, 2**28),  # an edge is a number of pixels in some processors
+    _kind(
+        "image_(mean|std)", "a number, or a list of one for each channel", _is_number_of_channels
+    ),
+    _kind(r".*_(factor|value|ratio)|dither", "a number", _is_number),
+)
+_BOTH_SIDES = _whole("(crop_)?size", 1, 2**14)
+_TOKENIZER: Kinds = (
+    _NAMES,
+    _kind("model_max_length", "a number", _is_number),
+    _kind(
+        "add_(prefix_space|bos_token|eos_token)|clean_up_tokenization_spaces",
+        "true or false",
+        lambda value: isinstance(value, bool),
+    ),
+    _kind("(bos|eos|unk|pad|sep|cls|mask)_token", "a token", _is_token),
+)
+_GENERATION: Kinds = (
+    _kind("(bos|pad|decoder_start|no_timestamps)_token_id", "a token id", _is_id),
+    _kind(
+        "eos_token_id",
+        "a list of token ids",
+        lambda value: _is_id(value) or _list_of(_is_id)(value),
+    ),
+    _kind("(begin_)?suppress_tokens", "a list of token ids", _list_of(_is_id)),
+    _kind(
+        "(lang|task)_to_id",
+        "an object whose values are token ids",
+        lambda value: isinstance(value, dict) and all(map(_is_id, value.values())),
+    ),
+    _kind(
+        "forced_decoder_ids",
+        "a list of pairs, each of a position and a token id",
+        _list_of(_is_forced),
+    ),
+    _kind(
+        "bad_words_ids",
+        "a list of lists of token ids",
+        _list_of(_list_of(_is_id, range(1, 2**31))),
+    ),
+)
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_TOKENIZER_FILE = "tokenizer_config.json"
+
+
+def check_files(folder: Path, patterns: Collection[str]) -> None:
+    """Check that the files of a checkpoint are files, are stored in it, and ask for nothing absurd.
+
+    Args:
+        folder: of the checkpoint.
+        patterns: of the names of files that are read from it.
+
+    Raises:
+        ValueError: one is no file or is stored elsewhere, or the file of a processor or tokenizer
+            is no JSON or holds a value that cannot be; names file and key.
+    """
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir() and any(fnmatch(entry.name, pattern) for pattern in patterns):
+            file_inside(folder, entry.name)
+    for file in (folder / name for name in _PROCESSORS):
+        if file.is_file():
+            for place, key, value in _entries(read_json_object(file)):
+                _check(f"{file}: {place}", key, value, _PROCESSOR)
+                # A size may be one number for both sides.
+                if not isinstance(value, dict):
+                    _check(f"{file}: {place}", key, value, (_BOTH_SIDES,))
+    file = folder / _TOKENIZER_FILE
+    if file.is_file():
+        for key, value in read_json_object(file).items():
+            _check(f"{file}: ", key, value, _TOKENIZER)
+
+
+def check_generation(file: Path, content: Mapping[str, Any]) -> None:
+    """Check the ids of a ``generation_config.json``."""
+    for key, value in content.items():
+        for names, wanted, check in _GENERATION:
+            if value is not None and names.fullmatch(key) and not check(value):
+                raise ValueError(f"{file}: {key} cannot be {value!r}: it must be {wanted}")
+
+
+def check_content(file: Path, content: Mapping[str, Any]) -> None:
+    """Check what could harm before a config is made of a ``config.json``.
+
+    That is what makes transformers run code, read other files or build endless lists.
+    """
+    for place, key, value in _entries(content):
+        if key in _reserved():
+            raise ValueError(
+                f"{file}: {place}{key} is the name of a method of transformers' configs"
+            )
+        _check(f"{file}: {place}", key, value, _STATED)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Check the fields of a config, and of the configs in it.
+
+    Fields of classes that are not transformers' own are left to their authors.
+    """
+    for place, part in _parts(config):
+        if not type(part).__module__.startswith("transformers."):
+            continue
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if value is not None:
+                _check_field(place, field, value)
+
+
+def _check_field(place: str, field: dataclasses.Field[Any], value: Any) -> None:
+    name, default = field.name, field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if _ACTIVATIONS.fullmatch(name):
+        check_activation(f"{place}{name}", value)
+    elif value == default and type(value) is type(default):
+        return
+    elif any(names.fullmatch(name) for names, _, _ in _FIELDS):
+        _check(place, name, value, _FIELDS)
+    # The class's own value says which of these are whole, and which may be 0.
+    elif value != "auto" and not isinstance(value, bool) and (least := _least(default)) is not None:
+        # A list of layers holds their places, from 0.
+        is_places = isinstance(value, list) and name.endswith("layers")
+        _check(place, name, value, (_whole(_COUNT_NAMES, 0 if is_places else least, _MOST),))
+
+
+def _least(default: Any) -> int | None:
+    """The least that a count may be by its class's own value; None of what is no count."""
+    if isinstance(default, list | tuple):
+        each = [_least(inner) for inner in default]
+        known = [least for least in each if least is not None]
+        return min(known, default=0) if len(known) == len(each) else None
+    if default is None or default == "auto" or default is dataclasses.MISSING:
+        return 1
+    return max(0, min(1, default)) if _is_whole(default) else None
+
+
+def _parts(config: PreTrainedConfig, place: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    yield place, config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from _parts(part, f"{place}{name}.")
+
+
+def _entries(content: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every key of an object and of the objects in it, behind the place where it is."""
+    for key, value in content.items():
+        yield place, key, value
+        if isinstance(value, dict):
+            yield from _entries(value, f"{place}{key}.")
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    """Names that hide a method of a config, or tables that belong to its class."""
+    names = {name for name in dir(PreTrainedConfig) if callable(getattr(PreTrainedConfig, name))}
+    return frozenset(names | {"attribute_map", "sub_configs", "sub_configs_defaults"})
+
+
+def _check(place: str, key: str, value: Any, kinds: Kinds) -> None:
+    for names, wanted, check in kinds:
+        if value is not None and names.fullmatch(key):
+            if not check(value):
+                raise ValueError(f"{place}{key} must be {wanted}, got {value!r}")
+            return
+
 
 CONFIG_FILE = "config.json"
-_GENERATION = "generation_config.json"
+_GENERATION_FILE = "generation_config.json"
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -66,7 +383,7 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
     Raises:
         ValueError: it is no JSON, or transformers or we cannot use a value of it; names the file.
     """
-    file = folder / _GENERATION
+    file = folder / _GENERATION_FILE
     if not file.is_file():
         return None
     content = read_json_object(file)

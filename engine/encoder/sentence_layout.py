@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.files.json_file import file_inside, read_json, read_json_object
-from engine.resources.device import on_device
-from engine.resources.finite_numbers import require_finite
+from engine.resources.device import on_device, require_finite
 
 __all__ = [
     "Pooling",

@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.attention.metadata import AttentionMetadata, StateMetadata
 from engine.models.base import CausalModel
 from engine.requests.request import Request
-from engine.scheduling.scheduler_output import ScheduledRequest
+from engine.scheduling.scheduler import ScheduledRequest
 from prefix_cache import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

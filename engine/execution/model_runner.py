@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
 from engine.attention.layer import AttentionStep
-from engine.attention.metadata import AttentionMetadata
+from engine.attention.metadata import AttentionBackend, AttentionMetadata
 from engine.execution.input_batch import (
     InputBatch,
     ModelInputBuilder,
@@ -37,10 +36,9 @@ from engine.execution.input_batch import (
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
 from engine.requests.request import Request
-from engine.resources.device import on_device
-from engine.resources.finite_numbers import are_finite, total
+from engine.resources.device import are_finite, on_device, total
 from engine.sampling.sampler import Sampler
-from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
+from engine.scheduling.scheduler import ScheduledRequest, SchedulerOutput
 from prefix_cache import (
     ENCODER_HIDDEN_STATES,
     AttentionSpec,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.inputs.fit_check import check_utterance
+from engine.inputs.prompt_tokens import check_utterance
 from engine.interface.arguments import check_argument
 from engine.interface.config import GeneratorConfig
 from engine.interface.engine import Engine, NewRequest
@@ -34,8 +34,7 @@ from engine.interface.stats import EngineStats
 from engine.interface.waveform import Waveform
 from engine.models.base import CodeChunk, GeneratorModel
 from engine.models.model_loader import load_generator, open_checkpoint
-from engine.resources.device import on_device, resolve_device
-from engine.resources.finite_numbers import are_finite
+from engine.resources.device import are_finite, on_device, resolve_device
 from engine.resources.memory_plan import format_bytes
 from prefix_cache import IntegrityError
 

@@ -14,14 +14,19 @@ from engine.inputs.encoder_inputs import (
     TextEncoderInputs,
     describe_prompt,
 )
-from engine.inputs.fit_check import InputLimits
 from engine.inputs.prompt_processor import (
     PromptContent,
     PromptProcessor,
     PromptSources,
     refuse_items,
 )
-from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
+from engine.inputs.prompt_tokens import (
+    InputLimits,
+    WrittenPrompt,
+    check_token_ids,
+    first_ids,
+    tokenize,
+)
 from engine.interface.prompts import (
     ChatPrompt,
     CodecPrompt,
@@ -33,7 +38,7 @@ from engine.interface.prompts import (
     TokensPrompt,
 )
 from engine.requests.encoder_input import Continuation, EncoderInput, PromptChoice, encoder_spans
-from engine.sampling.sampling_state import LogitsProcessor
+from engine.sampling.sampler import LogitsProcessor
 
 __all__ = ["DecoderPromptRule", "EncoderDecoderPromptProcessor"]
 

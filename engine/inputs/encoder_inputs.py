@@ -12,9 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.inputs.fit_check import check_encoder_prompt
 from engine.inputs.prompt_processor import PromptSources, items_of
-from engine.inputs.prompt_tokens import WrittenPrompt, check_token_ids, first_ids, tokenize
+from engine.inputs.prompt_tokens import (
+    WrittenPrompt,
+    check_encoder_prompt,
+    check_token_ids,
+    first_ids,
+    tokenize,
+)
 from engine.interface.config import MediaLimits
 from engine.interface.ownership import turn_of
 from engine.interface.prompts import (

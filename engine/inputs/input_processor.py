@@ -9,17 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.inputs.fit_check import FitCheck
 from engine.inputs.prompt_processor import PromptContent, PromptProcessor
-from engine.inputs.prompt_tokens import truncated
+from engine.inputs.prompt_tokens import FitCheck, truncated
 from engine.interface.engine import NewRequest
 from engine.interface.placed_error import PlacedError
 from engine.interface.prompts import Prompt
 from engine.interface.sampling_params import RequestSeeds, SamplingParams, checkpoint_defaults
 from engine.requests.encoder_input import EncoderInput, Sequel, encoder_spans
 from engine.requests.request import Request, RequestStatus, RequestTimes
-from engine.sampling.sampler import SamplingState
-from engine.sampling.sampling_state import BadWords, LogitsProcessor
+from engine.sampling.sampler import BadWords, LogitsProcessor, SamplingState
 from engine.text.stop_checker import CompletionText
 from prefix_cache import EncoderBlocks
 

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from engine.inputs.encoder_inputs import features_hash
 from engine.inputs.feature_makers import FeatureTaker, MissingFeatureMaker, load_feature_makers
-from engine.inputs.fit_check import check_item
 from engine.inputs.prompt_processor import (
     PlainPromptProcessor,
     PromptContent,
     PromptSources,
     items_of,
 )
+from engine.inputs.prompt_tokens import check_item
 from engine.interface.prompts import (
     AudioPrompt,
     ChatPrompt,

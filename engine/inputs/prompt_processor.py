@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.fit_check import InputLimits
-from engine.inputs.prompt_tokens import resolve_prompt
+from engine.inputs.prompt_tokens import InputLimits, resolve_prompt
 from engine.interface.config import MediaLimits
 from engine.interface.prompts import ExplicitEncoderDecoderPrompt, Prompt
 from engine.requests.encoder_input import (
@@ -28,7 +27,7 @@ from engine.requests.encoder_input import (
     embeds_spans,
 )
 from engine.requests.request import Request
-from engine.sampling.sampling_state import LogitsProcessor
+from engine.sampling.sampler import LogitsProcessor
 from prefix_cache import ContentSpan
 
 __all__ = [

@@ -3,19 +3,17 @@
 Imports attention, native, and the prefix cache.
 """
 
-from engine.layers.layer_ops import LayerOps, NativeLayerOps
-from engine.layers.linear import Linear, can_pack
-from engine.layers.mamba import MambaConfig, MambaMixer
-from engine.layers.mamba2 import Mamba2Config, Mamba2Mixer
-from engine.layers.mlp import GatedMLP, PlainMLP, SparseMoE
-from engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from engine.layers.recurrent_mixer import PackedLayout
-from engine.layers.rotary import (
+from engine.layers.layer_ops import (
+    LayerOps,
     MultiAxisRotaryEmbedding,
+    NativeLayerOps,
     RotaryEmbedding,
     apply_rotary,
     rope_frequencies,
 )
+from engine.layers.linear import GatedMLP, Linear, PlainMLP, SparseMoE, can_pack
+from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
+from engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "GatedMLP",

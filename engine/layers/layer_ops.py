@@ -1,17 +1,231 @@
-"""What layers compute between their products: with torch anywhere, with C kernels on a CPU."""
+"""What layers compute between their products: with torch anywhere, with C kernels on a CPU.
+
+Rotary position embeddings, in every variant that a config can ask for.
+
+Source: Su et al., "RoFormer", 2021. Frequencies of the scaled variants come from transformers'
+``ROPE_INIT_FUNCTIONS``, so that new ones arrive with it.
+
+Two variants choose their frequencies by the length of the sequence: ``dynamic`` beyond the
+trained length, and ``longrope`` on either side of it. transformers decides anew in every forward
+pass, so that keys cached early and keys cached late disagree. Here the choice is made once, for
+``max_model_len``: a key then depends on its token and position alone, which prefix caching needs.
+Up to the trained length both give what transformers gives; set ``max_model_len`` accordingly.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.layers.rotary import apply_rotary
 from engine.native import NativeKernels
 
-__all__ = ["LayerOps", "NativeLayerOps", "OneDnnWeight", "PackedWeight"]
+__all__ = [
+    "LayerOps",
+    "MultiAxisRotaryEmbedding",
+    "NativeLayerOps",
+    "OneDnnWeight",
+    "PackedWeight",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "rope_frequencies",
+]
+
+# Of a table of cosines and sines: what is made on the way to it takes little memory.
+_ROWS_AT_ONCE = 2**14
+_MOST_CHANNELS = 2**16
+
+
+def rope_frequencies(
+    config: PreTrainedConfig, max_model_len: int, layer_type: str | None = None
+) -> tuple[Tensor, float]:
+    """The inverse frequencies that a config asks for.
+
+    Args:
+        config: a transformers config; its ``rope_parameters`` are read.
+        max_model_len: longest sequence that will run; see the module's note.
+        layer_type: whose parameters to read, in configs that have several sets.
+
+    Returns:
+        ``(rotary_dim / 2,)`` float32 inverse frequencies, and the factor on cosine and sine.
+
+    Raises:
+        ValueError: the config has no rope parameters, asks for an unknown variant, or lacks or
+            misstates a parameter of its variant.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters and layer_type is not None:
+        parameters = parameters.get(layer_type)
+    if not parameters:
+        of_layers = "" if layer_type is None else f" of {layer_type!r} layers"
+        raise ValueError(f"{type(config).__name__} has no rope_parameters{of_layers}")
+    rope_type = parameters.get("rope_type", "default")
+    if not isinstance(rope_type, str):
+        raise ValueError(f"rope_type must be a name, got {rope_type!r}")
+    head_dim = _head_dim(config)
+    if not 1 <= head_dim <= _MOST_CHANNELS:
+        raise ValueError(
+            f"head_dim, or hidden_size by num_attention_heads, must be 1 to {_MOST_CHANNELS}, "
+            f"got {head_dim}"
+        )
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+        raise ValueError(f"unknown rope_type {rope_type!r}; known are {known}")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {share!r}")
+    try:
+        if rope_type == "default":
+            inv_freq, scaling = _default_frequencies(config, parameters), 1.0
+        else:
+            # Only dynamic and longrope look at seq_len.
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+                config, torch.device("cpu"), seq_len=max_model_len, layer_type=layer_type
+            )
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"rope_parameters {parameters} cannot be used: {type(error).__name__}: {error}"
+        ) from error
+    if not (inv_freq.isfinite().all() and math.isfinite(scaling) and len(inv_freq)):
+        raise ValueError(f"rope_parameters {parameters} give no finite frequencies")
+    return inv_freq, scaling
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    stated: int | None = getattr(config, "head_dim", None)
+    return stated or int(config.hidden_size // config.num_attention_heads)
+
+
+def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, float]) -> Tensor:
+    rotary_dim = int(_head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / (parameters["rope_theta"] ** exponents)
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of every position up to ``max_model_len``, computed once.
+
+    Args:
+        inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
+        scaling: factor on cosine and sine.
+        max_model_len: number of positions.
+        dtype: of the activations.
+        device: of the table.
+    """
+
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        scaling: float,
+        max_model_len: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        # (max_model_len, rotary_dim): half cosines, half sines, so that a step gathers once.
+        table = torch.empty(max_model_len, 2 * len(inv_freq), dtype=dtype, device=device)
+        for rows in () if table.is_meta else table.split(_ROWS_AT_ONCE):
+            start = rows.storage_offset() // table.stride(0)
+            positions = torch.arange(start, start + len(rows), dtype=torch.float32)
+            angles = torch.outer(positions, inv_freq)
+            rows.copy_(torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling))
+        self.table = nn.Buffer(table, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather what :func:`apply_rotary` wants, once a step for all layers.
+
+        Args:
+            positions: ``(num_tokens,)``.
+
+        Returns:
+            Cosines ``(num_tokens, 1, rotary_dim)`` and sines of the same shape, whose first half
+            is negated: ``x cos + swap(x) sin`` then is the rotation.
+        """
+        cos, sin = self.gather(positions).unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """Rows ``(num_tokens, rotary_dim)`` of the table."""
+        return self.table.index_select(0, positions)
+
+
+class MultiAxisRotaryEmbedding(RotaryEmbedding):
+    """Tokens placed by several numbers, each of which turns channels of its own.
+
+    ::
+
+        channels   | time | height | width | time | height | width |
+                   |<- half of cosines --->|<- half of sines ----->|
+
+    A token whose numbers are all alike is turned as by :class:`RotaryEmbedding`.
+    Source: Wang et al., arXiv:2409.12191, section 2.1.
+
+    Args:
+        inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
+        scaling: factor on cosine and sine.
+        max_model_len: number of positions on each axis.
+        sections: how many frequencies belong to each axis, in turns if there are more of them.
+        dtype: of the activations.
+        device: of the table.
+
+    Raises:
+        ValueError: the sections do not add up to the frequencies.
+    """
+
+    num_axes = 3
+
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        scaling: float,
+        max_model_len: int,
+        *,
+        sections: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(inv_freq, scaling, max_model_len, dtype=dtype, device=device)
+        if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
+            raise ValueError(f"mrope_section must be a list of integers, got {sections!r}")
+        if sum(sections) != len(inv_freq):
+            raise ValueError(
+                f"mrope_section {list(sections)} must add up to {len(inv_freq)} frequencies"
+            )
+        axes = torch.arange(len(sections)) % self.num_axes
+        of_channel = axes.repeat_interleave(torch.tensor(sections)).repeat(2)
+        self.axis_of_channel = nn.Buffer(of_channel.to(device), persistent=False)
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """As for one axis; ``positions`` is ``(3, num_tokens)``, or ``(num_tokens,)`` for text."""
+        if positions.ndim == 1:
+            return super().gather(positions)
+        of_channel = positions.T.index_select(1, self.axis_of_channel)
+        return self.table.gather(0, of_channel)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads in place.
+
+    Args:
+        x: ``(num_tokens, num_heads, head_dim)``; may be a view; channels past ``rotary_dim`` stay.
+        cos: as :class:`RotaryEmbedding` gives it.
+        sin: as :class:`RotaryEmbedding` gives it.
+
+    Returns:
+        ``x``.
+    """
+    rotary_dim = cos.shape[-1]
+    rotated = x if x.shape[-1] == rotary_dim else x[..., :rotary_dim]
+    swapped = rotated.roll(rotary_dim // 2, -1)
+    rotated.mul_(cos).addcmul_(swapped, sin)
+    return x
 
 
 class PackedWeight(ABC):

@@ -2,29 +2,391 @@
 
 Sources: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023;
 Lieber et al., arXiv:2403.19887, section 2 on the norms.
+
+The Mamba-2 mixer: heads with one decay each, and a gated norm before the projection out.
+
+Source: Dao and Gu, "Transformers are SSMs", 2024 (section 7).
+
+Mamba-2's recurrence: one token per request, or whole prompts in matrix form.
+
+Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+Structured State Space Duality", 2024 (section 6). One decay per head and token allows it::
+
+    h[t] = exp(a[t]) h[t-1] + x[t] B[t]^T          (head_dim, state_size) per head
+    y[t] = h[t] C[t]
+
+Inside of a chunk, with ``A[t] = a[0] + ... + a[t]``::
+
+    y[t] =   sum over s <= t of (C[t] . B[s]) exp(A[t] - A[s]) x[s]      like attention
+           + exp(A[t]) h_before C[t]                                     what the state brings
+
+Heads share B and C in groups, as grouped-query attention shares keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer import AttentionStep
+from engine.attention.layer import AttentionStep, StateLayer
+from engine.checkpoints.activation import activation_of
 from engine.layers.layer_ops import LayerOps
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.layers.recurrent_mixer import (
-    PackedLayout,
-    RecurrentConfig,
-    RecurrentMixer,
-    TimeOrder,
-)
+from engine.resources.device import are_finite
+from prefix_cache import MambaSpec, StateTensor
 
-__all__ = ["MambaConfig", "MambaMixer"]
+__all__ = [
+    "CausalConv",
+    "Chunks",
+    "Mamba2Config",
+    "Mamba2Mixer",
+    "MambaConfig",
+    "MambaMixer",
+    "PackedLayout",
+    "SsdInputs",
+    "TimeOrder",
+    "ssd_scan",
+]
+
+_MAX_CHUNK = 64
+
+_IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRows:
+    """Rows of a table in which each request's tokens follow what it remembers of earlier ones::
+
+        request 0          request 1
+        h0 h0 h0 t0 t0     h1 h1 h1 t1 t1 t1 t1         history = 3
+                 └───┘              └─────────┘         tokens
+              └──────┘                 └──────┘         next history: the last three
+
+    Attributes:
+        tokens: ``(num_tokens,)`` row of each token.
+        histories: ``(num_reqs * history,)`` rows of what came before.
+        next_histories: ``(num_reqs * history,)`` rows that come before the request's next token.
+    """
+
+    tokens: Tensor
+    histories: Tensor
+    next_histories: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOrder:
+    """Items (tokens, or chunks of them) of several sequences, reordered by their time::
+
+        sequence 0   a0 a1 a2          batch 0   c0 a0 b0     longest first, so that those which
+        sequence 1   b0                batch 1   c1 a1        go on are the leading rows
+        sequence 2   c0 c1 c2 c3       batch 2   c2 a2
+                                       batch 3   c3
+
+    It is the order of torch's ``PackedSequence``: a recurrence takes one batch at a time.
+
+    Attributes:
+        sequences: ``(num_sequences,)`` the sequences, longest first.
+        items: ``(num_items,)`` the items, by time and then by that order.
+        batch_sizes: how many sequences are still going at each time.
+    """
+
+    sequences: Tensor
+    items: Tensor
+    batch_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Tensor, device: torch.device) -> TimeOrder:
+        """The order of sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) items."""
+        sequences = np.argsort(-lengths.numpy(), kind="stable")
+        places = np.empty_like(sequences)
+        places[sequences] = np.arange(len(lengths))
+        owners, times = _owners_and_times(lengths.numpy())
+        items = np.argsort(times * len(lengths) + places[owners])
+        batch_sizes = tuple(np.bincount(times).tolist())
+        return cls(_on(device, sequences), _on(device, items), batch_sizes)
+
+    def batches(self) -> Iterator[slice]:
+        """The batches as ranges of :attr:`items`, in the order of time."""
+        start = 0
+        for size in self.batch_sizes:
+            yield slice(start, start + size)
+            start += size
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Sequences cut into chunks of one size; only the last of a sequence may have room left.
+
+    Attributes:
+        size: tokens per chunk.
+        count: chunks of all sequences.
+        slots: ``(num_tokens,)`` each token's place in ``(count * size)``.
+        order: of the chunks, in which their states follow from one another.
+    """
+
+    size: int
+    count: int
+    slots: Tensor
+    order: TimeOrder
+
+    @classmethod
+    def of(cls, lengths: Tensor, device: torch.device) -> Chunks:
+        """Cut sequences of ``lengths`` ``(num_sequences,)`` (on the CPU) tokens."""
+        size = min(_MAX_CHUNK, int(lengths.max()))
+        counts = (lengths.numpy() + (size - 1)) // size
+        owners, times = _owners_and_times(lengths.numpy())
+        firsts = (counts.cumsum() - counts) * size
+        slots, order = firsts[owners] + times, TimeOrder.of(torch.from_numpy(counts), device)
+        return cls(size, int(counts.sum()), _on(device, slots), order)
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """``(num_tokens, ...)`` to ``(count, size, ...)``, zeros where a chunk has room left."""
+        padded = tokens.new_zeros(self.count * self.size, *tokens.shape[1:])
+        return padded.index_copy_(0, self.slots, tokens).view(
+            self.count, self.size, *tokens.shape[1:]
+        )
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """``(count, size, ...)`` back to ``(num_tokens, ...)``."""
+        return padded.flatten(0, 1).index_select(0, self.slots)
+
+
+class PackedLayout:
+    """Where the tokens of a step's requests lie, in the forms that recurrences want.
+
+    One serves all layers of a step; what no layer asks for is not made.
+
+    Args:
+        query_start_loc: ``(num_reqs + 1,)`` integers on the CPU; every request has a token.
+        num_decodes: how many of the leading requests have exactly one token.
+        history: earlier tokens that a layer's convolution sees.
+        device: of the activations.
+    """
+
+    def __init__(
+        self, query_start_loc: Tensor, num_decodes: int, history: int, device: torch.device
+    ) -> None:
+        self.num_decodes = num_decodes
+        self.history = history
+        self.device = device
+        self._starts = query_start_loc.long()
+        self._lengths = self._starts.diff()
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in the step."""
+        return self._lengths.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the step."""
+        return int(self._starts[-1])
+
+    @cached_property
+    def history_rows(self) -> HistoryRows:
+        """Rows for a convolution over all requests at once."""
+        starts = self._starts.numpy()
+        owners, _ = _owners_and_times(self._lengths.numpy())
+        tokens = np.arange(len(owners)) + (owners + 1) * self.history
+        one = np.arange(self.history)
+        before = np.arange(self.num_reqs) * self.history
+        histories = (starts[:-1] + before)[:, None] + one
+        next_histories = (starts[1:] + before)[:, None] + one
+        rows = (tokens, histories.reshape(-1), next_histories.reshape(-1))
+        return HistoryRows(*(_on(self.device, indices) for indices in rows))
+
+    @cached_property
+    def time_order(self) -> TimeOrder:
+        """All tokens by their place in this step."""
+        return TimeOrder.of(self._lengths, self.device)
+
+    @cached_property
+    def prefill_chunks(self) -> Chunks:
+        """Chunks of the requests after the first ``num_decodes``, of which there must be one."""
+        return Chunks.of(self._lengths[self.num_decodes :], self.device)
+
+
+def _owners_and_times(lengths: _IntArray) -> tuple[_IntArray, _IntArray]:
+    """Each item's sequence, and its place in it."""
+    owners = np.arange(len(lengths)).repeat(lengths)
+    firsts = lengths.cumsum() - lengths
+    return owners, np.arange(len(owners)) - firsts[owners]
+
+
+def _on(device: torch.device, indices: _IntArray) -> Tensor:
+    return torch.from_numpy(indices).to(device, non_blocking=True)
+
+
+class CausalConv(nn.Module):
+    """``y[t] = bias + sum over k of weight[k] * x[t - kernel_size + 1 + k]``, per channel.
+
+    What lies before a request's tokens comes from its state, zeros at its beginning.
+
+    Args:
+        channels: width of input and output.
+        kernel_size: tokens that an output sees, its own included; at least 2.
+        bias: whether there is one.
+        dtype: of the weight.
+        device: of the weight.
+
+    Raises:
+        ValueError: for a kernel that sees no earlier token.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        if kernel_size < 2:
+            raise ValueError(f"the convolution must see at least 2 tokens, got {kernel_size}")
+        # A row per tap, so that each is one product with whole rows of tokens.
+        taps = torch.empty(kernel_size, channels, dtype=dtype, device=device)
+        self.taps = nn.Parameter(taps, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = torch.empty(channels, dtype=dtype, device=device)
+            self.bias = nn.Parameter(values, requires_grad=False)
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """``(kernel_size - 1, channels)``: the last inputs, oldest first."""
+        kernel_size, channels = self.taps.shape
+        return kernel_size - 1, channels
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        yield f"{prefix}weight", self.taps.data.T.unsqueeze(1)
+        if self.bias is not None:
+            yield f"{prefix}bias", self.bias.data
+
+    def forward(self, x: Tensor, state: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Convolve each request's tokens after its state.
+
+        Args:
+            x: ``(num_tokens, channels)``.
+            state: ``(num_reqs, kernel_size - 1, channels)``.
+            layout: of the step.
+
+        Returns:
+            The output, shaped as ``x``, and the state after the step, shaped as ``state``.
+        """
+        rows = layout.history_rows
+        history = layout.history
+        table = x.new_empty(len(x) + len(rows.histories), x.shape[1])
+        table.index_copy_(0, rows.tokens, x)
+        table.index_copy_(0, rows.histories, state.flatten(0, 1).to(x.dtype))
+        # Outputs are also computed for the windows that reach across two requests, and dropped:
+        # cheaper than to gather every tap's rows.
+        num_windows = len(table) - history
+        taps = self.taps.float()
+        windows = taps[0] * table[:num_windows].float()
+        for tap in range(1, history + 1):
+            windows.addcmul_(taps[tap], table[tap : tap + num_windows].float())
+        output = windows.index_select(0, rows.tokens - history)
+        if self.bias is not None:
+            output += self.bias
+        next_state = table.index_select(0, rows.next_histories).view_as(state)
+        return output.to(x.dtype), next_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig:
+    """The sizes and options of any mixer.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        state_size: numbers that each channel remembers.
+        kernel_size: tokens that the convolution sees.
+        activation: after the convolution, by transformers' name.
+        norm_eps: of the norms.
+        conv_bias: whether the convolution has a bias.
+        projection_bias: whether the projections in and out have biases.
+    """
+
+    hidden_size: int
+    state_size: int
+    kernel_size: int
+    activation: str
+    norm_eps: float
+    conv_bias: bool
+    projection_bias: bool
+
+
+class RecurrentMixer(nn.Module):
+    """The shared parts; a subclass adds ``a``, ``d`` and what lies between the projections.
+
+    Args:
+        layer_name: unique in the model; its state is kept under it.
+        config: sizes and options.
+        block_size: tokens per block.
+        in_width: of what the projection in gives.
+        conv_width: channels of the convolution.
+        state_shape: of the recurrence: its channels, maybe in heads, and the state's size.
+        dtype: of weights, activations and the convolution's state. The recurrence runs, and its
+            state is kept, in float32: rounding it to a shorter type at every token adds up.
+        device: of the same.
+
+    Attributes:
+        a: the logarithm of -A until :meth:`finish_loading`, then A.
+        d: what is added of each channel's own input.
+
+    Raises:
+        ValueError: an unknown activation, or a convolution over fewer than 2 tokens.
+    """
+
+    a: nn.Parameter
+    d: nn.Parameter
+
+    def __init__(
+        self,
+        layer_name: str,
+        config: RecurrentConfig,
+        block_size: int,
+        *,
+        in_width: int,
+        conv_width: int,
+        state_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.projection_bias
+        self.activation = activation_of(config.activation)
+        self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, dtype=dtype, device=device)
+        self.conv = CausalConv(
+            conv_width, config.kernel_size, bias=config.conv_bias, dtype=dtype, device=device
+        )
+        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, dtype=dtype, device=device)
+        kept = (StateTensor(self.conv.state_shape, dtype), StateTensor(state_shape, torch.float32))
+        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        for module in self.children():
+            if isinstance(module, Linear):
+                yield from module.targets(prefix)
+        yield from self.conv.targets(f"{prefix}conv1d.")
+        yield f"{prefix}A_log", self.a.data
+        yield f"{prefix}D", self.d.data
+
+    def finish_loading(self) -> None:
+        """Turn the loaded logarithms into A; call once."""
+        self.a.exp_().neg_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +423,7 @@ def selective_scan(
 
     The requests' first tokens are one batch, their second tokens the next, and so on: a step of
     decodes is a single batch. The decays of a channel differ from state to state, which leaves no
-    matrix form over time as :mod:`engine.layers.mamba2` has it.
+    matrix form over time as :mod:`engine.layers.mamba` has it.
     """
     packed = (inputs.x * inputs.dt, inputs.dt, inputs.b, inputs.c)
     x_dt, dt, b, c = (rows.index_select(0, order.items) for rows in packed)
@@ -161,3 +523,227 @@ class MambaMixer(RecurrentMixer):
         y.addcmul_(u, self.d).mul_(F.silu(gate.float()))
         mixed: Tensor = self.out_proj(y.to(x.dtype))
         return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class SsdInputs:
+    """What the recurrence takes in for each of ``n`` tokens; float32.
+
+    Attributes:
+        x: ``(n, heads, head_dim)``, the input times its step size.
+        a: ``(n, heads)``, the logarithm of the decay, at most 0.
+        b: ``(n, groups, state_size)``; groups divide heads.
+        c: ``(n, groups, state_size)``.
+    """
+
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+    def __getitem__(self, tokens: slice) -> SsdInputs:
+        """A range of the tokens."""
+        return SsdInputs(self.x[tokens], self.a[tokens], self.b[tokens], self.c[tokens])
+
+
+def ssd_step(inputs: SsdInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each request."""
+    heads_per_group = inputs.x.shape[1] // inputs.b.shape[1]
+    b = inputs.b.repeat_interleave(heads_per_group, dim=1)
+    c = inputs.c.repeat_interleave(heads_per_group, dim=1)
+    states = states * torch.exp(inputs.a)[:, :, None, None]
+    states.addcmul_(inputs.x[..., None], b[:, :, None, :])
+    return (states @ c[..., None]).squeeze(-1), states
+
+
+def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
+
+    Args:
+        inputs: packed tokens.
+        states: ``(num_reqs, heads, head_dim, state_size)`` float32 before the tokens.
+        chunks: how the tokens are cut.
+
+    Returns:
+        ``y`` ``(num_tokens, heads, head_dim)``, and the states after each request's last token.
+    """
+    num_groups = inputs.b.shape[1]
+    # (chunks, groups, heads per group, size, ...); a pad has x = 0 and a = 0 and changes nothing.
+    x = chunks.pad(inputs.x).transpose(1, 2).unflatten(1, (num_groups, -1))
+    a = chunks.pad(inputs.a).transpose(1, 2).unflatten(1, (num_groups, -1))
+    b = chunks.pad(inputs.b).transpose(1, 2)
+    c = chunks.pad(inputs.c).transpose(1, 2)
+    # Differences of large sums: in float32 a strong decay would drown the weak ones after it.
+    sums = a.double().cumsum(-1)
+
+    to_each = (sums[..., :, None] - sums[..., None, :]).float()
+    size = chunks.size
+    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
+    weights = to_each.exp_().mul_((c @ b.transpose(-1, -2)).unsqueeze(2))
+    # Last of all, so that nothing of a later token, be it NaN, is left in what an earlier one sees.
+    y = _weighted(weights.masked_fill_(future, 0.0), x)
+
+    to_end = torch.exp((sums[..., -1:] - sums).float())
+    brought = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
+    decays = torch.exp(sums[..., -1].float())
+    before, after = _states_at_chunks(brought.flatten(1, 2), decays.flatten(1, 2), states, chunks)
+
+    from_start = torch.exp(sums.float())[..., None]
+    y += from_start * (c.unsqueeze(2) @ before.unflatten(1, (num_groups, -1)).transpose(-1, -2))
+    return chunks.unpad(y.flatten(1, 2).transpose(1, 2)), after
+
+
+def _weighted(weights: Tensor, x: Tensor) -> Tensor:
+    """``weights @ x``, and no later token that is not finite reaches an earlier one as 0 * NaN.
+
+    On CUDA, where looking means waiting, it may: see :func:`attend_to_seen` for what follows.
+    """
+    y = weights @ x
+    if y.is_cuda or are_finite([y]):
+        return y
+    spoilt = ~x.isfinite().all(-1)
+    earlier = weights @ x.masked_fill(spoilt[..., None], 0.0)
+    is_reached = spoilt.cumsum(-1) > 0
+    return torch.where(is_reached[..., None], y, earlier)
+
+
+def _states_at_chunks(
+    brought: Tensor, decays: Tensor, states: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Carry states over chunks."""
+    order = chunks.order
+    h = states.index_select(0, order.sequences)
+    before = torch.empty_like(brought)
+    for now in order.batches():
+        items = order.items[now]
+        going = h[: len(items)]
+        before.index_copy_(0, items, going)
+        going.mul_(decays[items, :, None, None]).add_(brought[items])
+    return before, torch.empty_like(h).index_copy_(0, order.sequences, h)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config(RecurrentConfig):
+    """The sizes and options of a Mamba-2 mixer.
+
+    Attributes:
+        num_heads: heads of the recurrence.
+        head_dim: channels per head.
+        num_groups: B and C are shared by the heads of a group; divides ``num_heads``.
+        dt_limit: least and greatest step size.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    dt_limit: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"the number of Mamba heads must be a multiple of its groups, "
+                f"got {self.num_heads} and {self.num_groups}"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_state_size(self) -> int:
+        """Width of B, and of C, over all groups."""
+        return self.num_groups * self.state_size
+
+
+class GatedNorm(nn.Module):
+    """RMS norm, per group of channels, of ``y * silu(gate)``; computed in float32."""
+
+    def __init__(self, config: Mamba2Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight = torch.empty(config.inner_size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.num_groups = config.num_groups
+        self.eps = config.norm_eps
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Both ``(num_tokens, inner_size)``, ``y`` float32; the result is of the gate's type."""
+        groups = (y * F.silu(gate.float())).unflatten(-1, (self.num_groups, -1))
+        normed = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(-2)
+        return normed.to(gate.dtype) * self.weight
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Mixes a request's tokens through a state of fixed size::
+
+        x ─► in ─┬─► conv ─► act ─► x | B | C ─► scan ─► + D x ─► norm(y * silu(gate)) ─► out
+                 ├─► dt ─► softplus ───────────────┘                            │
+                 └─► gate ──────────────────────────────────────────────────────┘
+
+    Its arguments are those of :class:`RecurrentMixer`, but for widths and shapes.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        config: Mamba2Config,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        inner, group_size = config.inner_size, config.group_state_size
+        conv_splits = (inner, group_size, group_size)
+        in_splits = (inner, sum(conv_splits), config.num_heads)
+        super().__init__(
+            layer_name,
+            config,
+            block_size,
+            in_width=sum(in_splits),
+            conv_width=sum(conv_splits),
+            state_shape=(config.num_heads, config.head_dim, config.state_size),
+            dtype=dtype,
+            device=device,
+        )
+        self.config = config
+        self.conv_splits, self.in_splits = conv_splits, in_splits
+        per_head = torch.empty(3, config.num_heads, dtype=torch.float32, device=device)
+        self.a, self.d, self.dt_bias = (nn.Parameter(v, requires_grad=False) for v in per_head)
+        self.norm = GatedNorm(config, dtype, device)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under ``prefix``, each with the tensor that receives it."""
+        yield from super().targets(prefix)
+        yield f"{prefix}norm.weight", self.norm.weight.data
+        yield f"{prefix}dt_bias", self.dt_bias.data
+
+    def forward(self, x: Tensor, step: AttentionStep, layout: PackedLayout) -> Tensor:
+        """Mix ``(num_tokens, hidden_size)`` and move every request's state on."""
+        conv_state, ssm_state = self.state.read(step)
+        gate, convolved, dt = self.in_proj(x).split(self.in_splits, dim=-1)
+        convolved, conv_state = self.conv(convolved, conv_state, layout)
+        u, b, c = self.activation(convolved).float().split(self.conv_splits, dim=-1)
+        u = u.unflatten(-1, (self.config.num_heads, -1))
+        # Decodes too, unlimited in transformers: a token must not depend on being in a prompt.
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.config.dt_limit)
+        b = b.unflatten(-1, (self.config.num_groups, -1))
+        c = c.unflatten(-1, (self.config.num_groups, -1))
+        inputs = SsdInputs(x=u * dt[..., None], a=dt * self.a, b=b, c=c)
+        y, ssm_state = _recur(inputs, ssm_state, layout)
+        self.state.write(step, conv_state, ssm_state)
+        y = y.addcmul_(u, self.d[:, None]).flatten(-2)
+        mixed: Tensor = self.out_proj(self.norm(y, gate))
+        return mixed
+
+
+def _recur(inputs: SsdInputs, states: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Decodes as one batch, then the longer requests; see :func:`ssd_scan` for the shapes."""
+    num_decodes = layout.num_decodes
+    if num_decodes == layout.num_reqs:
+        return ssd_step(inputs, states)
+    if num_decodes == 0:
+        return ssd_scan(inputs, states, layout.prefill_chunks)
+    decoded = ssd_step(inputs[:num_decodes], states[:num_decodes])
+    prefilled = ssd_scan(inputs[num_decodes:], states[num_decodes:], layout.prefill_chunks)
+    y, after = (torch.cat(parts) for parts in zip(decoded, prefilled, strict=True))
+    return y, after

@@ -14,10 +14,8 @@ from engine.interface.outputs import FinishReason
 from engine.interface.placed_error import described
 from engine.interface.stats import EngineStats
 from engine.requests.encoder_input import Sequel
-from engine.requests.request import Request, RequestStatus
-from engine.requests.request_group import RequestGroup
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.requests.request import Request, RequestGroup, RequestStatus
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from prefix_cache import KVCacheManager
 
 __all__ = ["OutputProcessor"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.interface.outputs import FinishReason
 from engine.interface.sampling_params import SamplingParams
-from engine.sampling.sampling_state import SamplingState
+from engine.sampling.sampler import SamplingState
 from prefix_cache import BlockHash, ContentSpan, content_hash
 
 __all__ = [

@@ -5,23 +5,56 @@ Keeps big freed tensors in the process, on Linux with glibc.
 A step's activations are tens of megabytes that are freed and asked for again at once. glibc
 gives blocks of this size back to the operating system, and every page of the next one is zeroed
 and mapped anew: thousands of page faults per step of a prefill. The thresholds belong to the
-whole process, so memory that anything else in it frees is kept for later too.
-"""
+whole process, so memory that anything else in it frees is kept for later too."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 
-__all__ = ["keep_freed_memory", "on_device", "resolve_device", "resolve_dtype"]
+__all__ = [
+    "are_finite",
+    "keep_freed_memory",
+    "on_device",
+    "require_finite",
+    "resolve_device",
+    "resolve_dtype",
+    "total",
+]
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of all numbers, a float32 scalar on the device of the first; integers are left out.
+
+    It is finite only if each of them is. It may overflow where all are finite, so that it rules a
+    doubt out and confirms none.
+    """
+    sums = [each.sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
+    return reduce(torch.add, sums) if sums else torch.zeros(())
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is no NaN and no infinity in any of them; integers are finite."""
+    tensors = list(tensors)
+    return math.isfinite(total(tensors).item()) or all(bool(x.isfinite().all()) for x in tensors)
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` that names the tensors that hold NaN or infinity, if any do."""
+    if not are_finite(tensors.values()):
+        names = [name for name, tensor in tensors.items() if not are_finite([tensor])]
+        raise ValueError(f"its {' and '.join(sorted(names))} are NaN or infinite")
+
 
 # From malloc.h.
 _M_TRIM_THRESHOLD = -1

@@ -2,17 +2,391 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
+from engine.interface.log_fields import package_logger
+from engine.requests.encoder_input import MultiModalInput
 from engine.requests.request import Request, RequestStatus
-from engine.scheduling.admission import Admission
-from engine.scheduling.encoder_cache_manager import EncoderCacheManager, EncodingBudget
-from engine.scheduling.fault_isolation import FaultIsolation
-from engine.scheduling.request_queues import RequestQueues
-from engine.scheduling.scheduler_output import SchedulerOutput, StepPlan
-from prefix_cache import KVCacheManager, SwapSpace
+from engine.scheduling.request_queues import (
+    EncoderCacheManager,
+    EncodingBudget,
+    ItemShare,
+    RequestQueues,
+)
+from prefix_cache import CachedPrefix, KVCacheManager, PageCopy, SwapSpace
 
-__all__ = ["Scheduler"]
+__all__ = [
+    "Admission",
+    "PageMove",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerOutput",
+    "StepPlan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """One request's pages, to be copied between the device and the host.
+
+    Attributes:
+        copies: of each group with pages.
+        to_host: whether they go out; else they come back.
+    """
+
+    copies: tuple[PageCopy, ...]
+    to_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: the ``num_tokens`` after its computed ones.
+
+    Attributes:
+        request: the request; its ``num_computed_tokens`` is still that of before the step.
+        num_tokens: tokens to run.
+        runs_encoder: whether the request's encoder input is encoded in this step.
+        items_to_encode: its images and the like that towers encode in this step.
+    """
+
+    request: Request
+    num_tokens: int
+    runs_encoder: bool = False
+    items_to_encode: tuple[MultiModalInput, ...] = ()
+
+    @property
+    def reaches_last_token(self) -> bool:
+        """Whether the step computes the newest token, so that the next one can be sampled."""
+        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step chooses a token for the request."""
+        return self.reaches_last_token and self.request.num_tokens < self.request.max_num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What the scheduler decided for one step.
+
+    Attributes:
+        scheduled: which requests run how many tokens, in order of these numbers.
+        preempted: requests that gave their blocks back to make room.
+        page_moves: what is copied before anything is written, in this order: each may go to where
+            one before it came from, on the device as on the host.
+        restored: requests whose pages come in, but that run in a later step.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...]
+    page_moves: tuple[PageMove, ...] = ()
+    restored: tuple[Request, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step over all requests."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+    def without(self, failed: Collection[Request]) -> SchedulerOutput:
+        """The step as if requests that failed in it had not run: nothing of theirs is complete."""
+        if not failed:
+            return self
+        sound = (item for item in self.scheduled if item.request not in failed)
+        return replace(self, scheduled=tuple(sound))
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step in the making.
+
+    Attributes:
+        num_tokens: what is left of the token budget.
+        encoding_budget: what towers or the encoder may still run.
+        scheduled: see :class:`SchedulerOutput`, as for the fields below.
+    """
+
+    num_tokens: int
+    encoding_budget: EncodingBudget
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    page_moves: list[PageMove] = field(default_factory=list)
+    restored: list[Request] = field(default_factory=list)
+
+    def has_room_to_encode(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Whether a request's encoder input, if it is not cached, may be encoded in this step."""
+        blocks = request.encoder_blocks
+        if blocks is None or prefix.encoder_cached:
+            return True
+        return self.encoding_budget.allows(blocks.num_tokens)
+
+    def add(self, request: Request, share: ItemShare, *, runs_encoder: bool = False) -> None:
+        """Take a request in."""
+        self.scheduled.append(
+            ScheduledRequest(request, share.num_tokens, runs_encoder, share.to_encode)
+        )
+        self.num_tokens -= share.num_tokens
+        self.encoding_budget = share.budget
+        if runs_encoder and request.encoder_blocks:
+            self.encoding_budget = share.budget.less(request.encoder_blocks.num_tokens)
+
+    def output(self) -> SchedulerOutput:
+        """The step, shortest shares first."""
+        return SchedulerOutput(
+            tuple(sorted(self.scheduled, key=lambda item: item.num_tokens)),
+            tuple(self.preempted),
+            tuple(self.page_moves),
+            tuple(self.restored),
+        )
+
+
+@dataclass(slots=True)
+class Admission:
+    """Lets requests in, in their order, as long as a step has tokens, seats and blocks for them.
+
+    Attributes:
+        kv_cache_manager: owns the blocks.
+        queues: where the requests stand.
+        block_size: tokens per block.
+        max_num_seqs: requests that run at once, paused ones that hold blocks included.
+        num_preemptions: how often a request had to give its blocks back.
+    """
+
+    kv_cache_manager: KVCacheManager
+    queues: RequestQueues
+    block_size: int
+    max_num_seqs: int
+    num_preemptions: int = 0
+
+    def preempt(self, victim: Request, step: StepPlan) -> None:
+        """Take back the blocks of a running or paused request."""
+        self.num_preemptions += 1
+        step.preempted.append(victim)
+        if copies := self.queues.preempt(victim):
+            step.page_moves.append(PageMove(copies, to_host=True))
+
+    @property
+    def may_have_seat(self) -> bool:
+        """Whether one more request can run, if a paused one gives up its seat for it."""
+        return len(self.queues.running) < self.max_num_seqs
+
+    def _take_seat(self, step: StepPlan) -> None:
+        """See to it that a seat is free; :attr:`may_have_seat`."""
+        if self.queues.num_running == self.max_num_seqs:
+            self.preempt(self.queues.holders[-1], step)
+
+    def swap_in(self, step: StepPlan) -> None:
+        """Bring swapped requests back, in order, before any new one is let in."""
+        for request in tuple(self.queues.swapped):
+            if not step.num_tokens or not self.may_have_seat:
+                return
+            if not request.can_run_from(request.num_computed_tokens):
+                self.queues.rest(request)
+                continue
+            self._take_seat(step)
+            while (copies := self.queues.swap_in(request)) is None:
+                if not self.queues.holders:
+                    return
+                self.preempt(self.queues.holders[-1], step)
+            share = self._share(request, self.queues.chunk(request, step.num_tokens), step)
+            if share.num_tokens and not self.queues.grow(request, share.num_tokens):
+                # It would go out again at once; its pages are better made anew later.
+                self.queues.begin_anew(request)
+                continue
+            step.page_moves.append(PageMove(copies, to_host=False))
+            if share.num_tokens:
+                step.add(request, share)
+            else:  # it waits for an image, for which others have used up the budget
+                step.restored.append(request)
+                self.queues.release_items(request)
+
+    def admit_waiting(self, step: StepPlan) -> None:
+        """Let waiting requests in, in order, up to the first that could run and finds no room."""
+        waiting = self.queues.waiting
+        while step.num_tokens and self.may_have_seat:
+            request = waiting.first()
+            if request is None:
+                break
+            prefix = self._find_prefix(request)
+            if prefix.in_flight:
+                self._pass_over_alike(request, prefix)
+            elif not request.can_run_from(prefix.num_tokens):
+                self.queues.rest(request)  # until more of it is known
+            elif request.is_isolated or not self._let_in(request, prefix, step):
+                break  # one that is isolated comes before those behind it, in a step of its own
+        waiting.reopen()
+
+    def _pass_over_alike(self, request: Request, prefix: CachedPrefix) -> None:
+        """Pass over all waiting requests that wait for the same as this one.
+
+        They begin alike up to the block that is in flight. Where some layers lack an earlier block
+        than others, a request may begin behind it: one whose next block is there as well.
+        """
+        waiting, kv = self.queues.waiting, self.kv_cache_manager
+        encoder = request.encoder_blocks
+        if encoder is not None and not prefix.encoder_cached and encoder.hashes[0] in kv.pending:
+            waiting.pass_over_alike(request, 1)
+            return
+        num_before = 0 if encoder is None else 1
+        num_hit = prefix.num_tokens // self.block_size
+        usable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        num_found = num_hit + kv.outputs.num_blocks_found(usable[num_hit:])
+        if num_found == num_hit:
+            waiting.pass_over_alike(request, num_before + num_hit + 1)
+        else:
+            waiting.pass_over_alike(request, num_before + num_found, kv.outputs.blocks_found)
+
+    def _share(self, request: Request, num_tokens: int, step: StepPlan) -> ItemShare:
+        return self.queues.hold_items(request, num_tokens, step.encoding_budget)
+
+    def _find_prefix(self, request: Request) -> CachedPrefix:
+        """What a waiting request would begin with."""
+        if self.kv_cache_manager.enable_prefix_caching:
+            request.extend_hashes(self.block_size)
+        return self.kv_cache_manager.find_cached_prefix(
+            request.block_hashes, request.num_tokens, request.encoder_blocks
+        )
+
+    def consider(self, request: Request, step: StepPlan) -> bool:
+        """Let a waiting request in if it can run now; whether those behind it may be considered."""
+        prefix = self._find_prefix(request)
+        if prefix.in_flight or not request.can_run_from(prefix.num_tokens):
+            return True
+        return self._let_in(request, prefix, step)
+
+    def _let_in(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
+        """Let a waiting request run, if it is given a seat and blocks."""
+        if not step.has_room_to_encode(request, prefix):
+            return False
+        self._take_seat(step)
+        while not self._admit(request, prefix, step):
+            if not self.queues.holders or not step.encoding_budget.is_untouched:
+                break
+            self.preempt(self.queues.holders[-1], step)
+            prefix = self._find_prefix(request)
+        else:
+            return True
+        if self.queues.num_running:
+            return False
+        # It fits into an empty pool, but not beside the content that it would build on.
+        self.kv_cache_manager.reset_prefix_cache()
+        return self._admit(request, self._find_prefix(request), step)
+
+    def _admit(self, request: Request, prefix: CachedPrefix, step: StepPlan) -> bool:
+        """Let a request in if all of its tokens fit, and a block stays for each running request.
+
+        Otherwise it would be preempted right away.
+        """
+        encoder = request.encoder_blocks
+        if not self.kv_cache_manager.can_finish(
+            request.num_tokens,
+            prefix=prefix,
+            num_encoder_tokens=encoder.num_tokens if encoder is not None else 0,
+            headroom=len(self.queues.running),
+        ):
+            return False
+        num_tokens = min(request.num_known_tokens - prefix.num_tokens, step.num_tokens)
+        if prefix.stops is not None:
+            num_tokens = prefix.stops.clip(prefix.num_tokens, num_tokens, request.num_tokens)
+        request.num_computed_tokens = prefix.num_tokens
+        share = self._share(request, request.clip_to_view(num_tokens), step)
+        if not share.num_tokens:
+            return False
+        if not self.kv_cache_manager.allocate_slots(
+            request.request_id,
+            prefix.num_tokens + share.num_tokens,
+            num_computed_tokens=prefix.num_tokens,
+            encoder=encoder,
+            prefix=prefix,
+            block_hashes=request.block_hashes,
+        ):
+            self.queues.release_items(request)
+            return False
+        self.queues.start(request)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = prefix.num_tokens
+            is_salted = request.cache_salt is not None and not prefix.num_tokens
+            request.prefix_miss = "salt" if is_salted and prefix.miss == "unseen" else prefix.miss
+        step.add(request, share, runs_encoder=not prefix.encoder_cached)
+        return True
+
+
+logger = package_logger(__name__)
+
+
+@dataclass(slots=True)
+class FaultIsolation:
+    """Recovers from steps that failed.
+
+    When a step of several requests fails, the error does not tell whose fault it is. They begin
+    anew, as after a preemption, and are *isolated*: each runs alone until it is past the tokens of
+    that step. A request that fails alone is the culprit, and the others go on together. Steps of
+    one isolated request take turns with steps of all others, and a request that came later does
+    not begin before an isolated one that could. A fault that many requests make together, and none
+    alone, costs all of them their steps again and again, but fails none of them.
+
+    Attributes:
+        queues: where the requests stand.
+        has_turn: whether the next step is an isolated request's, if one can run.
+    """
+
+    queues: RequestQueues
+    has_turn: bool = True
+    _isolated: dict[str, Request] = field(default_factory=dict)
+
+    def isolate(self, request: Request, num_tokens: int) -> None:
+        """Have a request run alone until so many of its tokens are computed."""
+        request.alone_until = num_tokens
+        self._isolated[request.request_id] = request
+
+    def isolated(self) -> list[Request]:
+        """The isolated requests that wait or run, in the order of their turn."""
+        if not self._isolated:
+            return []
+        live = (RequestStatus.WAITING, RequestStatus.RUNNING)
+        self._isolated = {
+            request_id: request
+            for request_id, request in self._isolated.items()
+            if request.is_isolated and request.status in live
+        }
+        return sorted(self._isolated.values(), key=lambda r: r.queue_key)
+
+    def clear(self) -> None:
+        """Forget which requests are isolated, whatever an interrupted call left of it."""
+        self._isolated = {}
+
+    def recover(self, output: SchedulerOutput, *, swap_failed: bool = False) -> tuple[Request, ...]:
+        """After a step that failed: let its requests begin anew.
+
+        It is not known which pages were copied, so requests that the step swapped out, or in
+        without running them, are recomputed.
+
+        Args:
+            output: the step.
+            swap_failed: whether copying pages failed. That is no fault of the requests that were
+                to run, and requests are recomputed rather than swapped from now on.
+
+        Returns:
+            The culprit, as it was, if it is known: the request that ran alone.
+        """
+        self._undo_swaps(output)
+        requests = tuple(item.request for item in output.scheduled)
+        if swap_failed:
+            logger.error("requests that make room are recomputed from now on, not swapped")
+            self.queues.swaps_out = False
+        elif len(requests) > 1:
+            for item in output.scheduled:
+                self.isolate(item.request, item.request.num_computed_tokens + item.num_tokens)
+        else:
+            return requests
+        for request in requests:
+            self.queues.begin_anew(request)
+        return ()
+
+    def _undo_swaps(self, output: SchedulerOutput) -> None:
+        swapped = [r for r in output.preempted if r.status is RequestStatus.SWAPPED]
+        for request in (*output.restored, *swapped):
+            self.queues.begin_anew(request)
 
 
 class Scheduler:
@@ -30,7 +404,7 @@ class Scheduler:
     own blocks, if they are still cached). With swap space its pages move to the host instead, as
     long as there is room, and it goes on where it was; once copying them has failed, requests are
     recomputed instead. The first request in the order can therefore always finish, because
-    what could never fit alone is refused before, see :mod:`engine.inputs.fit_check`.
+    what could never fit alone is refused before, see :mod:`engine.inputs.prompt_tokens`.
 
     Items that have to be encoded, images say, cut chunks: a chunk ends before an item for which the
     encoding budget, or the encoder cache, has no room in this step. Empty ones are left out.

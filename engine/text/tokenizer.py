@@ -31,7 +31,6 @@ from engine.text.job_processes import JobProcesses
 __all__ = [
     "PanicsAsErrors",
     "doubtful_patterns",
-    "encodes_as_the_library",
     "eos_token_ids",
     "load_tokenizer",
     "max_prompt_chars",

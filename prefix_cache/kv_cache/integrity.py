@@ -20,14 +20,13 @@ from dataclasses import replace
 
 from prefix_cache.blocks.block import IntegrityError, KVCacheBlock, LargePage
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.blocks.page_arena import GroupPages, PageArena
+from prefix_cache.blocks.block_pool import BlockPool, GroupPages, PageArena
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
-from prefix_cache.specs.kv_cache_config import KVCacheGroup
 from prefix_cache.specs.kv_cache_spec import (
     AttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
 )

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from prefix_cache.blocks.block import KVCacheBlock
 from prefix_cache.blocks.block_hash import BlockHash
 from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
-from prefix_cache.kv_cache.mirrored_outputs import SavedRows
+from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager, SavedRows
 from prefix_cache.layer_types.coordinator import ChunkStops
 from prefix_cache.stores.paged_memory import PageCopy
 

@@ -2,32 +2,503 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from prefix_cache.blocks.block import KVCacheBlock
+from prefix_cache.blocks.block import KVCacheBlock, LargePage
 from prefix_cache.blocks.block_hash import BlockHash
-from prefix_cache.blocks.block_pool import BlockPool
-from prefix_cache.layer_types.single_type_manager import (
-    ChunkedLocalAttentionManager,
-    CrossAttentionManager,
-    FullAttentionManager,
-    MambaManager,
-    SingleTypeKVCacheManager,
-    SlidingWindowManager,
-)
-from prefix_cache.specs.kv_cache_config import KVCacheConfig
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, BlockPool
 from prefix_cache.specs.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     HostOnlySpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
 
-__all__ = ["MANAGER_TYPES", "ChunkStops", "KVCacheCoordinator"]
+__all__ = [
+    "MANAGER_TYPES",
+    "ChunkStops",
+    "ChunkedLocalAttentionManager",
+    "CrossAttentionManager",
+    "FullAttentionManager",
+    "KVCacheCoordinator",
+    "MambaManager",
+    "SingleTypeKVCacheManager",
+    "SlidingWindowManager",
+]
+
+NEVER = 2**62
+"""More tokens than any request has."""
+
+
+class SingleTypeKVCacheManager(ABC):
+    """Keeps one block table per request, for the layers of one group.
+
+    Index ``position // block_size`` of a table is the block of a position; where the layers need
+    none (any more), the null block stands in its place. Which blocks a hit needs, which a request
+    still needs (all of them, unless a subclass says otherwise), and what is evicted first depends
+    on the layer type: that is what subclasses answer.
+
+    Args:
+        spec: what the layers of the group keep.
+        pool: shared with the other groups.
+        group_id: the group's index in ``KVCacheConfig.groups``.
+        max_num_batched_tokens: most tokens of a request that a step runs.
+
+    Attributes:
+        block_tables: request id to its blocks; for reading only.
+        follows_tokens: whether the group's blocks are those of the request's tokens; if not
+            (cross-attention), token prefixes are none of its business.
+        keeps_states: whether a hit needs a state that is kept at its very end (recurrent layers).
+    """
+
+    follows_tokens: ClassVar[bool] = True
+    keeps_states: ClassVar[bool] = False
+
+    def __init__(
+        self, spec: KVCacheSpec, pool: BlockPool, group_id: int, max_num_batched_tokens: int
+    ) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.group_id = group_id
+        self.block_size = spec.block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.null_block = pool.null_block(group_id)
+        self.block_tables: dict[str, list[KVCacheBlock]] = {}
+        # Leading blocks per request whose content is settled: adopted, or already published.
+        self._num_published: dict[str, int] = {}
+        # Leading blocks per request that came from a hit: others are likely to want them again.
+        self._num_adopted: dict[str, int] = {}
+        # Leading blocks per request that were given back already, or were never held.
+        self._num_released: dict[str, int] = {}
+
+    @abstractmethod
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """The blocks of the longest cached prefix this group can serve alone.
+
+        Changes nothing and takes no reference: valid until the next allocation, publication, reset.
+
+        Args:
+            block_hashes: of the sequence's full blocks, from its start.
+            max_num_tokens: the hit is at most this long (rounded down to whole blocks).
+
+        Returns:
+            One block per ``block_size`` tokens of the hit; the null block where none is needed.
+        """
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a request of ``num_tokens`` ever holds at once. Changes nothing."""
+        return -(-num_tokens // self.block_size)
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        """Index of the first block that the tokens from ``num_computed_tokens`` on can need."""
+        return 0
+
+    def next_release(self, num_computed_tokens: int) -> int:
+        """Computed tokens, more than these, up to which :meth:`first_needed_block` stays as it is.
+
+        ``NEVER`` if it always does.
+        """
+        return NEVER
+
+    def num_blocks_needed(
+        self, request_id: str, num_tokens: int, num_prefix_blocks: int = 0
+    ) -> int:
+        """New blocks the request's table lacks to hold ``num_tokens`` in all. Changes nothing.
+
+        Args:
+            request_id: an unknown one has an empty table.
+            num_tokens: in all, computed ones included.
+            num_prefix_blocks: of a hit that the request would adopt first.
+        """
+        num_held = len(self.block_tables.get(request_id, ())) + num_prefix_blocks
+        return max(0, -(-num_tokens // self.block_size) - num_held)
+
+    def num_blocks_to_finish(self, num_tokens: int, num_prefix_tokens: int) -> int:
+        """Most new blocks held at once on the way from a cached prefix to ``num_tokens``."""
+        num_new = -(-num_tokens // self.block_size) - num_prefix_tokens // self.block_size
+        return max(0, min(num_new, self.max_blocks(num_tokens)))
+
+    def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
+        """Put new blocks, as many as :meth:`num_blocks_needed` said, behind the table."""
+        self._begin(request_id)
+        self.block_tables[request_id].extend(blocks)
+
+    def publish(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Let blocks that are full and computed be found. Call it after the step that wrote them.
+
+        Each block is published once, when its last token is computed.
+
+        Args:
+            request_id: a request that holds blocks.
+            block_hashes: of the request's full blocks, from its start; may be longer than needed.
+            num_computed_tokens: tokens whose rows are written.
+        """
+        table = self.table(request_id)
+        first = self._num_published[request_id]
+        end = min(num_computed_tokens // self.block_size, len(block_hashes), len(table))
+        for index in range(first, end):
+            if table[index] is not self.null_block:
+                self.pool.publish(table[index], block_hashes[index])
+        self._num_published[request_id] = max(first, end)
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        """Give back the blocks that no later token of the request can need.
+
+        Their content is evicted first, as only a request that ends where they do could use it; but
+        what was found by a hit was of use already, and waits with the rest.
+        """
+        table = self.block_tables.get(request_id)
+        if table is None:
+            return
+        end = min(self.first_needed_block(num_computed_tokens), len(table))
+        first = self._num_released[request_id]
+        if end <= first:
+            return
+        adopted = max(first, min(self._num_adopted.get(request_id, 0), end))
+        self.pool.release(table[first:adopted], HIGH_PRIORITY)
+        self.pool.release(table[adopted:end], LOW_PRIORITY)
+        table[first:end] = [self.null_block] * (end - first)
+        self._num_released[request_id] = end
+
+    def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Begin a request's table with the blocks of a hit, taking one reference to each.
+
+        Raises:
+            ValueError: if the request has a table already, or a block's content is gone.
+        """
+        if request_id in self.block_tables:
+            raise ValueError(f"request {request_id!r} has a block table already")
+        for block in blocks:
+            if block is not self.null_block:
+                self.pool.touch(block)
+        self._begin(request_id)
+        self.block_tables[request_id] = list(blocks)
+        self._num_published[request_id] = self._num_adopted[request_id] = len(blocks)
+
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of a request, tail first, and forget it. ``ValueError`` if unknown.
+
+        Published blocks stay findable until they are evicted.
+        """
+        table = self.table(request_id)
+        del self.block_tables[request_id]
+        del self._num_published[request_id], self._num_released[request_id]
+        self._num_adopted.pop(request_id, None)
+        self.pool.release(reversed(table))
+
+    def block_ids(self, request_id: str, first: int = 0, end: int | None = None) -> list[int]:
+        """Ids of the blocks ``[first, end)`` of a request's table. ``ValueError`` if unknown."""
+        return [block.block_id for block in self.table(request_id)[first:end]]
+
+    def restore(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Begin a request's table with blocks held for it whose content was brought back.
+
+        They cannot be found yet: the next call of :meth:`publish` lets them.
+
+        Raises:
+            ValueError: if the request has a table already.
+        """
+        if request_id in self.block_tables:
+            raise ValueError(f"request {request_id!r} has a block table already")
+        self._begin(request_id)
+        self.block_tables[request_id] = list(blocks)
+
+    def last_page(self, request_id: str) -> LargePage | None:
+        """The large page of the request's last block, near which new ones should lie."""
+        table = self.block_tables.get(request_id)
+        return table[-1].large_page if table else None
+
+    def _begin(self, request_id: str) -> None:
+        if request_id not in self.block_tables:
+            self.block_tables[request_id] = []
+            self._num_published[request_id] = 0
+            self._num_released[request_id] = 0
+
+    def table(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The request's blocks, null blocks included; for reading. ``ValueError`` if unknown."""
+        table = self.block_tables.get(request_id)
+        if table is None:
+            raise ValueError(f"request {request_id!r} holds no blocks")
+        return table
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Keeps every block of a request. Hits are closed downward: a shorter one is always a hit.
+
+    It also serves host-only groups, whose block ids place the outputs of every token.
+    """
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """Scan from the left up to the first block that is not cached."""
+        hit: list[KVCacheBlock] = []
+        for block_hash in block_hashes[: max_num_tokens // self.block_size]:
+            block = self.pool.lookup(self.group_id, block_hash)
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+
+class CrossAttentionManager(SingleTypeKVCacheManager):
+    """Static tables over encoder tokens, filled once; token prefixes do not concern them.
+
+    ``num_tokens`` means encoder tokens in all methods of this class.
+    """
+
+    follows_tokens = False
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """All blocks or none: half an encoder's output is of no use.
+
+        Args:
+            block_hashes: of all blocks of the encoder's input, its partial last one included.
+            max_num_tokens: encoder tokens.
+        """
+        hit = [self.pool.lookup(self.group_id, block_hash) for block_hash in block_hashes]
+        blocks = [block for block in hit if block is not None]
+        whole = len(blocks) == self.max_blocks(max_num_tokens)
+        return blocks if whole and len(blocks) == len(hit) else []
+
+    def publish(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Let the whole table be found, its partial last block included."""
+        table = self.table(request_id)
+        if self._num_published[request_id] or len(block_hashes) != len(table):
+            return
+        for block, block_hash in zip(table, block_hashes, strict=True):
+            self.pool.publish(block, block_hash)
+        self._num_published[request_id] = len(table)
+
+
+class LocalAttentionManager(SingleTypeKVCacheManager):
+    """Keeps the blocks that the next token can see, and gives the others back as it moves on.
+
+    A hit needs only the blocks that the token after it sees. Window 6, blocks of 4, a hit of 12
+    tokens: token 12 sees 7 to 12, which lie in blocks 1 and 2::
+
+        block   | 0       | 1       | 2       |
+        tokens  | 0 1 2 3 | 4 5 6 7 | 8 9 . . | 12
+        hit     | null    | cached  | cached  |
+    """
+
+    @abstractmethod
+    def first_visible_token(self, position: int) -> int:
+        """The first token that the token at ``position`` sees."""
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """Most tokens that a token sees, itself included."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """Look for the last blocks first; a gap ends every hit that reaches over it."""
+        end = min(max_num_tokens // self.block_size, len(block_hashes))
+        while end > 0:
+            first = self.first_needed_block(end * self.block_size)
+            hit: list[KVCacheBlock] = []
+            for index in reversed(range(first, end)):
+                block = self.pool.lookup(self.group_id, block_hashes[index])
+                if block is None:
+                    break
+                hit.append(block)
+            if len(hit) == end - first:
+                return [self.null_block] * first + hit[::-1]
+            # The block before those found is missing: no hit can hold it.
+            end -= len(hit) + 1
+        return []
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """What a step's tokens and all that the first of them sees can spread over."""
+        span = self.reach - 1 + self.max_num_batched_tokens
+        spread = (span + self.block_size - 2) // self.block_size + 1
+        return min(-(-num_tokens // self.block_size), spread)
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        """The block of the first token that the next one sees."""
+        return self.first_visible_token(num_computed_tokens) // self.block_size
+
+
+class SlidingWindowManager(LocalAttentionManager):
+    """Layers in which a token sees the last ``spec.window`` tokens, itself included."""
+
+    spec: SlidingWindowSpec
+
+    @property
+    def reach(self) -> int:
+        """The window."""
+        return self.spec.window
+
+    def first_visible_token(self, position: int) -> int:
+        """``position - window + 1``, or the start."""
+        return max(0, position - self.spec.window + 1)
+
+    def next_release(self, num_computed_tokens: int) -> int:
+        """When the window's first token is that of the next block."""
+        next_block = self.first_needed_block(num_computed_tokens) + 1
+        return next_block * self.block_size + self.spec.window - 1
+
+
+class ChunkedLocalAttentionManager(LocalAttentionManager):
+    """Layers in which a token sees its chunk of ``spec.chunk_size`` tokens, up to itself."""
+
+    spec: ChunkedLocalAttentionSpec
+
+    @property
+    def reach(self) -> int:
+        """The chunk."""
+        return self.spec.chunk_size
+
+    def first_visible_token(self, position: int) -> int:
+        """The start of the chunk."""
+        return position // self.spec.chunk_size * self.spec.chunk_size
+
+    def next_release(self, num_computed_tokens: int) -> int:
+        """The start of the next chunk."""
+        return (num_computed_tokens // self.spec.chunk_size + 1) * self.spec.chunk_size
+
+
+class MambaManager(SingleTypeKVCacheManager):
+    """A page is the state after some token; the table holds it at that token's block.
+
+    While a request runs inside of a block, its state is overwritten in place. A step that ends
+    beyond that block writes to a new page, and the old one can be given back: if its block was
+    full, it is the state after the block's last token and stays findable under the block's hash.
+    Blocks of 4, steps of 6, 2, 1 and 4 tokens::
+
+        after token   table              findable
+        6             -  A               nothing (the step ended inside of block 1)
+        8             -  A               A, for a prefix of 8 tokens
+        9             -  A  B            A; given back by the next step
+        13            -  -  B  C         A; B is lost, it never was the state after a full block
+
+    A hit is a state kept at its very end, so steps of a prefill should end where hits are likely;
+    see :meth:`keep`. Other states are evicted first, but for the request's latest.
+    """
+
+    keeps_states = True
+
+    def __init__(
+        self, spec: KVCacheSpec, pool: BlockPool, group_id: int, max_num_batched_tokens: int
+    ) -> None:
+        super().__init__(spec, pool, group_id, max_num_batched_tokens)
+        # Per request, indices of blocks whose state is worth more than an intermediate one.
+        self._kept: dict[str, frozenset[int]] = {}
+        # Per request, its last state that was given back, with the hash that it had then.
+        self._latest: dict[str, tuple[KVCacheBlock, BlockHash]] = {}
+
+    def keep(self, request_id: str, ends: Sequence[int]) -> None:
+        """Say where a request's states are worth keeping: after so many tokens, whole blocks."""
+        kept = {end // self.block_size - 1 for end in ends}
+        self._kept[request_id] = self._kept.get(request_id, frozenset()) | kept
+
+    def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """See the base class; the state of a hit is kept: what was shared once may be again."""
+        super().adopt(request_id, blocks)
+        self._kept[request_id] = frozenset({len(blocks) - 1})
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """The last block whose state is kept; those before it are not needed."""
+        end = min(max_num_tokens // self.block_size, len(block_hashes))
+        for index in reversed(range(end)):
+            block = self.pool.lookup(self.group_id, block_hashes[index])
+            if block is not None:
+                return [self.null_block] * index + [block]
+        return []
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """The state that a step reads, and the one that it writes."""
+        return min(-(-num_tokens // self.block_size), 2)
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        """The block of the last token computed: its state is what goes on."""
+        return max(0, num_computed_tokens - 1) // self.block_size
+
+    def next_release(self, num_computed_tokens: int) -> int:
+        """The first token of the next block."""
+        return (self.first_needed_block(num_computed_tokens) + 1) * self.block_size + 1
+
+    def num_blocks_needed(
+        self, request_id: str, num_tokens: int, num_prefix_blocks: int = 0
+    ) -> int:
+        """One, if the last token lies beyond the table."""
+        return min(1, super().num_blocks_needed(request_id, num_tokens, num_prefix_blocks))
+
+    def extend(self, request_id: str, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
+        """The new page stands for the last token's block; blocks in between have no state."""
+        self._begin(request_id)
+        if blocks:
+            table = self.block_tables[request_id]
+            skipped = -(-num_tokens // self.block_size) - len(table) - 1
+            table.extend([self.null_block] * skipped)
+            table.extend(blocks)
+
+    def publish(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Publish the state if the step ended with its block; others are not states of a hit."""
+        end, rest = divmod(num_computed_tokens, self.block_size)
+        table = self.table(request_id)
+        is_new = self._num_published[request_id] < end <= min(len(block_hashes), len(table))
+        if rest == 0 and is_new and table[end - 1] is not self.null_block:
+            self.pool.publish(table[end - 1], block_hashes[end - 1])
+        self._num_published[request_id] = max(self._num_published[request_id], end)
+
+    def free(self, request_id: str) -> None:
+        """See the base class; the last state is what the next turn of a conversation continues."""
+        if any(block.block_hash is not None for block in self.table(request_id)):
+            self._demote_latest(request_id)  # there is a later one in the table
+        super().free(request_id)
+        self._kept.pop(request_id, None)
+        self._latest.pop(request_id, None)
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        """Give back the state that the request has moved on from.
+
+        While it is the last one at the end of a block it is what the next turn of a conversation
+        would continue; once there is a later one it is evicted first, unless it was to be kept.
+        """
+        table = self.block_tables.get(request_id)
+        if table is None:
+            return
+        end = min(self.first_needed_block(num_computed_tokens), len(table))
+        for index in range(self._num_released[request_id], end):
+            block, block_hash = table[index], table[index].block_hash
+            if block is self.null_block:
+                continue
+            self.pool.release([block], HIGH_PRIORITY)
+            if block_hash is None:
+                continue
+            self._demote_latest(request_id)
+            if index not in self._kept.get(request_id, ()):
+                self._latest[request_id] = (block, block_hash)
+        first = self._num_released[request_id]
+        table[first:end] = [self.null_block] * max(0, end - first)
+        self._num_released[request_id] = max(first, end)
+
+    def _demote_latest(self, request_id: str) -> None:
+        block, block_hash = self._latest.pop(request_id, (self.null_block, None))
+        if block_hash is not None and block.block_hash == block_hash:
+            self.pool.demote(block)
 
 
 @dataclass(frozen=True, slots=True)

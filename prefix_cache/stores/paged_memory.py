@@ -28,8 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefix_cache.specs.kv_cache_config import KVCacheConfig
-from prefix_cache.specs.kv_cache_spec import AttentionSpec, MambaSpec
+from prefix_cache.specs.kv_cache_spec import AttentionSpec, KVCacheConfig, MambaSpec
 
 __all__ = ["LayerKVCache", "PageCopy", "PagedMemory"]
 

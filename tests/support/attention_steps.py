@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import AttentionMetadata, Scoring
+from engine.attention.metadata import AttentionBackend, AttentionMetadata, LayerCall, Scoring
 from prefix_cache import PagedMemory
 from tests.support.paged_batch import layer_of, memory_that_holds, metadata_for, random_block_table
 

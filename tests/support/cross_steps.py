@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import Scoring
+from engine.attention.metadata import AttentionBackend, LayerCall, Scoring
 from prefix_cache import LayerKVCache
 from tests.support.paged_batch import (
     cross_metadata_for,

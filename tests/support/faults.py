@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import LLMEngine
 from engine.requests.request import RequestStatus
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.scheduling.scheduler import SchedulerOutput
 
 __all__ = ["POINTS", "Faults"]
 

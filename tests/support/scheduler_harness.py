@@ -5,8 +5,7 @@ from __future__ import annotations
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.request import Request
 from engine.sampling.sampler import SamplingState
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.text.stop_checker import CompletionText
 from prefix_cache import KVCacheManager, SwapSpace
 from prefix_cache import check_integrity as check_blocks

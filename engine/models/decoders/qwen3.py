@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from engine.models.decoders.decoder import decoder_family
-from engine.models.decoders.decoder_config import DecoderConfig, layer_kinds
+from engine.models.decoders.decoder import DecoderConfig, decoder_family, layer_kinds
 
 __all__ = ["FAMILY"]
 

@@ -12,9 +12,7 @@ from transformers import PreTrainedConfig
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import Mamba2Config, Mamba2Mixer
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import build_rotary
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import SelfAttention, build_mlp
+from engine.models.decoders.decoder import DecoderConfig, SelfAttention, build_mlp, build_rotary
 from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridLayer, HybridModel
 

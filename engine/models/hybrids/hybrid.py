@@ -22,9 +22,7 @@ from engine.layers import (
     SparseMoE,
 )
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import SelfAttention, build_norm
+from engine.models.decoders.decoder import DecoderConfig, DecoderModel, SelfAttention, build_norm
 
 __all__ = ["HybridLayer", "HybridModel"]
 

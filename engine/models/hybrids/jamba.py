@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.layers import GatedMLP, MambaConfig, MambaMixer, SparseMoE
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import SelfAttention, build_mlp
+from engine.models.decoders.decoder import DecoderConfig, SelfAttention, build_mlp
 from engine.models.family import ModelFamily, has_head
 from engine.models.hybrids.hybrid import HybridLayer, HybridModel
 

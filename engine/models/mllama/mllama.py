@@ -38,9 +38,7 @@ from engine.interface.prompts import DecoderPrompt, EncoderPrompt
 from engine.layers import GatedMLP, Linear, RMSNorm
 from engine.media.image_file import load_image_processor
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel, build_rotary
-from engine.models.decoders.decoder_config import DecoderConfig
-from engine.models.decoders.decoder_layer import DecoderLayer
+from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, DecoderModel, build_rotary
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule, build_empty
 from engine.models.family import ModelFamily
 from engine.requests.encoder_input import EncoderInput, EncoderView

@@ -57,8 +57,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.layers import MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel, build_decoder
-from engine.models.decoders.decoder_config import DecoderConfig
+from engine.models.decoders.decoder import DecoderConfig, DecoderModel, build_decoder
 from engine.models.decoders.qwen2 import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.family import ModelFamily

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from engine.attention.backend import LayerCall
-from engine.attention.metadata import Scoring
+from engine.attention.metadata import LayerCall, Scoring
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import bucket_by_length

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.attention.backend import LayerCall
 from engine.attention.layer import Attention, AttentionStep
-from engine.attention.metadata import Scoring, bias_at, bias_of_tile
+from engine.attention.metadata import LayerCall, Scoring, bias_at, bias_of_tile
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
 from prefix_cache import FullAttentionSpec

@@ -19,8 +19,7 @@ from transformers.masking_utils import (
 )
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from engine.attention.backend import LayerCall
-from engine.attention.metadata import Scoring, chunk_bounds, first_visible
+from engine.attention.metadata import LayerCall, Scoring, chunk_bounds, first_visible
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import QueryTile, TileMask, TorchBackend, lay_out_prefill

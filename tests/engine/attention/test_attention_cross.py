@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import LayerCall
 from engine.attention.layer import Attention, AttentionStep
-from engine.attention.metadata import Scoring
+from engine.attention.metadata import LayerCall, Scoring
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
 from prefix_cache import CrossAttentionSpec

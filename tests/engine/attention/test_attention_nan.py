@@ -13,12 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionBackend, LayerCall
-from engine.attention.metadata import Scoring
+from engine.attention.metadata import AttentionBackend, LayerCall, Scoring
 from engine.attention.reference import ReferenceBackend
 from engine.attention.registry import get_backend
-from engine.layers.mamba2 import SsdInputs, ssd_scan
-from engine.layers.recurrent_mixer import Chunks
+from engine.layers.mamba import Chunks, SsdInputs, ssd_scan
 from tests.support.attention_steps import BOUNDS, Bounds, Shape
 from tests.support.examples import examples
 from tests.support.native_kernels import needs_kernels

@@ -24,13 +24,12 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
+from engine.inputs.prompt_tokens import FitCheck, InputLimits
 from engine.interface.engine import NewRequest
 from engine.models.registry import FAMILIES
-from engine.requests.request import Request
-from engine.requests.request_group import RequestGroup
+from engine.requests.request import Request, RequestGroup
 from engine.text.tokenizer import load_tokenizer
 from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
 from tests.support.fixed_encoder import FixedEncoder

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.inputs.fit_check import InputLimits
 from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
 from engine.inputs.prompt_processor import PromptSources
+from engine.inputs.prompt_tokens import InputLimits
 from engine.models.base import ModelSettings
 from engine.models.model_loader import load_model, open_checkpoint
 from engine.models.multimodal import MultiModalModel

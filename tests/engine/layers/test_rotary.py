@@ -218,5 +218,5 @@ def test_a_table_made_in_pieces_is_the_one_made_at_once(monkeypatch: pytest.Monk
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     inv_freq, scaling = rope_frequencies(config_for(VARIANTS["default"]), MAX_LEN)
     whole = RotaryEmbedding(inv_freq, scaling, MAX_LEN, **options).table
-    monkeypatch.setattr("engine.layers.rotary._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("engine.layers.layer_ops._ROWS_AT_ONCE", 7)
     assert torch.equal(RotaryEmbedding(inv_freq, scaling, MAX_LEN, **options).table, whole)

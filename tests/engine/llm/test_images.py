@@ -25,8 +25,7 @@ from engine import (
 )
 from engine.models.multimodal import MultiModalModel
 from engine.requests.encoder_input import MultiModalInput
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_output import SchedulerOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from prefix_cache import EncoderCacheStats
 from tests.support.pictures import PLACEHOLDER, picture
 

@@ -28,7 +28,7 @@ from engine import (
 )
 from engine.inputs.encoder_inputs import InputWindows
 from engine.interface.outputs import FinishReason
-from engine.models.whisper.whisper_prompt import SpeechWindows
+from engine.models.whisper.whisper import SpeechWindows
 from engine.requests.encoder_input import EncoderInput
 from omni.server.openai.transcription import TIMESTAMP, segments_of
 from tests.support.encoder_decoder_requests import SAMPLING_RATE, tone

@@ -43,7 +43,7 @@ from engine import (
     decoder_family,
     register_model_family,
 )
-from engine.models.decoders.decoder_config import LayerKind
+from engine.models.decoders.decoder import LayerKind
 from engine.models.registry import FAMILIES, FamilyRegistry
 from engine.requests.encoder_input import MultiModalInput
 

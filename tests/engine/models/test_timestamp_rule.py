@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from engine import SamplingParams
-from engine.models.whisper.whisper_prompt import TimestampRule
+from engine.models.whisper.whisper import TimestampRule
 from engine.sampling.sampler import Sampler, SamplingState
 
 VOCAB, END, WITHOUT = 40, 20, 24

@@ -96,7 +96,7 @@ def test_every_model_runs_inside_its_device(
 
     for user in (
         "engine.execution.model_runner",
-        "engine.encoder.encoder_model",
+        "engine.encoder.encoder_engine",
         "engine.encoder.sentence_layout",
         "engine.generator.generator_engine",
     ):

@@ -23,8 +23,13 @@ from transformers import (
 )
 
 from engine import SamplingParams
-from engine.sampling.sampler import apply_biases, apply_masks, apply_penalties, shape_distribution
-from engine.sampling.sampling_state import SamplingState
+from engine.sampling.sampler import (
+    SamplingState,
+    apply_biases,
+    apply_masks,
+    apply_penalties,
+    shape_distribution,
+)
 from tests.support.examples import examples
 
 EOS = 3

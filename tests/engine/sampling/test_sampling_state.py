@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import SamplingParams
-from engine.sampling.sampling_state import SamplingState
+from engine.sampling.sampler import SamplingState
 
 
 def masked(params: SamplingParams, begin: list[int], positions: int) -> list[set[int]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
-from prefix_cache.blocks.page_arena import EvictionQueue, PageArena
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, EvictionQueue, PageArena
 from tests.support.tiny_kv_cache import cached_ids
 
 

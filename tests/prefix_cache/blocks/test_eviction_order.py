@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_cache import BlockHash, BlockPool, KVCacheManager, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
-from prefix_cache.blocks.page_arena import PageArena
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, PageArena
 from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
 
 BLOCK_SIZE = 4

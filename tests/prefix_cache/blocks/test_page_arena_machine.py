@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
-from prefix_cache.blocks.page_arena import PageArena
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, PageArena
 from tests.support.examples import examples
 from tests.support.tiny_kv_cache import GROUP_MIXES, mixed_config
 

@@ -129,7 +129,7 @@ def test_our_waste_is_below_one_percent_beyond_the_last_partial_page(case: Case)
 
 
 def test_text_and_images_beside_each_other_in_pages_of_two_sizes():
-    """The picture of the pages in :mod:`prefix_cache.specs.kv_cache_config`."""
+    """The picture of the pages in :mod:`prefix_cache.specs.kv_cache_spec`."""
     heads = (1, 32, torch.float16)  # 128 bytes
     cross, full = CrossAttentionSpec(1, *heads), FullAttentionSpec(1, *heads)
     layers = {"cross.0": cross, "cross.1": cross, "0": full, "1": full, "2": full}

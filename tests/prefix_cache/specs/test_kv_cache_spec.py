@@ -18,7 +18,7 @@ from prefix_cache import (
     StateTensor,
     group_layers,
 )
-from prefix_cache.specs.kv_cache_config import pad_pages
+from prefix_cache.specs.kv_cache_spec import pad_pages
 from tests.support.tiny_kv_cache import mixed_config
 
 
