@@ -520,7 +520,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._enable_prefix_caching = config.enable_prefix_caching
         self._limits = _input_limits(config, self._model, self.memory_plan, self.tokenizer)
         self._queue = EncoderQueue(config.max_num_seqs, config.max_num_batched_tokens)
-        self._requests: dict[str, EncoderRequest] = {}
+        self._live: dict[str, EncoderRequest] = {}
         # Of the last step, by the mark of its call: the requests that were live before it.
         self._before: tuple[object, dict[str, EncoderRequest]] = None, {}
         self._stats = EngineStats()
@@ -537,9 +537,6 @@ class EncoderEngine(Engine[EncoderOutput]):
             super().check_sampling(params)
         if params.truncate_prompt_tokens is not None:
             self._limits.num_kept_tokens(params)
-
-    def _is_live(self, request_id: str) -> bool:
-        return request_id in self._requests
 
     def _prepare(self, new: NewRequest) -> EncoderRequest:
         """Prepare text, chat messages, token ids, or embeddings if the model takes them."""
@@ -569,17 +566,17 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def _add(self, content: EncoderRequest) -> None:
         self._queue.add(content)
-        self._requests[content.request_id] = content
+        self._live[content.request_id] = content
 
     def _step_deltas(self) -> list[OutputDelta]:
         return [output.as_delta() for output in self._step()]
 
     def _step(self) -> list[EncoderOutput]:
         """Answer what is cached, then run one batch; return what has finished. Idle: nothing."""
-        if not self._requests:
+        if not self._live:
             return []
         started, clock = time.monotonic(), time.perf_counter()
-        self._before = self._call, dict(self._requests)
+        self._before = self._call, dict(self._live)
         outputs = self._answer_cached(started)
         held = self._hold_blocks(self._queue.next_batch(share=self._enable_prefix_caching))
         if held:
@@ -590,25 +587,15 @@ class EncoderEngine(Engine[EncoderOutput]):
     def _begin_anew(self) -> None:
         """Let all inputs wait again, those of an interrupted step too: nothing was told of them."""
         if self._before[0] is self._call:
-            self._requests = self._before[1]
+            self._live = self._before[1]
         self._store.clear()
         self._queue.clear()
-        for request in self._requests.values():
+        for request in self._live.values():
             self._queue.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Drop an input that waits; an unknown id is ignored."""
-        if not self.ownership.is_over:
-            self._consistently(lambda: self._drop(request_id), wait=True)
-
     def _drop(self, request_id: str) -> None:
-        if request_id in self._requests:
-            self._queue.remove(self._requests.pop(request_id))
-
-    @property
-    def live_request_ids(self) -> tuple[str, ...]:
-        """The inputs that wait for their turn."""
-        return tuple(self._requests)
+        if request_id in self._live:
+            self._queue.remove(self._live.pop(request_id))
 
     @property
     def enable_prefix_caching(self) -> bool:
@@ -617,9 +604,9 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     @enable_prefix_caching.setter
     def enable_prefix_caching(self, value: bool) -> None:
-        if self._requests:
+        if self._live:
             raise ValueError(
-                f"caching cannot be switched while {len(self._requests)} requests are live"
+                f"caching cannot be switched while {len(self._live)} requests are live"
             )
         self._enable_prefix_caching = value
 
@@ -628,7 +615,7 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def stats(self) -> EngineStats:
         """Read the counters; only ``step`` adds to them."""
-        return replace(self._stats, num_waiting=len(self._requests), kv=self._store.stats())
+        return replace(self._stats, num_waiting=len(self._live), kv=self._store.stats())
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved and reserved."""
@@ -706,7 +693,7 @@ class EncoderEngine(Engine[EncoderOutput]):
 
     def _retire(self, item: HeldInput) -> None:
         self._store.release(item)
-        del self._requests[item.request.request_id]
+        del self._live[item.request.request_id]
         self._stats = self._stats.plus(prompt_tokens=item.request.num_tokens)
 
     def _check_output_names(self, wanted: Collection[str] | None) -> frozenset[str]:

@@ -289,7 +289,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self._gathering = WindowGathering(self._window, config.max_batch_size)
         # Since the last step; whether windows may wait for others.
         self._has_new_codes = False
-        self._requests: dict[str, GeneratorRequest] = {}
+        self._live: dict[str, GeneratorRequest] = {}
         # Of the last step, by the mark of its call: how far each live request was before it.
         self._before: tuple[object, list[tuple[GeneratorRequest, int, int, Any]]] = None, []
         self._stats = EngineStats()
@@ -315,11 +315,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             is_cut_off=codec.is_cut_off,
         )
 
-    def _is_live(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def _add(self, content: GeneratorRequest) -> None:
-        self._requests[content.request_id] = content
+        self._live[content.request_id] = content
         self._has_new_codes = True
 
     @property
@@ -334,7 +331,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             ValueError: its last codes came before, or these cannot follow; the engine is
                 unchanged.
         """
-        request = self._requests.get(request_id)
+        request = self._live.get(request_id)
         if request is None:
             return
         if request.is_last:
@@ -353,7 +350,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def needs_input(self, request_id: str) -> bool:
         """Whether a request cannot go on before its next chunk comes; False if it is not live."""
-        request = self._requests.get(request_id)
+        request = self._live.get(request_id)
         return request is not None and request.needs_input(self._window)
 
     def _step_deltas(self) -> list[OutputDelta]:
@@ -366,12 +363,12 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             self._call,
             [
                 (request, request.num_done, len(request.pieces), request.state)
-                for request in self._requests.values()
+                for request in self._live.values()
             ],
         )
-        silent = [request for request in self._requests.values() if request.is_done]
+        silent = [request for request in self._live.values() if request.is_done]
         outputs = [self._advance(request, torch.zeros(0)) for request in silent]
-        order = sorted(self._requests.values(), key=lambda r: (r.priority, r.arrival_index))
+        order = sorted(self._live.values(), key=lambda r: (r.priority, r.arrival_index))
         batch = self._gathering.next_batch(order, has_new_codes=self._has_new_codes)
         self._has_new_codes = False
         if batch:
@@ -388,24 +385,17 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         for request, num_done, num_pieces, state in before:
             request.num_done, request.state = num_done, state
             del request.pieces[num_pieces:]
-        self._requests = {entry[0].request_id: entry[0] for entry in before}
+        self._live = {entry[0].request_id: entry[0] for entry in before}
 
-    def abort(self, request_id: str) -> None:
-        """Drop an utterance; an unknown id is ignored."""
-        if not self.ownership.is_over:
-            self._consistently(lambda: self._requests.pop(request_id, None), wait=True)
-
-    @property
-    def live_request_ids(self) -> tuple[str, ...]:
-        """The utterances that have not ended, be it that they wait for input."""
-        return tuple(self._requests)
+    def _drop(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
 
     def _reset_prefix_cache(self) -> None:
         """Forget nothing: nothing is kept from one utterance for another."""
 
     def stats(self) -> EngineStats:
         """Read the counters; ``prompt_tokens`` are codes that became sound."""
-        return replace(self._stats, num_running=len(self._requests))
+        return replace(self._stats, num_running=len(self._live))
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine resolved, for people."""
@@ -430,7 +420,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if a request's sound is not that of its codes."""
-        for request in self._requests.values():
+        for request in self._live.values():
             found = sum(len(piece) for piece in request.pieces)
             expected = request.num_done * self.samples_per_code
             if found != expected or request.num_done > len(request.codes):
@@ -482,13 +472,13 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     def _advance(self, request: GeneratorRequest, samples: torch.Tensor) -> GeneratorOutput:
         request.pieces.append(samples)
         if request.is_done:
-            del self._requests[request.request_id]
+            del self._live[request.request_id]
         return request.output(samples, self.sampling_rate)
 
     def _fail(self, request: GeneratorRequest, error: Exception) -> GeneratorOutput:
         about = {"request_id": request.request_id}
         logger.error("request %s failed", request.request_id, exc_info=error, extra=about)
-        del self._requests[request.request_id]
+        del self._live[request.request_id]
         return request.failure(f"the generator failed: {described(error)}")
 
     def _check_codes(self, prompt: CodecPrompt, *, num_before: int) -> list[Any]:

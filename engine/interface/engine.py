@@ -97,6 +97,8 @@ class Engine(ABC, Generic[OutputT_co]):
     """
 
     ownership: Ownership
+    # The requests that were added and have not ended, by their ids, oldest first.
+    _live: Mapping[str, Any]
     _orders: Iterator[int]
     hidden_size: int | None
     dtype: torch.dtype
@@ -177,7 +179,7 @@ class Engine(ABC, Generic[OutputT_co]):
         """
         if prepared.engine is not self:
             raise ValueError(f"request {prepared.request_id!r} was prepared by another engine")
-        if self._is_live(prepared.request_id):
+        if prepared.request_id in self._live:
             raise ValueError(
                 f"request_id {prepared.request_id!r} is already in use by a live request"
             )
@@ -190,10 +192,6 @@ class Engine(ABC, Generic[OutputT_co]):
     @abstractmethod
     def _add(self, content: Any) -> None:
         """See :meth:`add`; may be interrupted anywhere."""
-
-    @abstractmethod
-    def _is_live(self, request_id: str) -> bool:
-        """Whether a request was added and has not ended."""
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse sampling parameters that no request could run with; an engine without tokens, all.
@@ -286,14 +284,19 @@ class Engine(ABC, Generic[OutputT_co]):
     def _begin_anew(self) -> None:
         """Build everything anew from what the live requests themselves hold."""
 
-    @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; no output of it follows."""
+        """Drop a request and free what it holds; no output of it follows. Others are ignored."""
+        if not self.ownership.is_over:
+            self._consistently(lambda: self._drop(request_id), wait=True)
+
+    @abstractmethod
+    def _drop(self, request_id: str) -> None:
+        """See :meth:`abort`; the request may have ended, and this be interrupted anywhere."""
 
     @property
-    @abstractmethod
     def live_request_ids(self) -> tuple[str, ...]:
         """The requests that were added and have not ended, oldest first."""
+        return tuple(self._live)
 
     @property
     def has_unfinished_requests(self) -> bool:

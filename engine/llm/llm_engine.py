@@ -485,7 +485,7 @@ class LLMEngine(Engine[RequestOutput]):
             frozenset(output_names or ()),
             self._inputs.next_sequence,
         )
-        self._groups = self._output_processor.groups
+        self._live: dict[str, RequestGroup] = self._output_processor.groups
         self._num_steps = 0
         self._busy_s = 0.0
         for line in self.memory_plan.lines():
@@ -500,16 +500,13 @@ class LLMEngine(Engine[RequestOutput]):
             raise ValueError("a request_id must not contain a NUL character")
         return RequestGroup.of(new.request_id, self._inputs.process(new))
 
-    def _is_live(self, request_id: str) -> bool:
-        return request_id in self._groups
-
     def _add(self, content: RequestGroup) -> None:
         try:
             self._output_processor.add(content)
             for completion in content.completions:
                 self._scheduler.add(completion.request)
         except BaseException:
-            self._groups.pop(content.request_id, None)
+            self._live.pop(content.request_id, None)
             raise
 
     def _step(self) -> list[RequestOutput]:
@@ -528,7 +525,7 @@ class LLMEngine(Engine[RequestOutput]):
             RuntimeError: requests wait and none can run. ``FitCheck`` rules that out; if it happens
                 all the same, it is said here rather than waited for.
         """
-        if not self._groups:
+        if not self._live:
             return []
         if spoilt := self._output_processor.fail_interrupted(self._call):
             return spoilt
@@ -568,18 +565,11 @@ class LLMEngine(Engine[RequestOutput]):
         message = f"the step failed: {described(error)}"
         return self._output_processor.fail(culprits, message, self._call)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds; an unknown id is ignored."""
-        if not self.ownership.is_over:
-            self._consistently(lambda: self._output_processor.abort(request_id), wait=True)
+    def _drop(self, request_id: str) -> None:
+        self._output_processor.abort(request_id)
 
     def _begin_anew(self) -> None:
         self._output_processor.begin_anew(self._call)
-
-    @property
-    def live_request_ids(self) -> tuple[str, ...]:
-        """The requests that were added and have not ended, oldest first."""
-        return tuple(self._groups)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse what no request could run with, before one is there.
@@ -619,7 +609,7 @@ class LLMEngine(Engine[RequestOutput]):
 
         A speech may end before its text. See :class:`~engine.interface.engine.Engine`.
         """
-        group = self._groups.get(request_id)
+        group = self._live.get(request_id)
         if group is not None:
             self._inputs.prompts.extend(group.completions[0].request, prompt)
             self._scheduler.wake(self._output_processor.live(request_id))
@@ -655,9 +645,9 @@ class LLMEngine(Engine[RequestOutput]):
         Raises:
             ValueError: no such request is live.
         """
-        if request_id not in self._groups:
+        if request_id not in self._live:
             raise ValueError(f"request {request_id!r} is not live")
-        request = self._groups[request_id].completions[0].request
+        request = self._live[request_id].completions[0].request
         num_computed = request.num_computed_tokens
         if request.status is not RequestStatus.RUNNING or num_computed <= first_row:
             return {}
@@ -703,9 +693,9 @@ class LLMEngine(Engine[RequestOutput]):
 
     @enable_prefix_caching.setter
     def enable_prefix_caching(self, value: bool) -> None:
-        if self._groups:
+        if self._live:
             raise ValueError(
-                f"prefix caching cannot be switched while {len(self._groups)} requests are live"
+                f"prefix caching cannot be switched while {len(self._live)} requests are live"
             )
         self._kv.enable_prefix_caching = value
 

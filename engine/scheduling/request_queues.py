@@ -13,7 +13,8 @@ its requests comes first::
     r4   a b c d e                      k  (r3)                 r3
 
 Leaving out all that begin with ``a b c`` is to close one branch. Whatever is added, taken out or
-left out changes the firsts on the way up from there only, so no step costs more for a longer queue."""
+left out changes the firsts on the way up from there only, so no step costs more for a longer queue.
+"""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ def test_lost_sound_is_found(engine: GeneratorEngine) -> None:
     engine.add_request("s", CodecPrompt(random_codes(20), is_last=False))
     engine.step()
     engine.check_integrity()
-    engine._requests["s"].pieces.pop()
+    engine._live["s"].pieces.pop()
     with pytest.raises(IntegrityError, match=r"0 samples != 8 of 20 codes \* 480"):
         engine.check_integrity()
 

@@ -265,7 +265,7 @@ def test_a_preempted_request_can_be_aborted(
     while engine.stats().num_preemptions == before:
         assert engine.has_unfinished_requests
         engine.step()
-    requests = [group.completions[0].request for group in engine._groups.values()]
+    requests = [group.completions[0].request for group in engine._live.values()]
     victims = [r.request_id for r in requests if r.num_preemptions and r.status not in RUNS]
     assert victims and (swap is None or set(victims) == swap.request_ids)
     for request_id in victims:

@@ -313,7 +313,7 @@ def test_promise_7_a_request_whose_text_breaks_fails_alone(
     well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
     engine.add_request("well", well.prompt, well.params)
     engine.add_request("ill", ill.prompt, ill.params)
-    broken = engine._groups["ill"].completions[0].request.text
+    broken = engine._live["ill"].completions[0].request.text
     append = CompletionText.append
 
     def breaks_for_one(self: CompletionText, token_id: int) -> FinishReason | None:

@@ -228,7 +228,7 @@ def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.
 
     def noting(queues: RequestQueues, request: Request) -> tuple[PageCopy, ...]:
         for stage, other in (("thinker", "talker"), ("talker", "thinker")):
-            is_in_both = request.request_id in engines[other]._groups
+            is_in_both = request.request_id in engines[other]._live
             if queues is engines[stage]._scheduler._queues and is_in_both:
                 parted[stage] += 1
         copies = preempt(queues, request)
