@@ -74,7 +74,6 @@ class StateLayer:
 
         Args:
             states: per tensor of the spec, ``(num_pages, *shape)``.
-            group_id: the layer's KV-cache group.
         """
         self._states = tuple(states)
         self._group_id = group_id

@@ -59,7 +59,6 @@ def first_visible(positions: Tensor, window: int | None, chunk_size: int | None)
     """The first position that tokens see.
 
     Args:
-        positions: integers of any shape.
         window: how many positions a token sees at most, itself included; None: all before it.
         chunk_size: a token sees its own chunk of so many positions only; None: no chunks.
 
@@ -119,7 +118,6 @@ def visible_blocks(
         block_table: ``(num_reqs, blocks)``.
         first_visible: ``(num_reqs,)`` on the CPU: the first position that is visible.
         seq_lens: ``(num_reqs,)`` on the CPU.
-        block_size: tokens per block.
 
     Returns:
         ``(num_reqs, most visible blocks)``.
@@ -136,7 +134,6 @@ class Scoring:
     """What a layer does to the products of its queries and keys before the softmax.
 
     Attributes:
-        scale: factor on the products.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         bias: ``(num_heads, distances)`` float32, added to scores last, by how far behind its query
             a key lies; causal attention only; see the module's picture.
@@ -200,7 +197,6 @@ def soft_capped_attention(
         mask: added to the capped scores; broadcast to ``(batch, num_kv_heads, num_heads per
             num_kv_heads, queries, keys)``. None: every query sees every key.
         scale: factor on the scores before they are capped.
-        softcap: what capped scores stay below.
 
     Returns:
         As ``query``.
@@ -244,7 +240,6 @@ class AttentionMetadata:
         row_mapping: ``(num_written,)`` int64 on the device: the row of layer 0's key; see
             :mod:`prefix_cache.stores.paged_memory`.
         num_decodes: how many of the leading requests have exactly one query token.
-        block_size: tokens per block.
         window: how many positions a token sees at most, itself included; None: all before it.
         chunk_size: tokens see their own chunk of so many positions only; None: no chunks.
         causal: query tokens end their sequence and see none behind; False: they see all of it.

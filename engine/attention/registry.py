@@ -38,9 +38,6 @@ def resolve_backend_name(
 
     Args:
         name: one of :data:`BACKEND_NAMES`.
-        device: where the model runs.
-        dtype: of queries, keys and values.
-        block_size: tokens per block.
         head_dims: of the model's heads; a usual one before the model is loaded.
 
     Raises:
@@ -74,9 +71,6 @@ def get_backend(
 
     Args:
         name: one of :data:`BACKEND_NAMES`; see :func:`resolve_backend_name`.
-        device: where the model runs.
-        dtype: of queries, keys and values.
-        block_size: tokens per block.
 
     Raises:
         ValueError: there is no such backend, or it cannot run this combination.

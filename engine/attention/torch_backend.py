@@ -107,7 +107,6 @@ class QueryTile:
     """Neighbouring queries of one request and the keys that any of them sees.
 
     Attributes:
-        queries: their rows in the step.
         keys: rows of the request's keys; see :class:`Prefill`.
     """
 
@@ -120,10 +119,8 @@ class Prefill:
     """One request of several query tokens.
 
     Attributes:
-        tokens: its rows in the step.
         pages: its blocks from the first that it can see on, whose tokens are its keys; None when
             nothing is cached, and its keys are those of its own tokens.
-        tiles: all its queries, in order.
         is_causal: it can run as one, without a mask: every query sees all keys up to its own.
         is_masked: False where every query of a tile sees all keys of it.
         window: how many positions a query sees at most, itself included; None: all before it.
@@ -202,7 +199,6 @@ class TileMask:
     It is kept from step to step, and made anew only for more keys than ever before.
 
     Args:
-        device: where scores are.
         dtype: of queries and keys, as torch's fused attention wants.
     """
 

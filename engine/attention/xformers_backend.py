@@ -153,7 +153,6 @@ def decode_bias(
     bias leaves out what is hidden in the first of them.
 
     Args:
-        metadata: of the step.
         chunks_per_page: from :class:`prefix_cache.LayerKVCache`.
     """
     from xformers.ops.fmha.attn_bias import (

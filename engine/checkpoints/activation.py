@@ -27,7 +27,6 @@ def check_activation(where: str, name: str) -> None:
 
     Args:
         where: what to call the place of the name in a message.
-        name: of the activation.
 
     Raises:
         ValueError: it does not; says which it knows.

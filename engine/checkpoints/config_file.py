@@ -214,7 +214,6 @@ def check_files(folder: Path, patterns: Collection[str]) -> None:
     """Check that the files of a checkpoint are files, are stored in it, and ask for nothing absurd.
 
     Args:
-        folder: of the checkpoint.
         patterns: of the names of files that are read from it.
 
     Raises:
@@ -354,7 +353,6 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Make a config of transformers of a ``config.json`` that was read before.
 
     Args:
-        folder: of the checkpoint.
         trust_remote_code: whether it may come with its own Python code.
 
     Raises:

@@ -55,7 +55,6 @@ class EncoderModel:
 
     Attributes:
         hidden_size: width of an embedding row that it takes.
-        vocab_size: token ids are below this.
         max_positions: tokens of the longest input; None if the architecture has no limit.
         takes_embeds: whether rows can be given in the place of ids.
         row_nbytes: per-token tensors that a forward pass gives, with the bytes of one row.
@@ -104,14 +103,7 @@ class EncoderModel:
         return sum(p.numel() * p.element_size() for p in self._module.parameters())
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Run several inputs in one pass, padded to the longest.
-
-        Args:
-            batch: all ``(n_i,)`` int64 token ids, or all ``(n_i, hidden_size)`` embeddings.
-
-        Returns:
-            Per name ``(sum of n_i, ...)`` on the CPU: the inputs' rows, one after the other.
-        """
+        """Run several inputs in one pass, padded to the longest."""
         lengths = torch.tensor([len(entry) for entry in batch])
         if batch[0].ndim == 2:
             embeds = pad_sequence([e.to(self.dtype) for e in batch], batch_first=True)
@@ -243,8 +235,6 @@ class EncoderRequest:
         request_id: unique among the engine's live requests.
         content: ``(n,)`` int64 token ids, or ``(n, hidden_size)`` embeddings; on the CPU.
         input_hash: of everything that determines the output, salt included.
-        priority: lower first.
-        arrival_index: order among equal priorities.
         arrival: when it came, by ``time.monotonic``.
     """
 

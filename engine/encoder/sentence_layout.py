@@ -117,7 +117,6 @@ class Projection:
     Attributes:
         weight: ``(out_features, in_features)``.
         bias: ``(out_features,)``, or None.
-        activation: what comes behind it.
     """
 
     weight: Tensor
@@ -186,12 +185,10 @@ class SentenceLayout:
     """What stands around a checkpoint's transformer.
 
     Attributes:
-        pooling: how rows become one.
         projections: what that goes through next, in order.
         normalize: whether it has length 1 in the end.
         max_seq_length: tokens of the longest input; None leaves it to the model.
         lower_case: whether texts are read in lower case.
-        prefix: what every text begins with.
     """
 
     pooling: Pooling
@@ -211,7 +208,6 @@ def read_sentence_layout(folder: Path, pooling: Pooling = "auto") -> SentenceLay
     """Read the layout of a checkpoint folder; None where it has no ``modules.json``.
 
     Args:
-        folder: of the checkpoint.
         pooling: in the place of its own, unless it is ``auto``.
 
     Raises:

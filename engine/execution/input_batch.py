@@ -140,7 +140,6 @@ class ModelInputs:
         positions: int64, ``(num_tokens,)`` or ``(axes, num_tokens)``.
         encoded: rows that the encoder of an encoder-decoder gave in this step, or None.
         follows_encoder: see :class:`AttentionStep`.
-        shows_item: likewise.
     """
 
     step: StepInputs
@@ -156,12 +155,8 @@ class ModelInputBuilder:
     """Makes a step's inputs from the scheduled requests.
 
     Attributes:
-        model: embeds token ids.
-        kv_cache_manager: gives block ids.
         memory: the pages; new ones that are read before they are full are cleared.
-        batch: the persistent tables.
         encoder_cache: rows of images and the like; None for a model that takes none.
-        device: where the model runs.
     """
 
     model: CausalModel
@@ -347,7 +342,6 @@ class StepInputs:
         seq_lens: ``(num_reqs,)`` computed tokens plus this step's.
         num_computed_tokens: ``(num_reqs,)``.
         encoder_lens: ``(num_reqs,)`` encoder tokens that each request's tokens see.
-        groups: one entry per KV-cache group.
     """
 
     request_indices: IntArray
@@ -367,8 +361,6 @@ class InputBatch:
     A row is taken when a request starts to run and given back when it stops; rows never move.
 
     Args:
-        max_num_seqs: rows.
-        max_model_len: columns of the token table.
         block_sizes: tokens per block of each KV-cache group.
         max_encoder_lens: longest encoder sequence of each group that is cross-attention.
     """

@@ -116,7 +116,6 @@ class PageContents:
         """The pages that a step fills; those of an encoder's input all at once.
 
         Args:
-            step: its inputs.
             runs_encoder: per request, whether its encoder's keys and values come with the step.
         """
         found = []
@@ -153,7 +152,6 @@ class FiniteStep:
 
     Attributes:
         rows: ``name -> (num_tokens, ...)``.
-        contents: the pages.
         filled: those that the step has filled.
         sum: of all that is looked at, a scalar on its device.
     """
@@ -201,7 +199,6 @@ class SampledToken:
     Attributes:
         request: the request that it is for.
         token_id: the chosen token; None if the request failed.
-        logprobs: when asked for.
         error: why it failed: no token could be chosen, or its rows are not finite.
     """
 
@@ -217,12 +214,8 @@ class ModelRunner:
     Args:
         model: already on ``device``; its attention layers are bound here.
         kv_cache_manager: gives block ids; its stage-output cache receives every step's rows.
-        memory: the pages.
         swap_memory: the host's pages of swapped requests, or None.
         backends: one per KV-cache group; None where it has no attention.
-        input_batch: the persistent tables.
-        device: where the model runs.
-        max_num_batched_tokens: most tokens of a step.
         encoder_cache: rows of images and the like; None for a model that takes none.
     """
 

@@ -77,17 +77,11 @@ class GeneratorRequest:
     Attributes:
         request_id: unique among the engine's live requests.
         speaker: whose voice, by name; None where there is nothing to choose.
-        priority: lower first.
-        arrival_index: order among equal priorities.
         whole: it came in one piece and is computed in one.
         state: what the model handed on behind the codes that are done.
-        codes: that came so far.
-        is_last: whether all came.
         is_cut_off: whether the last said that a limit of length cut them off.
-        num_done: codes whose sound is made.
         pieces: that sound, ``(num_samples,)`` each.
         arrival: when it came, by ``time.monotonic``.
-        started: when it first ran.
         num_waits: steps for which its next window has waited for others.
     """
 

@@ -56,9 +56,8 @@ class DecoderPromptRule:
     here it is a part of the prompt, and costs no step.
 
     Args:
-        config: of the checkpoint, as are the next two.
+        config: of the checkpoint.
         generation_config: names tokens that the config may lack.
-        tokenizer: None where there is none.
         limits: what a prompt has to stay within.
 
     Attributes:
@@ -87,7 +86,6 @@ class DecoderPromptRule:
         """Ids that the decoder goes on from.
 
         Args:
-            encoder: what the encoder gets.
             decoder: what the user gave for the decoder; None means the default prompt.
 
         Raises:
@@ -175,7 +173,6 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
     """Splits prompts between the encoder and the decoder of one model.
 
     Args:
-        sources: of an encoder-decoder model.
         encoder_inputs: makes what makes the encoder's inputs, from what a checkpoint brings.
         decoder_rule: says what the decoder begins with.
         text_is_for_decoder: whether a lone text or lone ids are the decoder's prompt, and the

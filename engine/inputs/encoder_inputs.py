@@ -55,7 +55,6 @@ class InputWindows:
 
     Attributes:
         features: ``(rows, frames)``.
-        window: frames that the encoder takes.
         make: from ``(rows, window)`` to an input.
     """
 
@@ -260,7 +259,6 @@ class ImageEncoderInputs(EncoderInputMaker):
     """Turns one image into the tiles and their arrangement that a vision encoder takes.
 
     Args:
-        encoder: of the model.
         processor: of the checkpoint: images to tensors with a batch dimension.
         feature_names: which of the processor's tensors the encoder takes.
         limits: how much of a file is read.

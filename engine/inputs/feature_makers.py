@@ -71,7 +71,6 @@ class VideoSampling:
         fps: frames of a second that are looked at; None where ``num_frames`` is given.
         num_frames: how many of the whole video; None where ``fps`` says so.
         min_frames: at least so many, as far as there are.
-        max_frames: at most so many.
         min_pixels: of a frame; a smaller one is scaled up.
         max_pixels: of a frame; a larger one is scaled down.
         max_video_tokens: frames are scaled down so that all of them take at most nine tenths of
@@ -168,7 +167,6 @@ class VideoFeatureMaker(FeatureMaker):
 
     Attributes:
         processor: of the checkpoint, for images; None if it brings none: tensors only.
-        sampling: of the checkpoint.
         limits: how much of a file is read.
     """
 
@@ -317,7 +315,6 @@ class ImageFeatureMaker(FeatureMaker):
     """Images by files or from Pillow, through the checkpoint's image processor.
 
     Attributes:
-        processor: of the checkpoint.
         names: which of the processor's tensors the tower takes.
         limits: how much of a file is read.
     """
@@ -383,7 +380,6 @@ def load_feature_makers(
     A processor that is missing is told in the log, and in the error of each request that needs it.
 
     Args:
-        path: the folder.
         towers: of the model, by what they make rows of.
         limits: how much of a file is read.
         trust_remote_code: whether processors may come with their own Python code.

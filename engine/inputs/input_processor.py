@@ -32,15 +32,12 @@ class InputProcessor:
     """Validates and builds requests.
 
     Args:
-        tokenizer: of the checkpoint, or None.
         prompts: resolves the prompts of the kind of model.
-        fit_check: says what can run.
         eos_token_ids: the ids that end a sequence.
         seed: of the generator that seeds requests without one.
         generation: the checkpoint's ``generation_config.json``; empty where there is none.
 
     Attributes:
-        prompts: as given.
         sampling_defaults: fields of ``SamplingParams`` as the checkpoint has them.
     """
 

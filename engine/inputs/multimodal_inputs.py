@@ -52,8 +52,6 @@ class AudioInVideo:
     """How a model takes a video with its sound.
 
     Attributes:
-        begin_id: token before the two.
-        end_id: token after them.
         places_per_chunk: how far in time, in the places of rows, a chunk reaches.
     """
 
@@ -74,7 +72,6 @@ class AudioInVideo:
 
         Args:
             video: the whole video, at the position of its placeholder.
-            sound: the whole sound.
             times: of each one's rows, in places from its beginning, never falling. They are the
                 model's own, so that a row is in the chunk that its place tells. (At a few odd
                 frame rates, such as 2/49 s to a grid, transformers' processor rounds otherwise

@@ -58,16 +58,12 @@ class InputLimits:
     """What a request has to stay within.
 
     Attributes:
-        max_model_len: longest sequence.
-        hidden_size: width of prompt embeddings.
         vocab_size: ids of prompts run from 0 to this.
         num_logits: ids that can be generated, from 0 to this; an image's placeholder may lie
             beyond it. 0 for a checkpoint that cannot generate.
-        block_size: tokens per block.
         usable_tokens: tokens that the whole pool holds.
         dtype: type of prompt embeddings inside the model.
         max_prompt_chars: of a prompt's text, see :func:`~engine.text.tokenizer.max_prompt_chars`.
-        requests: what the user set.
     """
 
     max_model_len: int
@@ -147,10 +143,8 @@ class FitCheck:
         """How long the sequence of a request may get.
 
         Args:
-            num_prompt_tokens: of the whole prompt.
             params: how many tokens are to follow it.
             positions: where tokens lie on several axes; None where places are indices.
-            num_encoder_tokens: rows of the encoder's output.
 
         Raises:
             ValueError: the request could never run.
@@ -224,7 +218,6 @@ def check_utterance(num_codes: int, longest: int) -> None:
 
     Args:
         num_codes: of the utterance, as far as they have come.
-        longest: that the generator takes.
 
     Raises:
         ValueError: says by how much.
@@ -239,8 +232,6 @@ def check_whole_input(num_tokens: int, budget: int, usable_tokens: int) -> None:
     """Refuse an input of an encoder engine that can never run, though its model could read it.
 
     Args:
-        num_tokens: of the input.
-        budget: most tokens of a step.
         usable_tokens: tokens that the whole store of outputs holds.
 
     Raises:
@@ -275,8 +266,6 @@ def tokenize(
     """Text or chat messages to token ids.
 
     Args:
-        prompt: text or messages.
-        tokenizer: of the checkpoint, or None.
         limits: how long the text may be, and what a chat template may take; checked first.
         as_it_is: whether to leave out the special tokens that the tokenizer adds.
 
@@ -338,9 +327,7 @@ def truncated(
 
     Args:
         prompt: of text, chat messages, token ids or embeddings.
-        tokenizer: of the checkpoint, or None.
         limits: of a longer text no more than ``max_prompt_chars`` are read, from the kept end.
-        num_tokens: how many are kept.
         keeps_end: whether the last ones are kept.
 
     Raises:
@@ -412,8 +399,6 @@ def resolve_prompt(
     """Turn any form of prompt into token ids, or into zeros and the embeddings in their place.
 
     Args:
-        prompt: what the user gave.
-        tokenizer: of the checkpoint, or None.
         limits: what it has to stay within, and the type that embeddings are cast to.
 
     Returns:

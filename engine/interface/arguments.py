@@ -29,8 +29,6 @@ def check_argument(
     """Refuse a value of another type.
 
     Args:
-        name: of the argument.
-        value: what came.
         kind: what it must be an instance of.
         wanted: the same in words: "a str or None".
         mend: what to write instead; ``{}`` in it stands for a value that is a str.

@@ -45,7 +45,6 @@ def cpu_quota(memberships: Path = _PROC, mount: Path = _MOUNT) -> float | None:
 
     Args:
         memberships: the process's ``/proc/PID/cgroup``, lines of ``id:controllers:path``.
-        mount: where cgroups are mounted.
     """
     try:
         lines = memberships.read_text("utf-8").splitlines()

@@ -28,10 +28,8 @@ class NewRequest:
     """The arguments of :meth:`engine.Engine.prepare`; types are checked, but for the prompt's.
 
     Attributes:
-        request_id: of the caller's choice.
         prompt: what to run, or its first chunk.
         sampling: how tokens are chosen; None takes the defaults.
-        priority: lower runs earlier.
         cache_salt: what was computed is shared only within one salt.
         order: among requests of one priority, the smallest runs first.
     """
@@ -49,8 +47,6 @@ class PreparedRequest:
     """A request that an engine has prepared, for its :meth:`engine.Engine.add`.
 
     Attributes:
-        request_id: the caller's.
-        engine: which prepared it.
         content: what the kind of engine has made of it.
     """
 

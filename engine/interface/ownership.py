@@ -132,7 +132,6 @@ class Ownership:
         """Make it someone's own, until :meth:`release`, or until they are gone.
 
         Args:
-            owner: who.
             name: what to call them in the message that a second one gets.
 
         Raises:

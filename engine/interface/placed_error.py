@@ -41,7 +41,6 @@ class PlacedError(ValueError):
 
     Args:
         place: keys and indices that lead to the wrong value.
-        message: what is wrong there.
     """
 
     def __init__(self, place: KeyPath, message: str) -> None:

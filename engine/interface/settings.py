@@ -54,7 +54,6 @@ def explain_validation_error(
     """Describe every mistake that a validation found, one a line.
 
     Args:
-        error: what pydantic raised.
         model: the class that ``data`` was validated against.
         data: what was validated: mappings, lists and scalars.
         source: file that ``data`` came from, named before each message.

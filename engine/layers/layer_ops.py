@@ -113,10 +113,6 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
-        scaling: factor on cosine and sine.
-        max_model_len: number of positions.
-        dtype: of the activations.
-        device: of the table.
     """
 
     def __init__(
@@ -169,11 +165,8 @@ class MultiAxisRotaryEmbedding(RotaryEmbedding):
 
     Args:
         inv_freq: ``(rotary_dim / 2,)`` inverse frequencies.
-        scaling: factor on cosine and sine.
         max_model_len: number of positions on each axis.
         sections: how many frequencies belong to each axis, in turns if there are more of them.
-        dtype: of the activations.
-        device: of the table.
 
     Raises:
         ValueError: the sections do not add up to the frequencies.
@@ -262,7 +255,6 @@ class NativeWeight(PackedWeight):
     """The layout of ``engine/native/linear.c``.
 
     Args:
-        kernels: what multiplies it.
         packed: what :meth:`NativeKernels.pack_linear` made.
     """
 

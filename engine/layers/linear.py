@@ -34,11 +34,8 @@ class Linear(nn.Module):
            └ v_proj ┘
 
     Args:
-        in_features: width of the input.
         parts: checkpoint name of each matrix to its number of rows, in order.
         bias: whether the parts have biases, or the names of those that have one.
-        dtype: of the weight.
-        device: of the weight.
         weight: use this matrix instead of a new one (a head tied to the embedding).
     """
 
@@ -106,13 +103,8 @@ class PlainMLP(nn.Module):
     """``down(act(up(x)))``.
 
     Args:
-        hidden_size: width of input and output.
         intermediate_size: width between the two products, of each matrix of the first.
-        activation: transformers' name of the activation.
         names: what checkpoints call the matrices of the first product, and last the second's.
-        bias: whether they have biases.
-        dtype: of the weights.
-        device: of the weights.
 
     Raises:
         ValueError: transformers knows no such activation.

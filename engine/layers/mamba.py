@@ -127,8 +127,6 @@ class Chunks:
     """Sequences cut into chunks of one size; only the last of a sequence may have room left.
 
     Attributes:
-        size: tokens per chunk.
-        count: chunks of all sequences.
         slots: ``(num_tokens,)`` each token's place in ``(count * size)``.
         order: of the chunks, in which their states follow from one another.
     """
@@ -169,7 +167,6 @@ class PackedLayout:
         query_start_loc: ``(num_reqs + 1,)`` integers on the CPU; every request has a token.
         num_decodes: how many of the leading requests have exactly one token.
         history: earlier tokens that a layer's convolution sees.
-        device: of the activations.
     """
 
     def __init__(
@@ -232,11 +229,7 @@ class CausalConv(nn.Module):
     What lies before a request's tokens comes from its state, zeros at its beginning.
 
     Args:
-        channels: width of input and output.
         kernel_size: tokens that an output sees, its own included; at least 2.
-        bias: whether there is one.
-        dtype: of the weight.
-        device: of the weight.
 
     Raises:
         ValueError: for a kernel that sees no earlier token.
@@ -280,7 +273,6 @@ class CausalConv(nn.Module):
         Args:
             x: ``(num_tokens, channels)``.
             state: ``(num_reqs, kernel_size - 1, channels)``.
-            layout: of the step.
 
         Returns:
             The output, shaped as ``x``, and the state after the step, shaped as ``state``.
@@ -309,11 +301,7 @@ class RecurrentConfig:
     """The sizes and options of any mixer.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        state_size: numbers that each channel remembers.
-        kernel_size: tokens that the convolution sees.
         activation: after the convolution, by transformers' name.
-        norm_eps: of the norms.
         conv_bias: whether the convolution has a bias.
         projection_bias: whether the projections in and out have biases.
     """
@@ -332,14 +320,10 @@ class RecurrentMixer(nn.Module):
 
     Args:
         layer_name: unique in the model; its state is kept under it.
-        config: sizes and options.
-        block_size: tokens per block.
         in_width: of what the projection in gives.
-        conv_width: channels of the convolution.
         state_shape: of the recurrence: its channels, maybe in heads, and the state's size.
         dtype: of weights, activations and the convolution's state. The recurrence runs, and its
             state is kept, in float32: rounding it to a shorter type at every token adds up.
-        device: of the same.
 
     Attributes:
         a: the logarithm of -A until :meth:`finish_loading`, then A.
@@ -445,7 +429,6 @@ class MambaConfig(RecurrentConfig):
     """The sizes and options of a Mamba-1 mixer.
 
     Attributes:
-        inner_size: channels of the recurrence.
         dt_rank: width of the bottleneck before the step sizes.
     """
 
@@ -560,9 +543,7 @@ def ssd_scan(inputs: SsdInputs, states: Tensor, chunks: Chunks) -> tuple[Tensor,
     """All tokens of several requests: matrix form inside of chunks, a recurrence over them.
 
     Args:
-        inputs: packed tokens.
         states: ``(num_reqs, heads, head_dim, state_size)`` float32 before the tokens.
-        chunks: how the tokens are cut.
 
     Returns:
         ``y`` ``(num_tokens, heads, head_dim)``, and the states after each request's last token.
@@ -627,10 +608,7 @@ class Mamba2Config(RecurrentConfig):
     """The sizes and options of a Mamba-2 mixer.
 
     Attributes:
-        num_heads: heads of the recurrence.
-        head_dim: channels per head.
         num_groups: B and C are shared by the heads of a group; divides ``num_heads``.
-        dt_limit: least and greatest step size.
     """
 
     num_heads: int

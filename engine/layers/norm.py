@@ -19,13 +19,9 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
     Args:
-        hidden_size: width of the last dimension.
-        eps: added to the mean square.
         offset: added to the loaded weight. Where checkpoints store ``weight - 1``, that is finer
             than the type can state ``weight``: the sum is kept in float32.
         dtype: of the weight, if the offset is 0.
-        device: of the weight.
-        ops: what computes it.
     """
 
     def __init__(
@@ -84,12 +80,8 @@ class HeadNorm(nn.Module):
 
     Args:
         num_query_heads: heads of Q, which come first.
-        num_key_heads: heads of K.
-        head_dim: channels per head.
-        eps: added to the mean square.
         offset: added to the loaded weights; see :class:`RMSNorm`.
         dtype: of the weight, if the offset is 0; otherwise it is float32.
-        device: of the weight.
     """
 
     def __init__(

@@ -134,11 +134,7 @@ class _Choices:
 
 
 def build_engine_parts(config: EngineConfig, output_names: Collection[str] | None) -> EngineParts:
-    """Load the checkpoint and reserve the memory.
-
-    Raises:
-        ValueError: something does not work out; says what and how to mend it.
-    """
+    """Load the checkpoint and reserve the memory."""
     choices = _Choices.of(config)
     checkpoint, model = choices.checkpoint, _load_model(config, choices)
     choices = choices.with_heads_of(model, config)

@@ -95,8 +95,6 @@ class OutputProcessor:
         """Take in a step that has run; return the requests that it moved.
 
         Args:
-            scheduled: the step.
-            sampled: its tokens.
             call: mark of the call that ran it, see :meth:`begin_anew`.
         """
         groups = tuple(self._group_of[item.request.request_id] for item in scheduled.scheduled)

@@ -38,7 +38,6 @@ def load_extractor(path: Path, *, trust_remote_code: bool = False) -> Spectrogra
     """Load the feature extractor of a checkpoint folder.
 
     Args:
-        path: the folder.
         trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
 
     Raises:
@@ -74,7 +73,6 @@ class SampleReader:
     Attributes:
         rate: samples per second that are wanted.
         max_samples: of that rate; None takes as many as the limits allow.
-        limits: what files may take.
     """
 
     rate: int

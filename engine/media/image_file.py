@@ -169,9 +169,7 @@ def image_features(
     """Open an image and run a checkpoint's processor: tensors with a batch dimension.
 
     Args:
-        processor: of the checkpoint.
-        image: see :func:`open_image`, as for the next.
-        limits: how large it may be.
+        image: see :func:`open_image`.
 
     Raises:
         ValueError: it cannot be read, or not be processed.
@@ -193,7 +191,6 @@ def load_image_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the image processor of a checkpoint folder; Pillow does its work.
 
     Args:
-        path: the folder.
         trust_remote_code: whether it may come with its own Python code; no prompt asks the user.
 
     Raises:

@@ -33,7 +33,6 @@ def regular_file(
     ends; a symbolic link is followed.
 
     Args:
-        path: of the file.
         name: of it in messages, such as ``audio 'a.wav'``.
         max_bytes: its largest size; None sets no limit.
         setting: what a user raises to read a larger one.
@@ -109,7 +108,6 @@ class MediaSource:
         given: the path of a file; its content; or its content in base64, as a data URL
             (``data:audio/wav;base64,UklGR...``).
         kind: what it is taken for, in a word.
-        max_bytes: its largest size.
     """
 
     given: str | Path | bytes

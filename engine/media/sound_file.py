@@ -79,7 +79,6 @@ class WavHeader:
     """Where the samples of a file are.
 
     Attributes:
-        begin: place of the first sample.
         num_bytes: of all samples; None in a file that was written as a stream, which cannot know.
         frame_bytes: of one sample of all channels.
         rate: samples per second of each channel.
@@ -247,7 +246,6 @@ class LongestSound:
     """How long a sound may be.
 
     Attributes:
-        seconds: so long.
         setting: what a user raises to have more read; None where it is the model's window.
     """
 
@@ -266,8 +264,6 @@ def read_sound(
     where a file turns out longer than it says.
 
     Args:
-        source: what to read.
-        longest: how long it may be.
         rate: samples per second that are wanted; None takes the file's own.
 
     Returns:

@@ -92,9 +92,7 @@ def read_frames(
     """Decode some frames, one after the other.
 
     Args:
-        source: of the video.
         info: what :func:`probe_video` found.
-        indices: which frames, in rising order.
         limits: how many pixels they may have together.
 
     Yields:

@@ -92,10 +92,8 @@ def load_checked(
     """Build a model and load its weights.
 
     Args:
-        checkpoint: whose weights they are.
         device: where the model is to be.
         build: makes the model with any weights; is called for ``meta`` first.
-        places_of: of such a model.
 
     Raises:
         ValueError: the config cannot be built, its weights are not those that are stored, or

@@ -31,7 +31,6 @@ class EncoderModule(nn.Module):
     """One encoder of transformers.
 
     Attributes:
-        module: the encoder itself.
         max_len: most rows that it gives for one input.
     """
 
@@ -70,9 +69,6 @@ class TextEncoder(EncoderModule):
 
     Args:
         make: makes the encoder of ``config``; its embedding is replaced.
-        config: of the checkpoint.
-        settings: types and places.
-        max_len: tokens of the longest input.
         embedding: ``(vocab_size, width)`` the matrix that it shares with the decoder.
     """
 

@@ -30,10 +30,7 @@ class FamilyRow(NamedTuple):
 
     Attributes:
         module: under ``engine.models``.
-        architectures: as the declaration has them.
-        attribute: of the module.
         whole: ``model_type`` of the checkpoints that it is a part of.
-        makes_sound: whether it is a generator.
         base_type: see :attr:`~engine.models.family.ModelFamily.base_type`.
         outputs: names of the per-token tensors that its model emits.
         modalities: what its prompts are made of, where its checkpoint has what reads them.

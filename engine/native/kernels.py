@@ -218,7 +218,6 @@ class NativeKernels:
         """``x W^T + b`` for ``x`` ``(rows, in)``, whose rows may be a stride apart.
 
         Args:
-            x: the rows.
             packed: what :meth:`pack_linear` made of W.
             bias: ``(out,)`` or None.
         """
@@ -313,9 +312,7 @@ class NativeKernels:
 
         Args:
             key: of this step; tokens may be a stride apart.
-            value: likewise.
             keys: as :attr:`prefix_cache.LayerKVCache.keys`.
-            values: likewise.
             rows: ``(num_tokens,)`` int64 row of each token; the caller checks them.
         """
         for tensor, name in ((key, "key"), (value, "value")):
@@ -347,9 +344,7 @@ class NativeKernels:
 
         Args:
             query: ``(num_tokens, num_heads, head_dim)``; tokens may be a stride apart.
-            kv_cache: one layer's keys and values.
             spans: what each token sees; who sees nothing gets zeros.
-            scale: factor on the scores.
             softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
             bias: ``(num_heads, distances)`` added to scores by how far the key lies behind the
                 token's last position, the last column standing for all that lie farther.

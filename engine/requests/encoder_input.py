@@ -158,7 +158,6 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
 
     Args:
         prompt_embeds: ``(num_tokens, hidden_size)``, in the type the model will see.
-        block_size: tokens per block.
     """
     rows = prompt_embeds.detach().to("cpu")
     return tuple(
@@ -238,7 +237,6 @@ class Continuation(Protocol):
 
         Args:
             generated: by the sequence that has ended; at least one token.
-            reason: why it ended.
         """
 
 

@@ -60,7 +60,6 @@ def require_memory(tensors: Iterable[Tensor], device: torch.device, owner: str) 
 
     Args:
         tensors: of the sizes and types that will be made; on ``meta``, for they need no memory.
-        device: where.
         owner: whose they are, for the message.
 
     Raises:
@@ -85,7 +84,6 @@ class ContextCost:
     """What one request holds at one length, while its last token runs.
 
     Attributes:
-        num_tokens: the length.
         needed_bytes: of the keys, values and states that this token works with.
         held_bytes: of the pages that these lie in.
         one_size_bytes: of the pages that an allocator with pages of one size would hold.
@@ -168,7 +166,6 @@ def report_kv_cache(
     """Work out what requests will hold; reserves nothing.
 
     Args:
-        config: groups and pages.
         max_model_len: longest sequence; costs are told for it, and for a short one.
         num_encoder_tokens: that each request brings along, for cross-attention.
     """
@@ -307,8 +304,6 @@ def resolve_num_blocks(
         config: what the user set; a ``num_blocks`` of his is taken as it is, if it fits.
         page_bytes: of a (large) page.
         pages_for: pages that sequences of so many tokens, and so many of them, can take up.
-        max_model_len: longest sequence.
-        device: whose memory.
 
     Raises:
         ValueError: the blocks take more memory than is free, or not even one sequence of
@@ -361,10 +356,7 @@ class ModelNeeds:
     """What a loaded model asks of the memory.
 
     Attributes:
-        groups: what its layers keep.
-        weights_bytes: its parameters.
         dtype: element type of weights and pages.
-        max_model_len: longest sequence.
         max_encoder_len: most encoder tokens that a sequence may bring.
     """
 

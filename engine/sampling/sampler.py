@@ -118,11 +118,9 @@ class SamplingState:
     """What the sampler remembers of one request; it lives as long, across preemptions.
 
     Args:
-        params: how tokens are chosen.
         prompt_token_ids: for the repetition penalty; empty for a prompt of embeddings.
         seed: of this request's draws, ``0 <= seed < 2**63``.
         eos_token_ids: kept out until ``min_tokens``, unless ``ignore_eos``.
-        vocab_size: of the logits.
         logits_processor: what else the checkpoint's kind of model asks of its output, or None.
         begin_suppress_token_ids: not to be chosen as the first token, by the checkpoint's own
             rules; ids outside the vocabulary are ignored.
@@ -131,7 +129,6 @@ class SamplingState:
         ValueError: an id is outside the vocabulary, or nothing is left to choose from.
 
     Attributes:
-        num_generated: tokens accepted so far.
         counts: of the tokens seen, or None when no penalty asks for them.
         bias: of single tokens, at every position; None when there is none.
     """
@@ -339,7 +336,6 @@ def apply_biases(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
     Args:
         logits: ``(n, vocab)`` float32, contiguous.
-        states: one per row.
     """
     biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
     if not biased:
@@ -354,7 +350,6 @@ def apply_masks(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
     Args:
         logits: ``(n, vocab)``, contiguous.
-        states: one per row.
     """
     masked = [
         (row, ids) for row, state in enumerate(states) if (ids := state.masked_ids) is not None
@@ -371,7 +366,6 @@ def apply_penalties(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
     Args:
         logits: ``(n, vocab)`` float32, contiguous.
-        states: one per row.
     """
     penalised = [
         (row, state.params, state.counts)
@@ -486,7 +480,6 @@ class SamplerOutput:
     """What was chosen, one entry per row.
 
     Attributes:
-        token_ids: None where the row failed.
         logprobs: None where not asked for, or where the row failed.
         errors: why no token could be chosen; None where one was.
     """

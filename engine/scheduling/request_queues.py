@@ -61,7 +61,6 @@ class ItemShare:
     Attributes:
         num_tokens: how many tokens can run; may be 0.
         to_encode: items that towers have to encode for them.
-        budget: what is left after that.
     """
 
     num_tokens: int
@@ -156,12 +155,10 @@ class _Branch:
     Attributes:
         parent: the branch that it leaves; None for the root, and for one that is gone.
         hashes: of any of its requests; the first ``depth`` are those of all.
-        depth: how many are alike.
         children: what goes on from here, by the next hash.
         num_own: requests that have no hashes beyond ``depth``.
         heap: the own requests and the children, each with its key; stale entries are left until
             they come first, or are many.
-        num_stale: of the entries at most.
         posted: key of the first request here, as the parent's heap has it; None: none is open.
         ticket: number of that entry; entries of other numbers are stale.
         but: None while it is open. Else all is left out but these children.
@@ -200,7 +197,6 @@ class WaitingQueue:
         """Put a request in.
 
         Args:
-            request: one that is not here.
             hashes: of the blocks that it could find; each stands for those before it as well.
         """
         branch = self._root
@@ -402,7 +398,6 @@ class RequestQueues:
     ``rest`` and ``wake``. So the queues hold what a step may have to look at, and no more.
 
     Attributes:
-        kv_cache_manager: owns the blocks.
         swap_space: where preempted requests go; None recomputes them.
         encoder_cache_manager: holds the rows of images and the like; None for a model that takes
             none.

@@ -31,7 +31,6 @@ class PageMove:
     """One request's pages, to be copied between the device and the host.
 
     Attributes:
-        copies: of each group with pages.
         to_host: whether they go out; else they come back.
     """
 
@@ -45,7 +44,6 @@ class ScheduledRequest:
 
     Attributes:
         request: the request; its ``num_computed_tokens`` is still that of before the step.
-        num_tokens: tokens to run.
         runs_encoder: whether the request's encoder input is encoded in this step.
         items_to_encode: its images and the like that towers encode in this step.
     """
@@ -145,9 +143,6 @@ class Admission:
     """Lets requests in, in their order, as long as a step has tokens, seats and blocks for them.
 
     Attributes:
-        kv_cache_manager: owns the blocks.
-        queues: where the requests stand.
-        block_size: tokens per block.
         max_num_seqs: requests that run at once, paused ones that hold blocks included.
         num_preemptions: how often a request had to give its blocks back.
     """
@@ -326,7 +321,6 @@ class FaultIsolation:
     alone, costs all of them their steps again and again, but fails none of them.
 
     Attributes:
-        queues: where the requests stand.
         has_turn: whether the next step is an isolated request's, if one can run.
     """
 
@@ -360,14 +354,6 @@ class FaultIsolation:
 
         It is not known which pages were copied, so requests that the step swapped out, or in
         without running them, are recomputed.
-
-        Args:
-            output: the step.
-            swap_failed: whether copying pages failed. That is no fault of the requests that were
-                to run, and requests are recomputed rather than swapped from now on.
-
-        Returns:
-            The culprit, as it was, if it is known: the request that ran alone.
         """
         self._undo_swaps(output)
         requests = tuple(item.request for item in output.scheduled)
@@ -419,10 +405,6 @@ class Scheduler:
     theirs back before any other does, the last in the order first.
 
     Args:
-        kv_cache_manager: owns the blocks.
-        block_size: tokens per block.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: token budget of a step.
         max_num_encoder_tokens: rows that towers, or the encoder of an encoder-decoder, give in a
             step at most; a longer input runs alone.
         swap_space: where preempted requests go; None recomputes them.

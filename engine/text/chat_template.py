@@ -51,7 +51,6 @@ class TemplateRefusalError(Exception):
     """A template raised.
 
     Args:
-        message: what it said.
         is_deliberate: whether it refused the messages, rather than stumbled.
     """
 
@@ -69,9 +68,7 @@ class TemplateProcesses(JobProcesses):
         """Render a template.
 
         Args:
-            template: jinja2's, as transformers has them.
             values: what it sees. What JSON does not know is replaced by the name of its type.
-            limits: what it may take.
 
         Returns:
             The text, and the seconds of CPU time that it took.
@@ -231,9 +228,7 @@ def render_chat(
     is ended when it takes too much.
 
     Args:
-        tokenizer: of the checkpoint.
         messages: each with ``role`` and ``content``, oldest first.
-        limits: what the template may take.
 
     Returns:
         The text, special tokens included: tokenize it without adding any.

@@ -120,7 +120,6 @@ class JobProcesses:
         """Have a job done.
 
         Args:
-            job: a line of JSON.
             seconds: of CPU time, to which the process is to limit itself.
 
         Returns:

@@ -157,7 +157,6 @@ class StopStrings:
         """Where the text must be cut, or None.
 
         Args:
-            text: all of it so far.
             num_passed: matches that end within the first ``num_passed`` characters are over.
         """
         matches: list[tuple[int, int]] = []
@@ -193,8 +192,6 @@ class CompletionText:
 
     Args:
         tokenizer: of the checkpoint; None generates ids without text.
-        params: how the completion ends.
-        eos_token_ids: the checkpoint's end-of-sequence ids.
 
     Raises:
         ValueError: stop strings, but no tokenizer to find them with.

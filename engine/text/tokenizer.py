@@ -158,7 +158,6 @@ def load_tokenizer(
     Its chat template is that of the checkpoint's processor, where this has one.
 
     Args:
-        model_path: the folder.
         trust_remote_code: whether the tokenizer may come with its own Python code.
         config: what was made of the folder's ``config.json``; None to have it made again.
 
@@ -216,8 +215,6 @@ def max_prompt_chars(
     """How many characters a prompt may have; a tokenizer would read them all to count its tokens.
 
     Args:
-        tokenizer: of the checkpoint, or None.
-        num_tokens: of the longest prompt.
         setting: what the user set; None derives it from the longest tokens that there are.
     """
     if setting is not None:
@@ -293,8 +290,6 @@ def token_ids(
     process of its own, which can be stopped.
 
     Args:
-        tokenizer: of the checkpoint.
-        text: what to tokenize.
         add_special_tokens: whether to add those that the tokenizer begins and ends a text with.
         seconds: of CPU time that such a process may take.
 

@@ -105,7 +105,6 @@ class GroupPages:
     """What one group has in an arena.
 
     Attributes:
-        group_id: the group.
         blocks_per_page: blocks that a large page is cut into.
         generations: ``(num_blocks,)`` int64 on the CPU: how often each block was handed out.
         null_block: block 0: it pads block tables and belongs to no request.
@@ -113,7 +112,6 @@ class GroupPages:
         held_with_free: held pages that have free blocks.
         unheld_with_free: unheld pages that have free blocks.
         num_spare: free and cached blocks in held pages.
-        num_held: blocks that a table holds.
     """
 
     group_id: int

@@ -58,7 +58,6 @@ class MirroredOutputs:
     Args:
         config: the groups; one must keep all tokens (full attention, or host-only), since its
             blocks are those that outputs are mirrored by.
-        coordinator: the block tables, per group.
         names: mirror these tensors only; ``None`` mirrors all that are per token.
 
     Attributes:
@@ -133,14 +132,7 @@ class MirroredOutputs:
     def gather(
         self, request_id: str, num_tokens: int, start: int = 0, names: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Rows ``[start, num_tokens)`` of a request, cached or computed.
-
-        Returns:
-            ``(num_tokens - start, *tail)`` per name; see :meth:`StageOutputCache.gather`.
-
-        Raises:
-            ValueError: if the request holds no blocks, or too few of them.
-        """
+        """Rows ``[start, num_tokens)`` of a request, cached or computed."""
         manager, size = self._coordinator.managers[self.group_id], self.stage_outputs.block_size
         num_held = len(manager.table(request_id)) * size
         if not 0 <= start <= num_tokens <= num_held:
@@ -402,7 +394,6 @@ class PrefixFinder:
     Args:
         coordinator: the blocks that can be found, per group.
         outputs: the rows beside them; a hit whose wanted rows are not there is shortened.
-        pending: blocks that running requests compute.
     """
 
     def __init__(

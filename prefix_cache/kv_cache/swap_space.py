@@ -31,9 +31,7 @@ class _Swapped:
     """One request's tables on the host; None where a table held the null block.
 
     Attributes:
-        tables: per group.
         rows: output rows of its computed tokens and of its encoder sequence.
-        num_tokens: its computed tokens.
         stops: see :class:`ChunkStops`.
         resets_before: see :meth:`KVCacheManager.resets_before`.
     """

@@ -238,9 +238,7 @@ class SelfAttention(nn.Module):
         """Attend with ``(num_tokens, hidden_size)``; the result has the same shape.
 
         Args:
-            x: the tokens, normed.
             rotation: cosines and sines of their positions; None for models without positions.
-            step: attention metadata of this step.
         """
         num_tokens = x.shape[0]
         qkv = self.qkv(x)
@@ -315,7 +313,6 @@ class DecoderLayer(nn.Module):
             x: what the layer below has still to add; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
             rotation: cosines and sines of every token's position, by this layer's rope parameters.
-            step: attention metadata of this step.
 
         Returns:
             What this layer has still to add to ``residual``.
@@ -332,10 +329,8 @@ class DecoderModel(CausalModel):
     """A stack of :class:`DecoderLayer` between an embedding and a head.
 
     Args:
-        config: the normalised config.
         rotaries: cosines and sines up to the longest sequence that will run, for each of the
             config's ``ropes``.
-        settings: types and places.
         has_head: False for a headless checkpoint (an embedding model): ``vocab_size`` is then 0.
         layers: of families that have others than :class:`DecoderLayer`.
         num_embeddings: rows of the embedding, where there are more of them than logits.

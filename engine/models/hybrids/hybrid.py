@@ -71,7 +71,6 @@ class HybridLayer(nn.Module):
         Args:
             x: the layer below's MLP output, still to be added; None in the first layer.
             residual: ``(num_tokens, hidden_size)``.
-            step: what the layers share.
 
         Returns:
             This layer's MLP output, not yet added to ``residual``.
@@ -89,10 +88,7 @@ class HybridModel(DecoderModel):
     """A stack of :class:`HybridLayer` between an embedding and a head.
 
     Args:
-        config: the normalised config.
-        layers: made by the family.
         rotary: of the attention layers; None where they know no positions.
-        settings: types and places.
         kernel_size: tokens that the convolutions see, a token's own included.
         has_head: False for a headless checkpoint: ``vocab_size`` is then 0.
     """

@@ -48,7 +48,6 @@ class NativeSnake(nn.Module):
 
     Args:
         original: of transformers; what it computes from its parameters is read now.
-        kernels: the C kernels.
     """
 
     def __init__(
@@ -130,8 +129,6 @@ def neighbour_attention(
     Args:
         module: has ``config.block_size``.
         query: ``(B, heads, n, head_dim)``.
-        key: likewise.
-        value: likewise.
         attention_mask: ``(3,)`` bool on the CPU, whether a block sees each of ``NEIGHBOURS``;
             itself it always does.
 
@@ -217,11 +214,9 @@ class Code2Wav(GeneratorModel):
 
     Args:
         checkpoint: opened at its part ``code2wav``.
-        device: where it runs.
 
     Attributes:
         frames_per_code: rows of the spectrogram that a code becomes.
-        mel_dim: width of the spectrogram.
 
     Raises:
         ValueError: the weights do not fit the config, or the voices are missing or do not fit.
@@ -311,8 +306,6 @@ class Code2Wav(GeneratorModel):
         Args:
             codes: ``(B, n)`` int64.
             noise: ``(B, n * frames_per_code, mel_dim)``, see :func:`initial_noise`.
-            speakers: one per row.
-            params: how.
 
         Returns:
             ``(B, n * samples_per_code)`` float32 on the CPU, in -1 to 1.

@@ -167,7 +167,6 @@ class Speaker:
     """One voice.
 
     Attributes:
-        name: as users ask for it.
         bos_token: text token whose embedding opens a reply in this voice.
         conditioning: ``(1, D)`` float32 embedding of the voice.
         reference_mel: ``(1, T, mel_dim)`` float32 spectrogram of a sample of it.

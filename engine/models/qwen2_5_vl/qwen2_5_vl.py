@@ -78,7 +78,6 @@ class ImageTower(ItemTower):
 
     Args:
         module: transformers' tower; several of these may share one.
-        vision: its config.
     """
 
     feature_names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
@@ -229,7 +228,6 @@ def build_multi_axis_decoder(config: PreTrainedConfig, settings: ModelSettings) 
 
     Args:
         config: of the checkpoint, the text's part in it.
-        settings: types, places and lengths.
 
     Raises:
         ValueError: the config asks for something that is not supported.

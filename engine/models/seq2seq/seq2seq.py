@@ -48,7 +48,6 @@ class Sublayer:
 
     Attributes:
         part: what comes before the names of the part's own weights.
-        norm: likewise of the norm's.
     """
 
     part: str
@@ -62,12 +61,7 @@ class Seq2SeqNames:
     Attributes:
         embeddings: under which of these the token embedding may be stored, the usual one first.
         head: the head's matrix, stored where it is not the embedding.
-        encoder: prefix of the encoder's weights.
-        decoder: prefix of the decoder's weights.
         layers: prefix of the layers' weights, under ``decoder``, up to the layer's number.
-        self_attention: inside a layer.
-        cross_attention: inside a layer.
-        mlp: inside a layer.
         projections: of an attention: query, key, value and output.
         mlp_projections: in the order in which the data passes; three where the MLP is gated.
         embedding_norm: after the embeddings, under ``decoder``; None where there is none.
@@ -129,15 +123,9 @@ class Seq2SeqConfig:
 
     Attributes:
         hidden_size: width of the decoder's stream and of the encoder's rows.
-        intermediate_size: width inside the decoder's MLP.
-        num_layers: of the decoder.
         num_heads: of the decoder's attention, self and cross.
-        head_dim: channels per head.
         vocab_size: rows of the embedding, and logits.
-        max_position_embeddings: the longest decoder sequence.
-        max_encoder_len: the longest encoder output.
         activation: of the MLP, by transformers' name.
-        norm_eps: of every norm.
         rms_norm: whether norms neither shift nor centre.
         norm_first: whether a part's norm comes before it, or after its result was added.
         projection_biases: names of the attention's projections that have biases.
@@ -147,7 +135,6 @@ class Seq2SeqConfig:
         position_offset: row of the position table that position 0 takes; None: no such table.
         relative_bias: positions by biases on the scores; None: not in this family.
         hidden_scale: factor on hidden states before the head.
-        names: of the weights.
     """
 
     hidden_size: int
@@ -336,9 +323,7 @@ class Seq2SeqModel(EncoderDecoderModel):
     """A stack of :class:`Seq2SeqLayer` between an embedding and a head, beside an encoder.
 
     Args:
-        config: the normalised config.
         build_encoder: makes the encoder; gets the embedding, which it may share.
-        settings: types and places.
         stored: names of the checkpoint's weights. They say whether the head is a matrix of its
             own: configs of T5 do not.
     """

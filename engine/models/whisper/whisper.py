@@ -63,7 +63,6 @@ class SpeechWindows:
     """How a transcription goes on after a window; see ``Continuation``.
 
     Attributes:
-        windows: of the recording.
         begin: frame at which the present window begins.
         first_timestamp_id: the id of ``<|0.00|>``; all larger ids are later times.
         end_token_id: ends a window's text, and is no part of it.
@@ -118,7 +117,6 @@ class TimestampRule:
 
     Args:
         no_timestamps_token_id: the last id before those of the timestamps; never generated.
-        end_token_id: ids below it are text.
         max_first: the latest that the first timestamp may be, as its number; None for any.
     """
 
