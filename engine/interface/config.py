@@ -207,6 +207,7 @@ class MediaLimits(Settings):
             while it is made.
         max_image_pixels: width times height of an image. Pillow itself takes images for bombs that
             have more than can be set.
+        max_video_s: seconds of a video.
         max_video_pixels: of all frames of a video that are looked at, in the file's own size.
     """
 
@@ -228,11 +229,14 @@ class EngineSettings(Settings):
         device: ``auto`` takes CUDA when there is one.
         attention_backend: ``auto`` takes xformers on CUDA, native on a CPU (C kernels, compiled on
             first use, for norms and activations too), torch where those cannot run.
+        block_size: tokens per KV block.
         num_blocks: blocks in the pool, the null block included, or large pages in models whose
             layers keep different things; None sizes the pool for ``max_num_seqs`` requests of
             ``max_model_len``, within ``memory_fraction``.
         memory_fraction: share of the device's free memory for a pool whose ``num_blocks`` is None.
         max_model_len: longest sequence, prompt and output; None takes the checkpoint's.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: token budget of one step.
         max_num_encoder_tokens: rows that towers for images and the like, or an encoder-decoder's
             encoder, give in one step; a longer input runs alone. None sets no limit.
         encoder_cache_bytes: what towers' rows, those in use included, may take on the device. What
