@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.json import Encoder
 
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.pipeline_response import event
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,6 @@ __all__ = [
     "ChatAudio",
     "Choice",
     "LogprobWriter",
-    "TextEvent",
     "TokenCount",
     "TokenPlaces",
     "TokenTexts",
@@ -302,9 +301,6 @@ def _number(logprob: float) -> float:
 
 _ENCODER = Encoder()
 
-_BLANK = uuid4().hex
-"""A text that stands in no answer."""
-
 
 class PromptTokensDetails(Struct, kw_only=True):
     """Tokens of a prompt that the cache saved computing."""
@@ -402,18 +398,4 @@ def as_json(answer: Struct) -> bytes:
 
 def as_event(answer: Struct) -> bytes:
     """Write an answer as a server-sent event."""
-    return b"data: " + _ENCODER.encode(answer) + b"\n\n"
-
-
-class TextEvent:
-    """Events that are alike but for a text: what is the same in all of them is written once.
-
-    Most of a stream is such events: one for every token.
-    """
-
-    def __init__(self, make: Callable[[str], Struct]) -> None:
-        self._parts = as_event(make(_BLANK)).split(_ENCODER.encode(_BLANK))
-
-    def of(self, text: str) -> bytes:
-        """The event of a text, as :func:`as_event` writes it."""
-        return _ENCODER.encode(text).join(self._parts)
+    return event(_ENCODER.encode(answer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from omni.server.openai.answers import (
     ChatAudio,
     Choice,
     LogprobWriter,
-    TextEvent,
     TokenCount,
     Usage,
     as_event,
@@ -31,7 +31,6 @@ from omni.server.openai.answers import (
 from omni.server.openai.chat_request import StreamOptions, chat_prompt, merge_sampling
 from omni.server.openai.speech import (
     check_voice,
-    encoded,
     sound_of,
     speaking_stage,
 )
@@ -80,16 +79,14 @@ class Chat(PipelineResponse):
         if body.audio is not None:
             self._voice = speaking_stage(stages, "modalities")
             check_voice(stages, body.audio.voice, "audio.voice")
-        self._sampling = merge_sampling(
-            stages, self._stage, body.sampling_fields(), body.stages, body.sampling_names
-        )
+        fields, names = body.stage_fields()
+        self._sampling = merge_sampling(stages, self._stage, fields, body.stages, names)
         self._n = num_completions(stages, self._stage, self._sampling)
         self._logprobs = LogprobWriter(self.pipeline, self._stage) if body.logprobs else None
         self._options = body.stream_options or StreamOptions()
         self._id = f"chatcmpl-{client.request_id}"
         self._audio_id = f"audio-{client.request_id}"
         self._created = int(time.time())
-        self._text_event = TextEvent(lambda text: self._chunk([self._text_choice(0, text)]))
 
     async def whole(self) -> Response:
         """The answer in one piece."""
@@ -121,22 +118,16 @@ class Chat(PipelineResponse):
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer by events: text and sound as they come."""
         progress = _Progress()
-        is_plain = self._n == 1 and not (self._logprobs or self._options.counts_each_chunk)
         piece = b""
         async with await self._stream() as stream:
             async for update in stream.updates():
                 delta, sound = update.of(self._stage), update.sound(self._voice)
                 if delta is not None:
                     progress.count.add(delta)
-                ends = delta is not None and delta.finish_reason is not None
-                if is_plain and progress.has_begun and not (sound or ends or update.is_last):
-                    text = None if delta is None else delta.text
-                    piece = self._text_event.of(text) if text else b""
-                else:
-                    # Together, and the last ones with the end: each piece is a call of the system,
-                    # and wakes the client.
-                    new = self._new(delta, sound, progress, is_over=update.is_last)
-                    piece = b"".join([self._event_of(choice, progress.count) for choice in new])
+                # Together, and the last ones with the end: each piece is a call of the system, and
+                # wakes the client.
+                new = self._new(delta, sound, progress, is_over=update.is_last)
+                piece = b"".join([self._event_of(choice, progress.count) for choice in new])
                 if piece and not update.is_last:
                     yield piece
         if self._options.include_usage:
@@ -213,7 +204,7 @@ class Chat(PipelineResponse):
 
     async def _file(self, sound: Waveform, transcript: str) -> ChatAudio:
         assert self._body.audio is not None
-        content = await encoded(sound, self._body.audio.format)
+        content = await asyncio.to_thread(sound.encoded, self._body.audio.format)
         return ChatAudio(
             id=self._audio_id,
             data=content,

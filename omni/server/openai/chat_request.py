@@ -134,10 +134,11 @@ class SamplingFields(StageFields):
     logit_bias: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
 
-    def given_fields(self) -> dict[str, Any]:
-        """Return the fields among :attr:`own_fields` that are given."""
-        given = {name: getattr(self, name) for name in self.own_fields}
-        return {name: value for name, value in given.items() if value is not None}
+    def sampling_fields(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+        """Return the fields that are given for the stage that answers."""
+        fields = {name: getattr(self, name) for name in self.own_fields}
+        fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def merge_sampling(
@@ -372,25 +373,16 @@ class ChatRequest(SamplingFields):
             )
         return self
 
-    @property
-    def sampling_names(self) -> dict[str, str]:
-        """The names of fields of the sampling parameters here, where they differ."""
+    def stage_fields(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the fields for the stage that answers, and their names here, where they differ."""
         is_new = self.max_completion_tokens is not None
-        return {
+        max_tokens = self.max_completion_tokens if is_new else self.max_tokens
+        names = {
             "max_tokens": "max_completion_tokens" if is_new else "max_tokens",
             "logprobs": "top_logprobs",
         }
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields for the stage that answers."""
-        fields = self.given_fields()
-        limit = self.max_completion_tokens
-        limit = self.max_tokens if limit is None else limit
-        if limit is not None:
-            fields["max_tokens"] = limit
-        if self.logprobs:
-            fields["logprobs"] = self.top_logprobs or 0
-        return fields
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_fields(max_tokens, logprobs), names
 
 
 class CompletionRequest(SamplingFields):
@@ -415,15 +407,6 @@ class CompletionRequest(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise PlacedError(("stream_options",), "needs stream to be true")
         return self
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields for the stage that answers."""
-        fields = self.given_fields()
-        if self.max_tokens is not None:
-            fields["max_tokens"] = self.max_tokens
-        if self.logprobs is not None:
-            fields["logprobs"] = self.logprobs
-        return fields
 
 
 async def chat_prompt(

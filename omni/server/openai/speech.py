@@ -31,7 +31,6 @@ __all__ = [
     "SpeechRequest",
     "SpokenPieces",
     "check_voice",
-    "encoded",
     "sound_of",
     "speaking_stage",
     "wav_stream_header",
@@ -54,11 +53,6 @@ def check_voice(pipeline: Pipeline, voice: str | None, param: str) -> None:
         pipeline.voices.find(voice)
     except ValueError as error:
         raise ApiError.bad_field(param, str(error)) from error
-
-
-async def encoded(sound: Waveform, kind: str) -> bytes:
-    """Encode a sound as a file of a kind, or ``pcm16``, in another thread."""
-    return await asyncio.to_thread(sound.encoded, kind)
 
 
 def sound_of(outputs: Mapping[str, StageOutput], stage: str) -> Waveform | None:
@@ -168,7 +162,8 @@ class Speech(PipelineResponse):
         sound = sound_of(last, self._stage)
         if sound is None:
             raise _no_sound()
-        return Response(await encoded(sound, self._format), media_type=self.media_type)
+        content = await asyncio.to_thread(sound.encoded, self._format)
+        return Response(content, media_type=self.media_type)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it is made; a file of it does not know its length at the beginning."""

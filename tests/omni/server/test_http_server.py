@@ -20,7 +20,7 @@ from omni.server.serving.pipeline_server import PipelineServer, ServedPipeline
 from omni.server.serving.settings import ServerLimits, ServerSettings
 from tests.support.gated_stage import gated_pipeline
 from tests.support.http_call import call
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, wait_until
 from tests.support.patience import PATIENCE_S
 from tests.support.tokenizing_kind import TOKENIZING
 
@@ -203,6 +203,22 @@ def test_a_host_or_an_origin_that_is_no_name_is_as_foreign_as_any(given: dict[st
 def test_every_answer_has_an_id_of_its_own(keyed: LiveServer):
     ids = {get(f"{keyed.url}/health")[1]["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
+
+
+def test_a_mistake_of_the_server_is_answered_without_its_details(
+    keyed: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: object) -> None:
+        raise KeyError("a detail")
+
+    monkeypatch.setattr(PipelineServer, "find", broken)
+    with caplog.at_level("INFO", "omni"):
+        status, headers, body = get(
+            f"{keyed.url}/v1/models/keyed", {"Authorization": "Bearer key-1"}
+        )
+        wait_until(lambda: any(headers["x-request-id"] in each for each in caplog.messages))
+    assert status == 500 and body["error"]["type"] == "server_error"
+    assert "a detail" not in body["error"]["message"] and "a detail" in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/nowhere", "/v1/models/none"])
