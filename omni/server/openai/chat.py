@@ -137,13 +137,8 @@ class Chat(PipelineResponse):
     async def _stream(self) -> ResponseStream:
         body, limits = self._body, self.server.settings.limits
         prompt = await chat_prompt(body.messages, self.server.fetcher, limits.max_body_bytes)
-        request = self.client.request(
-            prompt,
-            self._sampling,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            speaker=body.audio.voice if body.audio is not None else None,
-        )
+        speaker = body.audio.voice if body.audio is not None else None
+        request = body.request(self.client, prompt, self._sampling, speaker=speaker)
         stages = [self._stage] if self._voice is None else [self._stage, self._voice]
         return self.stream([request], stages)
 

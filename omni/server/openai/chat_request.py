@@ -13,11 +13,12 @@ from engine import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
 from engine.interface.settings import explain_validation_error
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import ApiModel, decoded, fetched
+from omni.server.serving.request_body import ApiModel, check_part, decoded, fetched
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
+    from omni.server.serving.parsed_request import Client, ParsedRequest
 
 __all__ = [
     "AudioOptions",
@@ -92,6 +93,24 @@ class RequestFields(ApiModel):
     priority: int = 0
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
+    def request(
+        self,
+        client: Client,
+        prompt: Prompt,
+        sampling: Mapping[str, SamplingParams],
+        index: int = 0,
+        speaker: str | None = None,
+    ) -> ParsedRequest:
+        """Make a request with these fields; see :meth:`Client.request`."""
+        return client.request(
+            prompt,
+            sampling,
+            index=index,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            speaker=speaker,
+        )
+
 
 class StageFields(RequestFields):
     """Fields of all requests to pipelines with stages that sample.
@@ -107,15 +126,9 @@ class StageFields(RequestFields):
 class SamplingFields(StageFields):
     """Fields of all requests that generate text; absent ones leave it to the stage's own.
 
-    Those that OpenAI does not have are :class:`~engine.SamplingParams`'s.
+    They mean the same to a stage under the same name, and those that OpenAI does not have are
+    :class:`~engine.SamplingParams`'s.
     """
-
-    own_fields: ClassVar[tuple[str, ...]] = (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
-        *("min_tokens", "suppress_token_ids", "logit_bias", "truncate_prompt_tokens"),
-    )
-    """Those that mean the same to a stage under the same name."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -136,7 +149,7 @@ class SamplingFields(StageFields):
 
     def sampling_fields(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Return the fields that are given for the stage that answers."""
-        fields = {name: getattr(self, name) for name in self.own_fields}
+        fields = {name: getattr(self, name) for name in SamplingFields.__annotations__}
         fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -240,11 +253,8 @@ class ContentPart(ApiModel):
 
     @model_validator(mode="after")
     def _has_what_it_names(self) -> ContentPart:
-        for name in ("text", "image_url", "input_audio", "video_url"):
-            given = getattr(self, name) is not None
-            if given != (name == self.type):
-                what = "missing; it must be given" if name == self.type else "does not belong here"
-                raise PlacedError((name,), f"{what}: a part of type {self.type!r}")
+        names = ("text", "image_url", "input_audio", "video_url")
+        check_part(self, names, self.type, f"a part of type {self.type!r}")
         return self
 
 

@@ -55,14 +55,7 @@ class Completions(PipelineResponse):
         self._id = f"cmpl-{client.request_id}"
         self._created = int(time.time())
         self._requests = [
-            client.request(
-                prompt,
-                sampling,
-                index=index,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
-            for index, prompt in enumerate(prompts)
+            body.request(client, prompt, sampling, index) for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:

@@ -72,14 +72,7 @@ class Embeddings(PipelineResponse):
         sampling = merge_sampling(self.stages, self._stage, given, {}, {})
         prompts = prompts_of(body.input, server.settings.limits.max_prompts, "input")
         self._requests = [
-            client.request(
-                prompt,
-                sampling,
-                index=index,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
-            for index, prompt in enumerate(prompts)
+            body.request(client, prompt, sampling, index) for index, prompt in enumerate(prompts)
         ]
 
     async def whole(self) -> Response:

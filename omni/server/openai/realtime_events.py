@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import ApiModel, parse_json
+from omni.server.serving.request_body import ApiModel, check_part, parse_json
 
 __all__ = [
     "AppendAudio",
@@ -104,10 +104,7 @@ class ItemPart(ApiModel):
     @model_validator(mode="after")
     def _has_what_it_names(self) -> ItemPart:
         wanted = "audio" if self.type == "input_audio" else "text"
-        for name in ("text", "audio"):
-            if (getattr(self, name) is not None) != (name == wanted):
-                what = "missing; it must be given" if name == wanted else "does not belong here"
-                raise PlacedError((name,), f"{what}: a part of type {self.type!r}")
+        check_part(self, ("text", "audio"), wanted, f"a part of type {self.type!r}")
         return self
 
 

@@ -147,13 +147,9 @@ class Speech(PipelineResponse):
         messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        self._request = client.request(
-            ChatPrompt(tuple(messages)),
-            merge_sampling(self.stages, self._stage, {}, body.stages, {}),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            speaker=body.voice,
-        )
+        prompt = ChatPrompt(tuple(messages))
+        sampling = merge_sampling(self.stages, self._stage, {}, body.stages, {})
+        self._request = body.request(client, prompt, sampling, speaker=body.voice)
 
     async def whole(self) -> Response:
         """The answer as one file."""

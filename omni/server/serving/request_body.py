@@ -17,11 +17,11 @@ from omni.server.serving.api_error import ApiError
 from omni.server.serving.url_fetcher import UrlFetcher
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from starlette.requests import Request
 
-__all__ = ["ApiModel", "decoded", "fetched", "parse_json", "read_json"]
+__all__ = ["ApiModel", "check_part", "decoded", "fetched", "parse_json", "read_json"]
 
 _SMALL = 1 << 16
 """Characters that are decoded at once; more go to another thread."""
@@ -96,6 +96,14 @@ class ApiModel(BaseModel):
         return {
             key: value for key, value in data.items() if key not in left_out and value is not None
         }
+
+
+def check_part(part: BaseModel, names: Sequence[str], wanted: str, what: str) -> None:
+    """Check that of some fields a part of a request has the wanted one alone."""
+    for name in names:
+        if (getattr(part, name) is not None) != (name == wanted):
+            wrong = "missing; it must be given" if name == wanted else "does not belong here"
+            raise PlacedError((name,), f"{wrong}: {what}")
 
 
 async def read_json(request: Request, model: type[_ModelT]) -> _ModelT:
