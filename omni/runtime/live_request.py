@@ -11,12 +11,35 @@ from engine import FinishReason, RequestMetrics, SamplingParams
 from engine.interface.outputs import OutputDelta
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest, StageTime
-from omni.runtime.stream import Stream
 from stages import Stage, StageOutput
 from stages.stage_output import OutputAccumulator
-from stages.worker.messages import Enter
+from stages.worker.messages import Enter, StreamedEdge
 
-__all__ = ["LiveRequest", "next_to_lift"]
+__all__ = ["LiveRequest", "Stream", "next_to_lift"]
+
+
+@dataclass(slots=True)
+class Stream:
+    """Where chunks go, and how many of them are on their way.
+
+    Attributes:
+        source: the stage that cuts the chunks.
+        edge: the stage that takes them, and how.
+        outstanding: chunks that were cut and not taken yet.
+        has_begun: whether any chunk came.
+        is_open: whether the consumer takes any more.
+    """
+
+    source: str
+    edge: StreamedEdge
+    outstanding: int = 0
+    has_begun: bool = False
+    is_open: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the source lets the request rest, until the consumer has taken a chunk."""
+        return self.is_open and self.outstanding >= self.edge.max_pending
 
 
 @dataclass(slots=True, eq=False)

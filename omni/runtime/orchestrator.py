@@ -11,7 +11,7 @@ from typing import TypeAlias
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
 from omni.requests.request import OmniDelta, OmniRequest
-from omni.runtime.live_request import LiveRequest, next_to_lift
+from omni.runtime.live_request import LiveRequest, Stream, next_to_lift
 from omni.runtime.stage_links import (
     StageLinks,
     check_workers,
@@ -19,7 +19,6 @@ from omni.runtime.stage_links import (
     tensor_sources,
     whole_edges,
 )
-from omni.runtime.stream import Stream
 from omni.runtime.trace import Trace
 from stages import StageOutput
 from stages.worker.messages import (
@@ -180,7 +179,7 @@ class Orchestrator:
         moved: dict[str, OmniDelta | None] = {}
         has_moved = False
         for name in reversed(self._pipeline.order):
-            self._links[name].work()
+            self._links.work(name)
             for event in self._events(name):
                 has_moved = True
                 self._take(event, moved)
@@ -217,7 +216,7 @@ class Orchestrator:
 
     def _events(self, name: str) -> list[Event]:
         unread, self._unread[name] = self._unread[name], []
-        return unread + self._links[name].events()
+        return unread + self._links.events(name)
 
     def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
         """Tell at once what a root stage in this thread refuses at once.
@@ -252,7 +251,7 @@ class Orchestrator:
                 stream = live.streams[name]
                 stream.outstanding -= 1
                 if stream.source in live.inside:
-                    self._links[stream.source].send(Credit(live.request_id, name))
+                    self._links.send(stream.source, Credit(live.request_id, name))
             case Failed():
                 ended = self._end(live, event.error)
                 if not (event.has_begun or live.has_moved):
@@ -296,7 +295,7 @@ class Orchestrator:
         stream.outstanding += 1
         if stream.has_begun:
             extend = Extend(live.request_id, chunk.output, chunk.first_row)
-            self._links[chunk.consumer].send(extend)
+            self._links.send(chunk.consumer, extend)
         else:
             stream.has_begun = True
             self._enter(live, chunk.consumer, (chunk.output,), first_row=chunk.first_row)
@@ -325,7 +324,7 @@ class Orchestrator:
         self._entered[enter.ticket] = (live, name)
         wants = name in self._tensor_sources
         enter = replace(enter, first_row=first_row, group=group, wants_tensors=wants)
-        self._links[name].send(enter)
+        self._links.send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:
         """A stage is done with a request, and takes no more chunks of it."""
@@ -334,7 +333,7 @@ class Orchestrator:
         if stream is not None:
             stream.is_open = False
             if stream.source in live.inside:
-                self._links[stream.source].send(CloseStream(live.request_id, name))
+                self._links.send(stream.source, CloseStream(live.request_id, name))
 
     def _give_way(self) -> None:
         """Let a request that rests go on, if the pipeline would stand still: ``next_to_lift``."""
@@ -343,7 +342,7 @@ class Orchestrator:
         live, name = found
         if self._links.check_idle():
             live.lifted.add(name)
-            self._links[name].send(Lift(live.request_id))
+            self._links.send(name, Lift(live.request_id))
 
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
@@ -356,7 +355,7 @@ class Orchestrator:
     def _abort(self, live: LiveRequest) -> None:
         for name, ticket in live.inside.items():
             del self._entered[ticket]
-            self._links[name].send(Abort(live.request_id))
+            self._links.send(name, Abort(live.request_id))
         live.inside.clear()
         self._live.pop(live.request_id, None)
 

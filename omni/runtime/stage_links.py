@@ -1,18 +1,27 @@
-"""The ways to a pipeline's stages."""
+"""The links to a pipeline's stages, and what a trace learns at them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
+from engine.interface.outputs import OutputDelta
 from omni.pipelines.pipeline import Pipeline
 from omni.runtime.trace import Trace
-from omni.runtime.traced_link import TracedLink
-from stages import Stage
-from stages.worker.messages import StreamedEdge
+from stages import Stage, StageOutput
+from stages.trace_events import Traced
+from stages.worker.messages import (
+    Abort,
+    Command,
+    Enter,
+    Event,
+    Extend,
+    Failed,
+    Output,
+    StreamedEdge,
+)
 from stages.worker.stage_link import DistantStage, StageLink, why_lost
 from stages.worker.stage_tracer import TracedWorker
-from stages.worker.stage_worker import StageWorker
+from stages.worker.stage_worker import StageWorker, num_tensor_bytes
 
 __all__ = [
     "StageLinks",
@@ -24,33 +33,50 @@ __all__ = [
 ]
 
 
-class StageLinks(Mapping[str, StageLink]):
-    """A way to every stage of a pipeline: a worker in this thread, or the stage's own elsewhere.
+class StageLinks:
+    """A link to every stage of a pipeline: a worker in this thread, or the stage's own elsewhere.
 
     Args:
         pipeline: the stages; they must be idle.
-        trace: gets what happens on the ways and in the workers; None for nothing.
+        trace: gets what happens at the links and in the workers; None for nothing.
     """
 
     def __init__(self, pipeline: Pipeline, trace: Trace | None = None) -> None:
         edges = streamed_edges(pipeline)
-        link = _link if trace is None else partial(_traced_link, trace)
+        self._tracer = None if trace is None else _LinkTracer(trace)
         self._links = {
-            name: link(pipeline, stage, edges[name]) for name, stage in pipeline.stages.items()
+            name: (
+                _link(pipeline, stage, edges[name])
+                if trace is None
+                else _link(pipeline, stage, edges[name], is_traced=True)
+            )
+            for name, stage in pipeline.stages.items()
         }
 
-    def __getitem__(self, name: str) -> StageLink:
-        return self._links[name]
+    def send(self, name: str, command: Command) -> None:
+        """Send a stage a command; see :class:`~stages.worker.stage_link.StageLink`."""
+        if self._tracer is not None:
+            self._tracer.sending(name, command)
+        self._links[name].send(command)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._links)
+    def work(self, name: str) -> None:
+        """Do one unit of a stage's work, if this thread steps it."""
+        self._links[name].work()
 
-    def __len__(self) -> int:
-        return len(self._links)
+    def events(self, name: str) -> list[Event]:
+        """The events of a stage since this was last called."""
+        link, tracer = self._links[name], self._tracer
+        if tracer is None:
+            return link.events()
+        traces = link.traces()
+        events = link.events()
+        # Those of workers elsewhere have come with the events.
+        tracer.received(name, [*traces, *link.traces()], events)
+        return events
 
     @property
     def has_work(self) -> bool:
-        """Whether any stage would do or emit anything."""
+        """Whether any stage has work or events."""
         return any(link.has_work for link in self._links.values())
 
     @property
@@ -66,6 +92,8 @@ class StageLinks(Mapping[str, StageLink]):
 
     def drop_all(self) -> None:
         """Have all stages let go of all requests, whatever state an exception left."""
+        if self._tracer is not None:
+            self._tracer.left_all()
         for link in self._links.values():
             link.drop_all()
 
@@ -99,7 +127,7 @@ def check_workers(pipeline: Pipeline) -> None:
         why = why_lost(stage.worker_states()) if isinstance(stage, DistantStage) else None
         if why is not None:
             error = f"stage {name!r}: {why}"
-            raise ValueError(error) from RuntimeError(error)  # it is not the client's to fix
+            raise ValueError(error) from RuntimeError(error)  # it is not the asker's to mend
 
 
 def streamed_edges(pipeline: Pipeline) -> dict[str, tuple[StreamedEdge, ...]]:
@@ -145,16 +173,65 @@ def tensor_sources(pipeline: Pipeline, *, is_heard: bool) -> frozenset[str]:
     return frozenset(needed.union(*whole_edges(pipeline).values()))
 
 
-def _link(pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]) -> StageLink:
-    if isinstance(stage, DistantStage):
-        return stage.link
-    return StageWorker(stage, pipeline.transforms.get(stage.name), edges)
-
-
-def _traced_link(
-    trace: Trace, pipeline: Pipeline, stage: Stage, edges: tuple[StreamedEdge, ...]
+def _link(
+    pipeline: Pipeline,
+    stage: Stage,
+    edges: tuple[StreamedEdge, ...],
+    *,
+    is_traced: bool = False,
 ) -> StageLink:
     if isinstance(stage, DistantStage):
-        return TracedLink(stage.name, stage.link, trace)
-    worker = TracedWorker(stage, pipeline.transforms.get(stage.name), edges)
-    return TracedLink(stage.name, worker, trace)
+        return stage.link
+    kind = TracedWorker if is_traced else StageWorker
+    return kind(stage, pipeline.transforms.get(stage.name), edges)
+
+
+class _LinkTracer:
+    """Watches what goes to the stages and what comes back.
+
+    Args:
+        trace: gets it.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._tickets: dict[tuple[str, str], int] = {}  # by stage and request
+
+    def sending(self, name: str, command: Command) -> None:
+        """A stage gets a command."""
+        match command:
+            case Enter():
+                self._left(name, command.request_id)
+                self._tickets[name, command.request_id] = command.ticket
+                if command.sources:
+                    self._sent(name, command.request_id, command.sources)
+            case Extend():
+                self._sent(name, command.request_id, (command.source,))
+            case Abort():
+                self._left(name, command.request_id)
+
+    def received(self, name: str, traces: Sequence[Traced], events: Iterable[Event]) -> None:
+        """A stage has emitted events, and reported what it did when."""
+        for traced in traces:
+            self._trace.take(name, traced)
+        for event in events:
+            match event:
+                case Output(delta=OutputDelta(finished=True) as delta):
+                    self._left(name, delta.request_id)
+                case Failed():
+                    for (stage, request_id), ticket in tuple(self._tickets.items()):
+                        if stage == name and ticket == event.ticket:
+                            self._left(name, request_id)
+
+    def left_all(self) -> None:
+        """All stages have let go of all requests."""
+        for name, request_id in tuple(self._tickets):
+            self._left(name, request_id)
+
+    def _sent(self, name: str, request_id: str, sources: Sequence[StageOutput]) -> None:
+        stages = [each.stage for each in sources]
+        self._trace.sent(name, request_id, stages, num_tensor_bytes(sources))
+
+    def _left(self, name: str, request_id: str) -> None:
+        self._trace.left(name, request_id)
+        self._tickets.pop((name, request_id), None)
