@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 from stages.remote.channel import Channel
-from stages.remote.codec import Codec
 from stages.remote.fork_server import shut_down, start_worker
 from stages.remote.segments import SegmentPool
 from stages.stage import StageOutput
@@ -41,7 +40,7 @@ GOALS_MS = {1: 1.0, 16: 5.0}
 def receive_from_channel(sock: socket.socket, argument: bytes) -> None:
     """In the other process: tell of each output when it was there."""
     ended = threading.Event()
-    channel = Channel(sock, Codec(), SegmentPool(), "sender")
+    channel = Channel(sock, StageOutput, SegmentPool(), "sender")
 
     def on_message(output: StageOutput) -> None:
         rows = output.tensors["rows"]
@@ -73,7 +72,7 @@ Hop = Callable[[torch.Tensor], tuple[float, float, float]]
 def over_channel() -> tuple[Hop, Callable[[], None]]:
     worker = start_worker(f"{module()}:receive_from_channel", b"", threads=1, name="receiver")
     answers: queue.SimpleQueue[tuple[float, float, float]] = queue.SimpleQueue()
-    channel = Channel(worker.sock, Codec(), SegmentPool(), "receiver")
+    channel = Channel(worker.sock, tuple[float, float, float], SegmentPool(), "receiver")
     channel.start(answers.put, lambda reason: None)
 
     def hop(rows: torch.Tensor) -> tuple[float, float, float]:

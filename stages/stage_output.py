@@ -9,17 +9,13 @@ A kind of stage from outside may return cumulative outputs; :func:`delta_since` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from engine import FinishReason, RequestMetrics, TokenLogprobs, WindowStart
+from engine import FinishReason, RequestMetrics, TokenLogprobs, Waveform, WindowStart
+from engine.interface.hints import Tensors
 from engine.interface.outputs import CompletionDelta, OutputDelta, failure_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine import Waveform
 
 __all__ = ["Completion", "OutputAccumulator", "StageOutput", "delta_since"]
 
@@ -82,7 +78,7 @@ class StageOutput:
     num_cached_tokens: int = 0
     encoder_prompt_token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     completions: tuple[Completion, ...] = ()
     audio: Waveform | None = None

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from platform import node
 
+import msgspec
+
 __all__ = ["RUN_AGAIN", "StageEvent", "Traced", "this_clock"]
 
 RUN_AGAIN = "run again"
@@ -33,8 +35,7 @@ class StageEvent:
     args: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
+class Traced(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What happened in a worker, in order, since it last told.
 
     Attributes:

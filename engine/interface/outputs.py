@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.interface.waveform import Waveform
+from engine.interface.hints import Tensors
+from engine.interface.waveform import Waveform
 
 __all__ = [
     "CompletionDelta",
@@ -144,7 +141,7 @@ class OutputDelta:
     num_cached_tokens: int = 0
     prompt_token_ids: tuple[int, ...] = ()
     encoder_prompt_token_ids: tuple[int, ...] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     windows: tuple[WindowStart, ...] = ()
     metrics: RequestMetrics | None = None
 
@@ -183,7 +180,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     windows: tuple[WindowStart, ...] = ()
 
 
@@ -234,7 +231,7 @@ class EncoderOutput:
 
     request_id: str
     finished: bool
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_token_ids: tuple[int, ...] = ()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from engine.interface.hints import Tensor
 
 __all__ = ["Waveform"]
 

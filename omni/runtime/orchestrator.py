@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain, count
 from typing import TypeAlias
+
+import msgspec
 
 from engine import FinishReason
 from omni.pipelines.pipeline import Pipeline
@@ -323,7 +324,9 @@ class Orchestrator:
         enter = live.enter(next(self._tickets), name, sources)
         self._entered[enter.ticket] = (live, name)
         wants = name in self._tensor_sources
-        enter = replace(enter, first_row=first_row, group=group, wants_tensors=wants)
+        enter = msgspec.structs.replace(
+            enter, first_row=first_row, group=group, wants_tensors=wants
+        )
         self._links.send(name, enter)
 
     def _leave(self, live: LiveRequest, name: str) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
-from stages.cluster.object_bytes import Attachments, Household, ObjectBytes
-from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed, plain_bytes
-from stages.remote.channel import wire_codec
+from stages.cluster.object_bytes import Household, ObjectBytes, ObjectDecoder
+from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed
+from stages.remote.codec import Reference, encode, plain_bytes
+from stages.remote.control import WorkerMessage
 from stages.remote.segments import RemoteBytes
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 
@@ -83,7 +84,7 @@ class ActorConnection(Connection):
         listener: Listener,
     ) -> None:
         self._actor, self._household, self._listener = actor, household, listener
-        self._codec = wire_codec()
+        self._decoder = ObjectDecoder(WorkerMessage, household)
         self._hello: Hello | None = None
         self._lock = threading.Lock()  # over all below
         self._num_sent = 0
@@ -106,17 +107,17 @@ class ActorConnection(Connection):
         """See :class:`~stages.remote.supervisor.Connection`."""
         references: list[Any] = []
 
-        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
+        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
             reference = content.reference if isinstance(content, ObjectBytes) else None
             if reference is None:
                 if content.nbytes <= INLINE_BYTES:
                     return None
                 reference = _put(plain_bytes(content))
             references.append(reference)
-            return [len(references) - 1, content.nbytes]
+            return Reference(len(references) - 1, content.nbytes)
 
         self._check_open()
-        content = self._codec.encode(message, share)
+        content = encode(message, share)
         with self._lock:
             self._check_open()
             with _room_for(len(content)):  # Ray puts a large one into the store, too
@@ -199,8 +200,7 @@ class ActorConnection(Connection):
             offered = self._fetch_offers(sum(map(sum, bundle.is_offered)))
             for content, are_offered in zip(bundle.contents, bundle.is_offered, strict=True):
                 references = [next(offered if each else items) for each in are_offered]
-                beside = Attachments(references, self._household)
-                self._listener.on_message(self._codec.decode(content, beside.find))
+                self._listener.on_message(self._decoder.decode(content, references))
             if bundle.ended is not None:
                 return bundle.ended
 

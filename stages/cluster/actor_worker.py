@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
 from stages.cluster.direct_transport import Offers
-from stages.cluster.object_bytes import Attachments
+from stages.cluster.object_bytes import ObjectDecoder
 from stages.cluster.parcels import (
     INLINE_BYTES,
     Bundle,
@@ -28,10 +28,9 @@ from stages.cluster.parcels import (
     Outbox,
     Parcel,
     Turns,
-    plain_bytes,
 )
-from stages.remote.channel import wire_codec
-from stages.remote.control import StageSpec, WorkerMessage, WorkerSpec
+from stages.remote.codec import Decoder, Reference, encode, plain_bytes
+from stages.remote.control import LinkMessage, StageSpec, WorkerMessage, WorkerSpec
 from stages.remote.segments import RemoteBytes
 from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
@@ -64,8 +63,8 @@ class ActorWorker:
     """
 
     def __init__(self, argument: bytes, build: Build = build_stage) -> None:
-        self._codec = wire_codec()
-        spec: WorkerSpec = self._codec.decode(argument)
+        spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
+        self._decoder = ObjectDecoder(LinkMessage)
         self._outbox = Outbox()
         self._inbox: InOrder[Any] = InOrder()
         self._build = build
@@ -94,9 +93,7 @@ class ActorWorker:
         try:
             if references:  # fetched here, so that no step waits for the network
                 ray.wait(references, num_returns=len(references), fetch_local=True)
-            beside = Attachments(references)
-            message = self._codec.decode(content, beside.find)
-            beside.bring_home()
+            message = self._decoder.decode(content, references)
             for each in self._inbox.put(number, message):
                 self._loop.take(each)
         except Exception as error:  # nobody waits for this call; the link hears of it
@@ -187,14 +184,14 @@ class ActorWorker:
         # What its user gets has to outlive this actor.
         offers = None if self._is_shown else self._offers
 
-        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[int] | None:
+        def share(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
             offered = None if offers is None else offers.made_of(content)
             if offered is None and content.nbytes <= INLINE_BYTES:
                 return None
             beside.append(plain_bytes(content) if offered is None else offered)
-            return [len(beside) - 1, content.nbytes]
+            return Reference(len(beside) - 1, content.nbytes)
 
-        encoded = self._codec.encode(message, share)
+        encoded = encode(message, share)
         self._outbox.put(Parcel(encoded, tuple(beside)))
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stages.cluster.direct_transport import fetch, fetch_home, forget_borrowed, is_direct
-from stages.cluster.parcels import plain_bytes
+from stages.remote.codec import Decoder, Reference, plain_bytes
 from stages.remote.segments import RemoteBytes
 
-__all__ = ["Attachments", "Household", "ObjectBytes"]
+__all__ = ["Household", "ObjectBytes", "ObjectDecoder"]
 
 
 _FETCHED_WITHIN_S = 10.0
@@ -165,35 +165,39 @@ class Household:
             return list(self._members)
 
 
-class Attachments:
-    """The objects beside one message.
+class ObjectDecoder:
+    """Decodes messages with objects beside them, in one thread at a time.
 
     Args:
-        references: Ray's.
+        kinds: see :class:`~stages.remote.codec.Decoder`.
         household: see :class:`ObjectBytes`.
     """
 
-    def __init__(self, references: Sequence[Any], household: Household | None = None) -> None:
-        self._references, self._household = references, household
+    def __init__(self, kinds: Any, household: Household | None = None) -> None:
+        self._household = household
+        self._decoder = Decoder(kinds, self._find)
+        self._references: Sequence[Any] = ()
         self._found: list[ObjectBytes] = []
 
-    def find(self, reference: Any) -> ObjectBytes:
-        """What stands for bytes in the message; see :data:`stages.remote.codec.Find`.
+    def decode(self, content: bytes, references: Sequence[Any]) -> Any:
+        """Decode a message. A worker fetches at once what lies in other actors.
 
         Raises:
-            ValueError: it stands for nothing.
+            ValueError: it is no message of these types.
         """
-        match reference:
-            case [int() as number, int() as nbytes] if (
-                0 <= number < len(self._references) and nbytes >= 0
-            ):
-                found = ObjectBytes(self._references[number], nbytes, self._household)
-                self._found.append(found)
-                return found
-        raise ValueError(f"no reference: {reference!r:.80}")
+        self._references = references
+        try:
+            message = self._decoder.decode(content)
+            for each in self._found:
+                if each.is_direct and self._household is None:
+                    each.bring_home()
+            return message
+        finally:
+            self._references, self._found = (), []
 
-    def bring_home(self) -> None:
-        """Fetch what was found and lies in other actors, so that nobody waits for it later."""
-        for each in self._found:
-            if each.is_direct:
-                each.bring_home()
+    def _find(self, reference: Reference) -> ObjectBytes:
+        if not 0 <= reference.number < len(self._references):
+            raise ValueError(f"object {reference.number} of {len(self._references)}")
+        found = ObjectBytes(self._references[reference.number], reference.nbytes, self._household)
+        self._found.append(found)
+        return found

@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-
-from stages.remote.segments import RemoteBytes
 
 __all__ = [
     "INLINE_BYTES",
@@ -25,7 +23,6 @@ __all__ = [
     "Parcel",
     "Turns",
     "Unconfirmed",
-    "plain_bytes",
 ]
 
 INLINE_BYTES = 64 * 2**10
@@ -212,11 +209,3 @@ class Turns:
                 self._come.remove(number)
                 self._next += 1
                 self._changed.notify_all()
-
-
-def plain_bytes(content: NDArray[np.uint8] | Tensor | RemoteBytes) -> NDArray[np.uint8]:
-    """What a codec would share, as an array in this process's memory."""
-    if isinstance(content, RemoteBytes):
-        return content.array()
-    made: Any = content.cpu().numpy() if isinstance(content, Tensor) else content
-    return np.asarray(made)

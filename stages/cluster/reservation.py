@@ -22,7 +22,7 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import ActorWorker
 from stages.cluster.membership import Membership, join
 from stages.placement import Placement
-from stages.remote.channel import wire_codec
+from stages.remote.codec import encode
 from stages.remote.control import WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError
 
@@ -135,7 +135,7 @@ class Reservation:
                 self._group, placement_group_bundle_index=index
             ),
             runtime_env={"env_vars": _environment(spec.threads)},
-        ).remote(wire_codec().encode(spec))
+        ).remote(encode(spec))
         listener = Listener(on_message, on_end, partial(self._check_there, index, begun_s))
         return ActorConnection(actor, self._membership.household, spec.label, listener)
 

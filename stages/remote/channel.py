@@ -32,12 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.log_fields import package_logger
-from stages.remote import control
-from stages.remote.codec import Codec
+from stages.remote.codec import Decoder, Reference, encode
 from stages.remote.segments import Place, RemoteBytes, Segment, SegmentPool, SharedBytes
-from stages.remote.worker_log import Logged
-from stages.trace_events import StageEvent, Traced
-from stages.worker import messages
 
 __all__ = [
     "INLINE_BYTES",
@@ -56,7 +52,6 @@ __all__ = [
     "Imports",
     "Shipment",
     "announcement",
-    "wire_codec",
 ]
 
 
@@ -129,7 +124,7 @@ class Shipment:
         self.items: dict[int, Place | SharedBytes] = {}
         self.nbytes = 0
 
-    def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> list[Any] | None:
+    def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
         """Hand over what is large; see :data:`stages.remote.codec.Share`.
 
         Raises:
@@ -147,7 +142,7 @@ class Shipment:
         number = next(self._numbers)
         self.items[number] = item
         self.nbytes += item.nbytes
-        return [number, item.segment.identity, item.offset, item.nbytes]
+        return Reference(number, item.nbytes, item.segment.identity, item.offset)
 
     def _place(self, content: NDArray[np.uint8] | Tensor) -> Place:
         place = self._pool.place(content.nbytes)
@@ -457,24 +452,20 @@ class Imports:
             for fd in left:
                 os.close(fd)
 
-    def find(self, reference: Any) -> SharedBytes:
-        """What stands for bytes in a message; see :data:`stages.remote.codec.Find`.
+    def find(self, reference: Reference) -> SharedBytes:
+        """What a reference stands for; see :data:`stages.remote.codec.Find`.
 
         Raises:
             ValueError: it stands for nothing.
         """
-        match reference:
-            case [int() as number, bytes() as identity, int() as offset, int() as nbytes]:
-                segment = self._segments.get(identity)
-            case _:
-                raise ValueError(f"no reference: {reference!r:.80}")
+        segment = self._segments.get(reference.segment)
         if segment is None:
             raise ValueError("it speaks of a segment that was not announced")
-        self.nbytes += nbytes
-        made = SharedBytes(segment, offset, nbytes)
+        self.nbytes += reference.nbytes
+        made = SharedBytes(segment, reference.offset, reference.nbytes)
         held = _Held(made, self._gone.append)
-        held.number = number
-        self._held[number] = held
+        held.number = reference.number
+        self._held[held.number] = held
         self._nap_ms = _SHORTEST_NAP_MS
         return made
 
@@ -522,20 +513,7 @@ def announcement(segments: Sequence[Segment]) -> tuple[bytes, tuple[int, ...]]:
     return content, tuple(each.fd for each in segments)
 
 
-def wire_codec() -> Codec:
-    """A codec that knows every command, event and call."""
-    codec = Codec()
-    for kind in (StageEvent, Traced, Logged):
-        codec.register(kind)
-    for module in (messages, control):
-        for name in module.__all__:
-            kind = getattr(module, name)
-            if isinstance(kind, type):
-                codec.register(kind)
-    return codec
-
-
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Of all that two processes say to each other. One that speaks another is refused."""
 
 _LOG = package_logger(__name__)
@@ -590,7 +568,7 @@ class Channel:
 
     Args:
         sock: a connected stream socket of ``AF_UNIX``; the channel closes it.
-        codec: the same on both sides.
+        kinds: the union of all that the peer sends.
         pool: where this side places tensors; it may be shared with other channels.
         name: of the peer, for messages and the thread.
 
@@ -598,13 +576,14 @@ class Channel:
         name: as given.
     """
 
-    def __init__(self, sock: socket.socket, codec: Codec, pool: SegmentPool, name: str) -> None:
+    def __init__(self, sock: socket.socket, kinds: Any, pool: SegmentPool, name: str) -> None:
         self.name = name
         sock.setblocking(False)
-        self._sock, self._codec = sock, codec
+        self._sock = sock
         self._reader = FrameReader(sock, _MOST_BYTES)
         self._doorbell = Doorbell()
         self._imports = Imports()
+        self._decoder = Decoder(kinds, self._imports.find)
         self._lock = threading.Lock()  # over all below
         self._is_sent = threading.Condition(self._lock)
         self._writer = FrameWriter(sock)
@@ -648,7 +627,7 @@ class Channel:
         self._check_open()
         shipment = self._exports.shipment()
         try:
-            content = self._codec.encode(message, shipment.share)
+            content = encode(message, shipment.share)
             if len(content) > _MOST_BYTES:
                 raise ValueError(
                     f"a message of {len(content)} bytes: {_MOST_BYTES} are the most that are sent "
@@ -820,7 +799,7 @@ class Channel:
             case FrameKind.MESSAGE:
                 self._messages_received += 1
                 self._bytes_received += len(frame.content)
-                on_message(self._codec.decode(frame.content, self._imports.find))
+                on_message(self._decoder.decode(frame.content))
 
     def _greet(self, content: bytes) -> None:
         version = msgspec.msgpack.decode(content, type=_Hello).protocol

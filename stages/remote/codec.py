@@ -1,609 +1,350 @@
-"""Turns messages into bytes and back: known types only, by msgpack, and no code from data.
+"""Encodes the messages between processes, and decodes them by the types of their fields.
 
-Scalars stand for themselves. Everything else is a list that begins with a mark: ``[LIST, ...]``,
-``[TUPLE, ...]``, ``[OBJECT, "TextPrompt", "Hello", True, [DICT]]``. What is large is given to the
-caller, who puts it into shared memory, an object store or wherever, and says by what reference the
-other side finds it there.
+A message is a tagged ``msgspec`` struct; a new kind is one more type in the union that its decoder
+is made of. What msgspec does not know is an extension of MessagePack::
+
+    code      content
+    TENSOR    [dtype, shape, bytes or Reference]
+    ARRAY     [dtype, shape, bytes or Reference]
+    IMAGE     [mode, [width, height], bytes or Reference]
+    PATH      bytes
+    SAMPLING  the fields of SamplingParams that were set
+
+What is large is given to the caller, who puts it into shared memory or an object store and says by
+which :class:`Reference` the other side finds it there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import re
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum, IntEnum
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
-from pydantic import BaseModel
+from PIL import Image
 from torch import Tensor
 
-from engine.interface.outputs import (
-    CompletionDelta,
-    FinishReason,
-    OutputDelta,
-    RequestMetrics,
-    TokenLogprobs,
-    WindowStart,
-)
-from engine.interface.prompts import (
-    AudioPrompt,
-    ChatPrompt,
-    CodecPrompt,
-    EmbedsPrompt,
-    ExplicitEncoderDecoderPrompt,
-    ImagePrompt,
-    SpeechPrompt,
-    TextPrompt,
-    TokensPrompt,
-    VideoFeatures,
-    VideoPrompt,
-)
+import engine.interface.prompts as prompts
+import engine.interface.stats as stats
+from engine.interface import hints
 from engine.interface.sampling_params import SamplingParams
-from engine.interface.stats import EngineStats
-from engine.interface.waveform import Waveform
-from prefix_cache.kv_cache.kv_cache_manager import GroupStats, KVCacheStats
-from prefix_cache.stores.encoder_cache import EncoderCacheStats
+from prefix_cache import EncoderCacheStats, KVCacheStats
 from stages.remote.segments import RemoteBytes, SharedTensor, SharedTensors
-from stages.stage import Completion, StageOutput, StageRequest
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+__all__ = ["Decoder", "Find", "Reference", "Share", "encode", "plain_bytes"]
 
-__all__ = ["STAGE_TYPES", "Codec", "Find", "PlainType", "Share", "picture_of", "pixels_of"]
-
-_PIXEL_BYTES = {"RGB": 3, "I": 4, "F": 4}
+# The hints of these two, which their module has for type checkers alone.
+vars(stats).update(EncoderCacheStats=EncoderCacheStats, KVCacheStats=KVCacheStats)
 
 
-def pixels_of(image: Image) -> tuple[str, tuple[int, int], NDArray[np.uint8]]:
-    """Mode, size and pixels of an image, upright RGB as stages make it.
-
-    One that stages refuse, since it does not say what is white, keeps its mode: they shall tell.
-
-    Returns:
-        The mode, ``(width, height)``, and ``(width * height * bytes of a pixel,)``.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    from engine.media.image_file import upright_rgb
-
-    try:
-        image.load()
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"an image that cannot be read: {error}") from error
-    if image.mode not in ("I", "F"):
-        image = upright_rgb(image)
-    return image.mode, image.size, np.frombuffer(image.tobytes(), np.uint8)
-
-
-def picture_of(mode: str, size: tuple[int, int], pixels: NDArray[np.uint8]) -> Image:
-    """The image that :func:`pixels_of` took apart.
-
-    Raises:
-        ValueError: there are more pixels or fewer, or the mode is another.
-    """
-    from PIL import Image as pillow
-
-    width, height = size
-    if mode not in _PIXEL_BYTES or pixels.size != width * height * _PIXEL_BYTES[mode]:
-        raise ValueError(f"{pixels.size} bytes for an image {width} x {height} of mode {mode!r}")
-    return pillow.frombytes(mode, size, pixels.tobytes())
-
-
-STAGE_TYPES: tuple[type, ...] = (
-    AudioPrompt,
-    ChatPrompt,
-    CodecPrompt,
-    Completion,
-    CompletionDelta,
-    EmbedsPrompt,
-    EncoderCacheStats,
-    EngineStats,
-    ExplicitEncoderDecoderPrompt,
-    FinishReason,
-    GroupStats,
-    ImagePrompt,
-    KVCacheStats,
-    OutputDelta,
-    RequestMetrics,
-    SamplingParams,
-    SpeechPrompt,
-    StageOutput,
-    StageRequest,
-    TextPrompt,
-    TokenLogprobs,
-    TokensPrompt,
-    VideoFeatures,
-    VideoPrompt,
-    Waveform,
-    WindowStart,
-)
-"""What stages take and give."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainType:
-    """A type whose objects are fully told by some plain values.
+class Reference(msgspec.Struct, frozen=True, array_like=True):
+    """Where content is that is not in the message.
 
     Attributes:
-        name: that stands for it in messages.
-        fields: names of the values, in order.
-        take_apart: from an object to the values.
-        make: from the values to an object; raises whatever it likes if they are wrong.
+        number: of an export of the sender, or of an object beside the message.
+        nbytes: of the content.
+        segment: identity of the segment of shared memory; empty for an object.
+        offset: of the first byte there.
     """
 
-    name: str
-    fields: tuple[str, ...]
-    take_apart: Callable[[Any], tuple[Any, ...]]
-    make: Callable[..., Any]
-
-    @classmethod
-    def of(cls, kind: type) -> PlainType:
-        """Look at a dataclass, a NamedTuple, an enumeration or a pydantic model.
-
-        Raises:
-            ValueError: it is none of these, or has fields that its constructor does not take.
-        """
-        if not isinstance(kind, type):
-            raise ValueError(f"a type is registered for messages, got {kind!r}")
-        if issubclass(kind, Enum):
-            return cls(kind.__name__, ("value",), lambda member: (member.value,), kind)
-        if issubclass(kind, BaseModel):
-            return cls(kind.__name__, ("fields",), _fields_set, lambda fields: kind(**fields))
-        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            names = typing.cast(tuple[str, ...], kind._fields)
-            return cls(kind.__name__, names, tuple, kind)
-        if dataclasses.is_dataclass(kind):
-            return cls._of_dataclass(kind)
-        raise ValueError(
-            f"{kind.__name__} cannot be registered for messages: it must be a dataclass, a "
-            "NamedTuple, an Enum or a pydantic model"
-        )
-
-    @classmethod
-    def _of_dataclass(cls, kind: type) -> PlainType:
-        fields = dataclasses.fields(kind)
-        hidden = [field.name for field in fields if not field.init]
-        if hidden:
-            raise ValueError(
-                f"{kind.__name__} cannot be registered for messages: its constructor does not take "
-                f"{', '.join(hidden)}"
-            )
-        names = tuple(field.name for field in fields)
-
-        def take_apart(value: Any) -> tuple[Any, ...]:
-            return tuple([getattr(value, name) for name in names])
-
-        def make(*values: Any) -> Any:
-            return kind(**dict(zip(names, values, strict=True)))
-
-        return cls(kind.__name__, names, take_apart, make)
+    number: int
+    nbytes: int
+    segment: bytes = b""
+    offset: int = 0
 
 
-def _fields_set(model: BaseModel) -> tuple[dict[str, Any]]:
-    """What the model was given; the rest is made by its defaults, as it was here."""
-    return ({name: getattr(model, name) for name in model.model_fields_set},)
+Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | RemoteBytes], Reference | None]"
+"""Takes content, ``(n,)`` uint8, on whatever device, or what another process has placed; gives None
+for what is to travel in the message."""
 
+Find: TypeAlias = "Callable[[Reference], RemoteBytes]"
+"""Raises ``ValueError`` for a reference to nothing."""
 
-Share: TypeAlias = "Callable[[NDArray[np.uint8] | Tensor | RemoteBytes], Any]"
-"""Takes bytes, ``(n,)`` uint8, on whatever device, or what another process has placed; gives what
-stands for them in the message, of None, numbers, strings, bytes and lists: or None for small ones,
-which then travel in the message."""
-
-Find: TypeAlias = "Callable[[Any], RemoteBytes | NDArray[np.uint8]]"
-"""From what stands for bytes to the bytes. Raises ``ValueError`` for what stands for none."""
-
-
-class _Mark(IntEnum):
-    LIST = 0
-    TUPLE = 1
-    FLAT = 2  # a tuple of scalars, in a list of its own
-    DICT = 3
-    OBJECT = 4
-    TENSOR = 5
-    ARRAY = 6
-    SCALAR = 7
-    PATH = 8
-    IMAGE = 9
-    SET = 10
-    FROZENSET = 11
-    DTYPE = 12
-    STRING = 13  # one that is not Unicode, such as a path of another encoding
-    INTEGER = 14  # of more than 64 bits
-
-
-_SCALARS = frozenset({NoneType, bool, int, float, str, bytes})
+_Bytes: TypeAlias = "NDArray[np.uint8] | RemoteBytes"
+_TENSOR, _ARRAY, _IMAGE, _PATH, _SAMPLING = range(1, 6)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-_ARRAY_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
-_DEEPEST = 64
-"""Levels of lists, objects and the like inside of each other."""
-
-_LARGEST_INTEGER = 1024
-"""Bytes."""
+_PIXEL_BYTES = {"RGB": 3, "I": 4, "F": 4}
 
 
-class _Unsendable(ValueError):
-    """Collects the way to a value while the call stack unwinds."""
-
-    way = ""
-
-    def beneath(self, place: str) -> _Unsendable:
-        self.way = place + self.way
-        return self
+class _Block(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    shape: tuple[int, ...]
+    content: bytearray | Reference
 
 
-class Codec:
-    """Encodes and decodes messages. Safe to use from any thread once its types are registered.
+class _UnsendableError(TypeError):
+    def __init__(self, value: object, reason: str) -> None:
+        super().__init__(reason)
+        self.value = value
+
+
+def encode(message: object, share: Share | None = None) -> bytes:
+    """Encode a message. May be called in any thread.
+
+    Tensors of any device and layout arrive dense, without gradients, with the same bits: on the
+    CPU, or where ``find`` of the other side has what ``share`` took. Images arrive as the upright
+    RGB that stages make of them.
 
     Args:
-        types: dataclasses, NamedTuples, enumerations and pydantic models that messages may hold,
-            and no others.
+        message: of structs, dataclasses, enumerations, numbers, text, bytes, paths, lists, tuples,
+            mappings, tensors, arrays of numbers, images of Pillow and ``SamplingParams``.
+        share: where large content goes; None leaves all in the message.
 
     Raises:
-        ValueError: a type is none of these, or two have the same name.
+        ValueError: it holds what cannot be sent; says what, and in which field.
+        Exception: whatever ``share`` raises, such as ``MemoryError``.
     """
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_Writer(share).put)
+    except _UnsendableError as error:
+        culprit, reason = error.value, str(error)
+        place = _place_of(message, lambda value: value is culprit)
+    except RecursionError:
+        place, reason = "", "it is nested too deeply"
+    except (OverflowError, UnicodeEncodeError) as error:
+        place, reason = _place_of(message, _is_beyond_msgpack), str(error)
+    raise ValueError(
+        f"{type(message).__name__}{place or ''} cannot be sent to another process: {reason}"
+    )
 
-    def __init__(self, types: Iterable[type] = STAGE_TYPES) -> None:
-        self._by_type: dict[type, PlainType] = {}
-        self._by_name: dict[str, PlainType] = {}
-        for each in types:
-            self.register(each)
 
-    def register(self, kind: type) -> None:
-        """Let messages hold objects of a type. The other side has to do so as well.
+def _is_beyond_msgpack(value: object) -> bool:
+    if isinstance(value, str):
+        return any("\ud800" <= char <= "\udfff" for char in value)
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
 
-        Raises:
-            ValueError: as for the constructor.
-        """
-        if kind in self._by_type:
-            return
-        plain = PlainType.of(kind)
-        if plain.name in self._by_name:
-            raise ValueError(f"messages know another type that is called {plain.name}")
-        self._by_type[kind] = self._by_name[plain.name] = plain
 
-    def encode(self, message: object, share: Share | None = None) -> bytes:
-        """Turn a message into bytes.
+def _place_of(value: object, is_culprit: Callable[[object], bool]) -> str | None:
+    """The way to a part of a message, such as ``.prompt.messages[0]['content']``."""
+    if is_culprit(value):
+        return ""
+    for step, part in _parts(value):
+        way = _place_of(part, is_culprit)
+        if way is not None:
+            return f"{step}{way}"
+    return None
 
-        Tensors of any device and layout arrive dense, without gradients, with the same bits: on the
-        CPU, or where ``find`` of the other side has what ``share`` took. Images arrive as the
-        upright RGB that stages make of them.
 
-        Args:
-            message: of registered types, None, numbers, strings, bytes, paths, lists, tuples,
-                sets, mappings, tensors, arrays of numbers and images of Pillow.
-            share: where large content goes; None leaves all in the message.
-
-        Raises:
-            ValueError: a value of another type; the message says which, and in which field.
-            Exception: whatever ``share`` raises, such as ``MemoryError``.
-        """
-        for is_exact in (False, True):
-            try:
-                return msgspec.msgpack.encode(_Writer(self._by_type, share, is_exact).put(message))
-            except _Unsendable as error:
-                place = f"{type(message).__name__}{error.way}"
-                raise ValueError(f"{place} cannot be sent to another process: {error}") from error
-            except (OverflowError, UnicodeEncodeError):
-                if is_exact:
-                    raise
-        raise AssertionError("unreachable: the second try leaves nothing to msgpack's limits")
-
-    def decode(self, content: bytes | memoryview, find: Find | None = None) -> Any:
-        """Turn bytes into the message that they came from.
-
-        Args:
-            content: whatever came.
-            find: from the references that ``share`` gave to what they stand for.
-
-        Returns:
-            The message. In it, a mapping with a tensor that was shared is a ``SharedTensors``;
-            other shared tensors and arrays lie over the shared memory.
-
-        Raises:
-            ValueError: it is no message.
-        """
-        try:
-            return _Reader(self._by_name, find).take(msgspec.msgpack.decode(content))
-        except RecursionError:
-            raise ValueError("a message that cannot be read: it is nested too deeply") from None
-        except ValueError as error:
-            raise ValueError(f"a message that cannot be read: {error}") from error
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    names: tuple[str, ...] = getattr(value, "__struct_fields__", ())
+    if dataclasses.is_dataclass(value):
+        names = tuple(field.name for field in dataclasses.fields(value))
+    yield from ((f".{name}", getattr(value, name)) for name in names)
+    if isinstance(value, Mapping) and not isinstance(value, SharedTensors):
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", each) for index, each in enumerate(value))
 
 
 class _Writer:
-    """Makes plain values of one message."""
+    """Encodes what msgspec does not know."""
 
-    def __init__(
-        self, types: Mapping[type, PlainType], share: Share | None, is_exact: bool
-    ) -> None:
-        self._types, self._share, self._is_exact = types, share, is_exact
-        self._depth = 0
+    def __init__(self, share: Share | None) -> None:
+        self._share = share
 
     def put(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _SCALARS:
-            return self._exact(value) if self._is_exact else value
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise _Unsendable(f"it has more than {_DEEPEST} levels")
-        plain = self._types.get(kind)
-        if plain is not None:
-            items = self._fields(plain, value)
-        elif kind in (list, tuple, torch.Size):
-            items = self._sequence(value)
-        elif isinstance(value, Mapping):
-            items = self._mapping(value)
-        else:
-            items = self._leaf(value)
-        self._depth -= 1
-        return items
-
-    def _fields(self, plain: PlainType, value: Any) -> list[Any]:
-        items: list[Any] = [_Mark.OBJECT, plain.name]
-        for name, each in zip(plain.fields, plain.take_apart(value), strict=True):
-            # Most fields are scalars, and most of the time goes into them.
-            if type(each) in _SCALARS and not self._is_exact:
-                items.append(each)
-                continue
-            try:
-                items.append(self.put(each))
-            except _Unsendable as error:
-                raise error.beneath(f".{name}") from None
-        return items
-
-    def _sequence(self, value: list[Any] | tuple[Any, ...]) -> list[Any]:
-        is_tuple = isinstance(value, tuple)
-        if is_tuple and not self._is_exact and _SCALARS.issuperset(map(type, value)):
-            return [_Mark.FLAT, value]
-        items: list[Any] = [_Mark.TUPLE if is_tuple else _Mark.LIST]
-        for index, each in enumerate(value):
-            try:
-                items.append(self.put(each))
-            except _Unsendable as error:
-                raise error.beneath(f"[{index}]") from None
-        return items
-
-    def _mapping(self, value: Mapping[Any, Any]) -> list[Any]:
-        items: list[Any] = [_Mark.DICT]
-        entries = value.entries if isinstance(value, SharedTensors) else value
-        for key, each in entries.items():
-            try:
-                items += (self.put(key), self.put(each))
-            except _Unsendable as error:
-                raise error.beneath(f"[{key!r}]") from None
-        return items
-
-    def _leaf(self, value: Any) -> list[Any]:
         match value:
             case Tensor():
                 return self._tensor(value)
             case SharedTensor():
-                return self._shared(value)
+                return self._block(_TENSOR, _name(value.dtype), value.shape, value.source)
+            case SharedTensors():
+                return dict(value.entries)
+            case Mapping():
+                return dict(value)
             case np.ndarray():
                 return self._array(value)
-            case np.generic():
-                return [_Mark.SCALAR, self._array(np.asarray(value))]
+            case np.bool_() | np.integer() | np.floating() if value.dtype.itemsize <= 8:
+                return value.item()
             case Path():
-                return [_Mark.PATH, os.fsencode(value)]
-            case Image():
+                return msgspec.msgpack.Ext(_PATH, os.fsencode(value))
+            case SamplingParams():  # what was left to its defaults still is
+                given = {name: getattr(value, name) for name in value.model_fields_set}
+                content = msgspec.msgpack.encode(given, enc_hook=self.put)
+                return msgspec.msgpack.Ext(_SAMPLING, content)
+            case Image.Image():
                 return self._image(value)
-            case set() | frozenset():
-                mark = _Mark.SET if isinstance(value, set) else _Mark.FROZENSET
-                return [mark, *map(self.put, value)]
             case torch.dtype():
-                return [_Mark.DTYPE, str(value).removeprefix("torch.")]
+                return _name(value)
         kind = type(value)
-        raise _Unsendable(
-            f"it is of type {kind.__module__}.{kind.__qualname__}, which messages do not know"
-        )
+        raise _UnsendableError(value, f"it is of type {kind.__module__}.{kind.__qualname__}")
 
-    def _exact(self, value: Any) -> Any:
-        """A scalar that msgpack may not be able to tell."""
-        if type(value) is int and not -(2**63) <= value < 2**64:
-            size = value.bit_length() // 8 + 1
-            if size > _LARGEST_INTEGER:
-                raise _Unsendable(f"it is an integer of {size} bytes")
-            return [_Mark.INTEGER, value.to_bytes(size, "little", signed=True)]
-        if type(value) is str:
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return [_Mark.STRING, value.encode("utf-8", "surrogatepass")]
-        return value
-
-    def _tensor(self, value: Tensor) -> list[Any]:
+    def _tensor(self, value: Tensor) -> Any:
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise _Unsendable(f"it is a tensor of {value.dtype}, {value.layout}, {value.device}")
+            reason = f"it is a tensor of {value.dtype}, {value.layout}, {value.device}"
+            raise _UnsendableError(value, reason)
         dense = value.detach().resolve_conj().resolve_neg().contiguous()
         # What has one element or none passes for contiguous with any stride.
         flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-        return [_Mark.TENSOR, dtype, shape, self._bytes(flat)]
+        return self._block(_TENSOR, _name(value.dtype), value.shape, flat)
 
-    def _shared(self, value: SharedTensor) -> list[Any]:
-        dtype = str(value.dtype).removeprefix("torch.")
-        return [_Mark.TENSOR, dtype, list(value.shape), self._bytes(value.source)]
-
-    def _array(self, value: NDArray[Any]) -> list[Any]:
-        if not _ARRAY_DTYPE.fullmatch(value.dtype.str):
-            raise _Unsendable(f"it is an array of {value.dtype}, and arrays must be of numbers")
+    def _array(self, value: NDArray[Any]) -> Any:
+        if value.dtype.kind not in "biufc":
+            raise _UnsendableError(value, f"it is an array of {value.dtype}, and not of numbers")
         # Not numpy.ascontiguousarray, which gives what has no dimensions one.
-        dense = np.asarray(value, order="C").reshape(-1).view(np.uint8)
-        return [_Mark.ARRAY, value.dtype.str, list(value.shape), self._bytes(dense)]
+        flat = np.asarray(value, order="C").reshape(-1).view(np.uint8)
+        return self._block(_ARRAY, value.dtype.str, value.shape, flat)
 
-    def _image(self, value: Image) -> list[Any]:
+    def _image(self, value: Image.Image) -> Any:
+        from engine.media.image_file import upright_rgb
+
         try:
-            mode, size, pixels = pixels_of(value)
-        except ValueError as error:
-            raise _Unsendable(str(error)) from error
-        return [_Mark.IMAGE, mode, *size, self._bytes(pixels)]
+            value.load()
+        except (OSError, SyntaxError) as error:
+            raise _UnsendableError(value, f"an image that cannot be read: {error}") from error
+        # Stages refuse these, since they do not say what is white; so the stage shall say.
+        image = value if value.mode in ("I", "F") else upright_rgb(value)
+        pixels = np.frombuffer(image.tobytes(), np.uint8)
+        return self._block(_IMAGE, image.mode, image.size, pixels)
 
-    def _bytes(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Any:
-        """The reference that ``share`` gave, in a list, or the content."""
-        reference = None if self._share is None else self._share(content)
-        if reference is not None:
-            return [reference]
-        if isinstance(content, RemoteBytes):
-            content = content.array()
-        return (content.cpu().numpy() if isinstance(content, Tensor) else content).tobytes()
+    def _block(
+        self, code: int, kind: str, shape: tuple[int, ...], content: _Bytes | Tensor
+    ) -> msgspec.msgpack.Ext:
+        place: Reference | None = None if self._share is None else self._share(content)
+        block = (kind, tuple(shape), plain_bytes(content).data if place is None else place)
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(block))
 
 
-class _Reader:
-    """Makes a message of plain values, which may be anything that msgpack can tell."""
+def plain_bytes(content: _Bytes | Tensor) -> NDArray[np.uint8]:
+    """Content as an array in this process's memory."""
+    if isinstance(content, RemoteBytes):
+        return content.array()
+    return content.cpu().numpy() if isinstance(content, Tensor) else content
 
-    def __init__(self, types: Mapping[str, PlainType], find: Find | None) -> None:
-        self._types, self._find = types, find
-        self._depth = 0
 
-    def take(self, value: Any) -> Any:
-        if type(value) in _SCALARS:
-            return value
-        if type(value) is not list or not value or type(value[0]) is not int:
-            raise ValueError(f"a {type(value).__name__} in the place of a marked list")
-        mark, *items = value
-        make = self._MAKERS.get(mark)
-        if make is None:
-            raise ValueError(f"unknown mark {mark}")
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise ValueError(f"it has more than {_DEEPEST} levels")
+class Decoder:
+    """Decodes messages, in one thread at a time.
+
+    Args:
+        kinds: the type of a message, or the union of them.
+        find: from the references that ``share`` of the other side gave to what they stand for;
+            None where nothing is shared.
+    """
+
+    def __init__(self, kinds: Any, find: Find | None = None) -> None:
+        self._find = find
+        self._message = msgspec.msgpack.Decoder(kinds, dec_hook=_hinted, ext_hook=self._extension)
+        self._block = msgspec.msgpack.Decoder(_Block)
+
+    def decode(self, content: bytes | memoryview) -> Any:
+        """Decode a message.
+
+        Returns:
+            The message. In it, ``Tensors`` that were shared are a ``SharedTensors``, and other
+            tensors and arrays that were shared are views of the shared memory.
+
+        Raises:
+            ValueError: it is no message of these types.
+        """
         try:
-            made = make(self, *items)
-        except (ValueError, MemoryError):
-            raise
-        except Exception as error:  # the values are of other types or numbers than they must be
-            raise ValueError(f"{_Mark(mark).name}: {error}") from error
-        self._depth -= 1
-        return made
+            return self._message.decode(content)
+        except RecursionError:
+            raise ValueError("a message that cannot be read: it is nested too deeply") from None
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"a message that cannot be read: {error}") from error
 
-    def _items(self, *items: Any) -> list[Any]:
-        return [each if type(each) in _SCALARS else self.take(each) for each in items]
-
-    def _tuple(self, *items: Any) -> tuple[Any, ...]:
-        return tuple(self._items(*items))
-
-    def _flat(self, items: object) -> tuple[Any, ...]:
-        if not isinstance(items, list) or not _SCALARS.issuperset(map(type, items)):
-            raise ValueError("a tuple of scalars holds something else")
-        return tuple(items)
-
-    def _dict(self, *items: Any) -> Mapping[Any, Any]:
-        if len(items) % 2:
-            raise ValueError("a mapping has a key without a value")
-        keys = self._items(*items[::2])
-        # A tensor that is shared stays a handle here, and only here.
-        values = [self._handle(each) for each in items[1::2]]
-        made = dict(zip(keys, values, strict=True))
-        is_shared = any(isinstance(each, SharedTensor) for each in values)
-        if is_shared and all(isinstance(each, SharedTensor | Tensor) for each in values):
-            return SharedTensors(made)
-        return {
-            key: each.tensor() if isinstance(each, SharedTensor) else each
-            for key, each in made.items()
-        }
-
-    def _handle(self, value: Any) -> Any:
-        if type(value) is list and value[:1] == [_Mark.TENSOR]:
-            return self._tensor_or_handle(*value[1:])
-        return self.take(value)
-
-    def _object(self, name: str, *values: Any) -> Any:
-        plain = self._types.get(name)
-        if plain is None:
-            raise ValueError(f"unknown type {name!r:.80}")
-        if len(values) != len(plain.fields):
-            raise ValueError(f"{name} has {len(plain.fields)} fields, and {len(values)} came")
-        try:
-            return plain.make(*self._items(*values))
-        except TypeError as error:
-            raise ValueError(f"{name}: {error}") from error
-
-    def _tensor(self, dtype: str, shape: list[int], content: Any) -> Tensor:
-        made = self._tensor_or_handle(dtype, shape, content)
-        return made.tensor() if isinstance(made, SharedTensor) else made
-
-    def _tensor_or_handle(self, name: str, shape: list[int], content: Any) -> Tensor | SharedTensor:
-        sides, dtype = _sides(shape), _DTYPES[name]
-        found = self._content(content)
-        if isinstance(found, RemoteBytes):
-            return SharedTensor(found, dtype, sides)
-        if len(found) != math.prod(sides) * dtype.itemsize:
-            raise ValueError(f"{len(found)} bytes for a tensor {sides} of {dtype}")
-        return torch.from_numpy(found).view(dtype).view(sides)
-
-    def _array(self, name: str, shape: list[int], content: Any) -> NDArray[Any]:
-        sides = _sides(shape)
-        if not _ARRAY_DTYPE.fullmatch(name):
-            raise ValueError(f"an array of {name!r}")
-        made: NDArray[Any] = self._flat_bytes(content).view(np.dtype(name)).reshape(sides)
-        return made
-
-    def _flat_bytes(self, content: Any) -> NDArray[np.uint8]:
-        found = self._content(content)
-        return found.array() if isinstance(found, RemoteBytes) else found
-
-    def _content(self, content: Any) -> RemoteBytes | NDArray[np.uint8]:
-        """What is in the message, as the receiver's own, or what its reference stands for."""
-        if type(content) is bytes:
-            return np.frombuffer(bytearray(content), np.uint8)
-        if type(content) is not list or len(content) != 1 or self._find is None:
-            raise ValueError(f"neither bytes nor a reference: {content!r:.80}")
-        return self._find(content[0])
-
-    def _image(self, mode: str, width: int, height: int, content: Any) -> Image:
-        return picture_of(mode, (width, height), self._flat_bytes(content))
-
-    def _set(self, *items: Any) -> set[Any]:
-        return set(self._items(*items))
-
-    _MAKERS: Mapping[int, Callable[..., Any]] = {
-        _Mark.LIST: _items,
-        _Mark.TUPLE: _tuple,
-        _Mark.FLAT: _flat,
-        _Mark.DICT: _dict,
-        _Mark.OBJECT: _object,
-        _Mark.TENSOR: _tensor,
-        _Mark.ARRAY: _array,
-        _Mark.SCALAR: lambda self, array: self.take(array)[()],
-        _Mark.PATH: lambda self, path: Path(os.fsdecode(_bytes_of(path))),
-        _Mark.IMAGE: _image,
-        _Mark.SET: _set,
-        _Mark.FROZENSET: lambda self, *items: frozenset(self._items(*items)),
-        _Mark.DTYPE: lambda self, name: _DTYPES[name],
-        _Mark.STRING: lambda self, text: _bytes_of(text).decode("utf-8", "surrogatepass"),
-        _Mark.INTEGER: lambda self, number: _integer(_bytes_of(number)),
-    }
+    def _extension(self, code: int, content: memoryview) -> Any:
+        if code == _PATH:
+            return Path(os.fsdecode(bytes(content)))
+        if code == _SAMPLING:
+            return SamplingParams(**msgspec.msgpack.decode(content))
+        block = self._block.decode(content)
+        if isinstance(block.content, bytearray):
+            return _MAKERS[code](block, np.frombuffer(block.content, np.uint8))
+        if self._find is None:
+            raise ValueError("a reference, and nothing is shared")
+        return _MAKERS[code](block, self._find(block.content))
 
 
-def _sides(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"no shape: {shape!r:.80}")
-    return tuple(shape)
+def _tensor(block: _Block, content: _Bytes) -> Tensor | SharedTensor:
+    dtype = _DTYPES[block.kind]
+    if isinstance(content, RemoteBytes):
+        return SharedTensor(content, dtype, block.shape)
+    return torch.from_numpy(content).view(dtype).view(block.shape)
 
 
-def _bytes_of(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise ValueError(f"a {type(value).__name__} in the place of bytes")
+def _array(block: _Block, content: _Bytes) -> NDArray[Any]:
+    dtype = np.dtype(block.kind)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"an array of {block.kind}")
+    made: NDArray[Any] = plain_bytes(content).view(dtype).reshape(block.shape)
+    return made
+
+
+def _picture(block: _Block, content: _Bytes) -> Image.Image:
+    width, height = block.shape
+    if content.nbytes != width * height * _PIXEL_BYTES[block.kind]:
+        raise ValueError(f"{content.nbytes} bytes for an image of {block.shape}, {block.kind}")
+    return Image.frombytes(block.kind, (width, height), plain_bytes(content).tobytes())
+
+
+_MAKERS: Mapping[int, Callable[[_Block, _Bytes], Any]] = {
+    _TENSOR: _tensor,
+    _ARRAY: _array,
+    _IMAGE: _picture,
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _hinted(hint: Any, value: Any) -> Any:
+    """The value of a field whose type msgspec does not know."""
+    if hint is hints.Tensors:
+        is_shared = any(isinstance(each, SharedTensor) for each in value.values())
+        return SharedTensors(value) if is_shared else value
+    return _prompt(value) if hint in (hints.AnyPrompt, hints.Tensor) else value
+
+
+_PROMPTS: Mapping[tuple[str, ...], type] = {
+    tuple(field.name for field in dataclasses.fields(kind)): kind
+    for kind in (
+        prompts.AudioPrompt,
+        prompts.ChatPrompt,
+        prompts.CodecPrompt,
+        prompts.EmbedsPrompt,
+        prompts.ExplicitEncoderDecoderPrompt,
+        prompts.ImagePrompt,
+        prompts.SpeechPrompt,
+        prompts.TextPrompt,
+        prompts.TokensPrompt,
+        prompts.VideoFeatures,
+        prompts.VideoPrompt,
+    )
+}
+"""By the names of its fields, which tell one prompt from another."""
+
+
+def _prompt(value: Any) -> Any:
+    """A prompt, or a part of one, which may be of wrong types.
+
+    Its engine then refuses it, in the words that it has for prompts of its own process.
+    """
+    match value:
+        case SharedTensor():
+            return value.tensor()
+        case [int(), *_] | []:
+            return tuple(value)
+        case list():
+            return tuple(map(_prompt, value))
+        case dict() if (kind := _PROMPTS.get(tuple(value))) is not None:
+            return kind(**{name: _prompt_field(name, each) for name, each in value.items()})
     return value
 
 
-def _integer(content: bytes) -> int:
-    if len(content) > _LARGEST_INTEGER:
-        raise ValueError(f"an integer of {len(content)} bytes")
-    return int.from_bytes(content, "little", signed=True)
+def _prompt_field(name: str, value: Any) -> Any:
+    if name == "multi_modal_data" and isinstance(value, dict):
+        return {modality: _prompt(items) for modality, items in value.items()}
+    if name == "messages" and isinstance(value, list):  # of mappings that are no prompts
+        return tuple(value)
+    return _prompt(value)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
 from engine import SamplingParams
 from engine.interface.placed_error import KeyPath
 from stages.remote.worker_log import Logged
@@ -20,6 +22,7 @@ __all__ = [
     "Call",
     "GaveUp",
     "Idle",
+    "LinkMessage",
     "News",
     "NotBuilt",
     "Orders",
@@ -108,8 +111,7 @@ class StageFacts:
     description: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+class Built(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The worker's stages are there, and it takes commands.
 
     Attributes:
@@ -119,8 +121,7 @@ class Built:
     facts: Mapping[str, StageFacts]
 
 
-@dataclass(frozen=True, slots=True)
-class NotBuilt:
+class NotBuilt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A stage cannot be built; the worker ends.
 
     Attributes:
@@ -130,8 +131,7 @@ class NotBuilt:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A stage can be used no more; the worker ends, and reports nothing of what it had.
 
     Attributes:
@@ -141,8 +141,7 @@ class GaveUp:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Call a method of a stage, or of all.
 
     Attributes:
@@ -158,13 +157,13 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What a call gave.
 
     Attributes:
         number: of the call.
         value: None after an error.
+        stats: what it gave, if that are counters.
         error: what it raised, as text.
         error_type: the name of its class.
         error_place: of a :class:`~engine.interface.placed_error.PlacedError`, which is one of
@@ -173,35 +172,32 @@ class Returned:
 
     number: int
     value: Any = None
+    stats: Mapping[str, StageStats] | None = None
     error: str | None = None
     error_type: str = ""
     error_place: KeyPath = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
+class Orders(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Commands to one stage, which arrive together."""
 
     stage: str
     commands: tuple[Command, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What happened in one turn of a worker, by stage."""
 
     events: Mapping[str, tuple[Event | Traced, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nothing moves any more, with the first ``num_commands`` done."""
 
     num_commands: int
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A sign of life.
 
     Attributes:
@@ -210,6 +206,9 @@ class Beat:
 
     stats: Mapping[str, StageStats]
 
+
+LinkMessage: TypeAlias = Orders | Call
+"""All that is said to a worker."""
 
 WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | News | Idle | Beat | Logged
 """All that a worker says."""

@@ -19,6 +19,8 @@ from itertools import count
 from operator import lt
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from engine.interface.outputs import OutputDelta
 from stages.remote.control import Built, Idle, NotBuilt, StageFacts
@@ -170,7 +172,9 @@ class SeededRuns:
 
             self._seeds = RequestSeeds(None if facts is None else facts.seed)
         seeded = self._seeds.seeded(params)
-        return enter if seeded is params else replace(enter, sampling=seeded)
+        if seeded is params:
+            return enter
+        return msgspec.structs.replace(enter, sampling=seeded)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +231,7 @@ class Attempt:
 
     def entry(self) -> Enter:
         """What the present run begins by."""
-        return replace(self.enter, ticket=self.ticket, streams=dict(self.places))
+        return msgspec.structs.replace(self.enter, ticket=self.ticket, streams=dict(self.places))
 
     def credit(self, consumer: str) -> None:
         """A consumer has taken a chunk."""
@@ -529,7 +533,8 @@ class RemoteLink(StageLink):
                     self._run_again(attempt)
                 else:
                     self._forget(attempt)
-                    self._events.append(replace(event, ticket=attempt.enter.ticket))
+                    failed = msgspec.structs.replace(event, ticket=attempt.enter.ticket)
+                    self._events.append(failed)
             case Output():
                 self._take_output(attempt, event)
 

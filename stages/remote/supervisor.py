@@ -19,7 +19,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from engine.interface.placed_error import PlacedError, described
-from stages.remote.channel import Channel, ChannelClosed, wire_codec
+from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.codec import encode
 from stages.remote.control import (
     Beat,
     Built,
@@ -30,6 +31,7 @@ from stages.remote.control import (
     Orders,
     Returned,
     StageFacts,
+    WorkerMessage,
     WorkerSpec,
 )
 from stages.remote.fork_server import WorkerProcess, start_worker
@@ -158,7 +160,7 @@ class ProcessConnection(Connection):
         self._on_end = on_end
         self._killed_for: str | None = None
         self._is_closed = threading.Event()
-        self._channel = Channel(process.sock, wire_codec(), _POOL, process.name)
+        self._channel = Channel(process.sock, WorkerMessage, _POOL, process.name)
         self._channel.start(on_message, self._channel_ended)
 
     @property
@@ -203,7 +205,7 @@ def connect_process(
     """Start a worker in a process; see :class:`Connect`."""
     process = start_worker(
         _MAIN,
-        wire_codec().encode(spec),
+        encode(spec),
         threads=spec.threads,
         name=f"omni {spec.label}",
     )
@@ -242,7 +244,7 @@ class _PendingCalls:
         if (answer := self._answers.pop(returned.number, None)) is None:
             return
         if returned.error is None:
-            answer.set_result(returned.value)
+            answer.set_result(returned.value if returned.stats is None else returned.stats)
         elif returned.error_place:
             answer.set_exception(PlacedError(returned.error_place, returned.error))
         elif returned.error_type == "ValueError":

@@ -18,13 +18,15 @@ from typing import Any
 from engine.interface.log_fields import LogFields
 from engine.interface.placed_error import PlacedError, described
 from stages.portable import load_by_name
-from stages.remote.channel import Channel, ChannelClosed, wire_codec
+from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.codec import Decoder
 from stages.remote.control import (
     Beat,
     Built,
     Call,
     GaveUp,
     Idle,
+    LinkMessage,
     News,
     NotBuilt,
     Orders,
@@ -62,15 +64,19 @@ class WorkerCalls:
     def answer(self, call: Call) -> Returned:
         """Call the method; whatever it raises is the answer."""
         try:
+            if call.stage is None:
+                stats = {name: stage.stats() for name, stage in self._stages.items()}
+                return Returned(call.number, stats=stats)
             return Returned(call.number, self._value(call))
-        except PlacedError as error:
-            return Returned(call.number, None, str(error), ValueError.__name__, error.place)
         except Exception as error:  # it is raised again at the other end
-            return Returned(call.number, None, str(error), type(error).__name__)
+            place = error.place if isinstance(error, PlacedError) else ()
+            kind = ValueError if place else type(error)
+            return Returned(
+                call.number, error=str(error), error_type=kind.__name__, error_place=place
+            )
 
     def _value(self, call: Call) -> Any:
-        if call.stage is None:
-            return {name: stage.stats() for name, stage in self._stages.items()}
+        assert call.stage is not None, "counters are asked of all"
         stage = self._stages[call.stage]
         match call.method:
             case "describe":
@@ -345,9 +351,8 @@ def worker_main(sock: socket.socket, argument: bytes) -> None:
         sock: to the link.
         argument: the :class:`~stages.remote.control.WorkerSpec`.
     """
-    codec = wire_codec()
-    spec: WorkerSpec = codec.decode(argument)
-    channel = Channel(sock, codec, SegmentPool(), "the pipeline")
+    spec: WorkerSpec = Decoder(WorkerSpec).decode(argument)
+    channel = Channel(sock, LinkMessage, SegmentPool(), "the pipeline")
     loop = WorkerLoop(spec, channel.send)
     channel.start(loop.take, lambda reason: loop.end())
     forward_log(channel.send, spec.log_level, log_fields_of(spec))

@@ -6,7 +6,8 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.interface.log_fields import LogFields, set_process_fields
 
@@ -17,8 +18,7 @@ _LONGEST = 2**16
 """Characters of a message, and of a traceback, that are told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
+class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A log record.
 
     Attributes:

@@ -10,10 +10,13 @@ another process gets them encoded, tensors apart::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine import Prompt, SamplingParams
+import msgspec
+
+from engine import SamplingParams
+from engine.interface.hints import AnyPrompt
 from engine.interface.outputs import OutputDelta
 from stages.stage import StageOutput
 
@@ -82,8 +85,7 @@ class Chunk:
     first_row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request comes to a stage. Events about it carry its ``ticket``.
 
     Attributes:
@@ -105,20 +107,19 @@ class Enter:
 
     ticket: int
     request_id: str
-    prompt: Prompt
+    prompt: AnyPrompt
     sources: tuple[StageOutput, ...] = ()
     first_row: int = 0
     sampling: SamplingParams | None = None
     priority: int = 0
     cache_salt: str | None = None
     speaker: str | None = None
-    streams: Mapping[str, StreamPlace] = field(default_factory=dict)
+    streams: Mapping[str, StreamPlace] = {}
     group: int | None = None
     wants_tensors: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Extend:
+class Extend(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The next chunk of a request that the stage has."""
 
     request_id: str
@@ -126,31 +127,27 @@ class Extend:
     first_row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A consumer has taken a chunk of a request that this stage has."""
 
     request_id: str
     consumer: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseStream:
+class CloseStream(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A consumer takes no more chunks of a request that this stage has."""
 
     request_id: str
     consumer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lift:
+class Lift(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Let a paused request go on until it has made a chunk: the pipeline stands still."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Drop a request; no event about it follows."""
 
     request_id: str
@@ -159,8 +156,7 @@ class Abort:
 Command: TypeAlias = Enter | Extend | Credit | CloseStream | Lift | Abort
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A stage put something out. If the delta is finished, the stage has the request no more.
 
     Of a stage of which the user gets nothing, there is one delta in the end.
@@ -176,15 +172,13 @@ class Output:
     chunks: tuple[Chunk, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A stage has taken a chunk."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request cannot go on; the stage has it no more.
 
     Attributes:

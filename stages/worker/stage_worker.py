@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from engine import CodecPrompt, Prompt, SamplingParams, SpeechPrompt
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
@@ -190,7 +192,9 @@ class StageWorker(StageLink):
         }
         is_streamed = self.stage.inputs is not None and self.stage.inputs.chunk_size is not None
         # Tensors of a long request are large: the stage keeps what its prompt is made of, no more.
-        state = RequestState(replace(enter, sources=()), cutters, is_streamed=is_streamed)
+        state = RequestState(
+            msgspec.structs.replace(enter, sources=()), cutters, is_streamed=is_streamed
+        )
         if cutters or not self.stage.final_output:
             state.so_far = OutputAccumulator(enter.request_id, self.stage.name)
         self._states[enter.request_id] = state

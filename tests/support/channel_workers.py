@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from stages.remote.channel import Channel, ChannelClosed, wire_codec
-from stages.remote.codec import Codec
-from stages.remote.control import WorkerSpec
+from stages.remote.channel import Channel, ChannelClosed
+from stages.remote.control import LinkMessage, WorkerSpec
 from stages.remote.fork_server import WorkerProcess
 from stages.remote.segments import SegmentPool
 from stages.remote.supervisor import Connection, ProcessConnection
@@ -38,7 +37,7 @@ class ChannelWorkers:
     ) -> Connection:
         """See :class:`~stages.remote.supervisor.Connect`."""
         worker = ThreadAsProcess(
-            spec.label, wire_codec(), lambda send: WorkerLoop(spec, send, self._build)
+            spec.label, LinkMessage, lambda send: WorkerLoop(spec, send, self._build)
         )
         self._workers.append(worker)
         self.connections.append(ProcessConnection(cast(WorkerProcess, worker), on_message, on_end))
@@ -65,7 +64,7 @@ class ThreadAsProcess:
 
     Args:
         name: of the worker.
-        codec: that it speaks.
+        kinds: the union of all that is said to it.
         make: what it runs, of what sends.
     """
 
@@ -73,11 +72,11 @@ class ThreadAsProcess:
     exit_reason = "ended with exit status 0"
 
     def __init__(
-        self, name: str, codec: Codec, make: Callable[[Callable[[object], None]], Loop]
+        self, name: str, kinds: Any, make: Callable[[Callable[[object], None]], Loop]
     ) -> None:
         self.name = name
         self.sock, theirs = socket.socketpair()
-        self._channel = Channel(theirs, codec, SegmentPool(), "the test")
+        self._channel = Channel(theirs, kinds, SegmentPool(), "the test")
         self._loop = make(self._channel.send)
         self._thread = threading.Thread(target=self._run, name=f"worker {name}", daemon=True)
         self._thread.start()

@@ -18,7 +18,7 @@ from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.object_bytes import Household
 from stages.cluster.parcels import Hello, Turns
-from stages.remote.channel import wire_codec
+from stages.remote.codec import encode
 from stages.remote.control import WorkerSpec
 from stages.remote.supervisor import Connection
 from stages.remote.worker import Build
@@ -141,7 +141,7 @@ class _FarEnd:
     def __init__(self, relay: Any, name: str, spec: WorkerSpec, build: Build) -> None:
         self.relay = relay
         self.down, self.up = _Box(relay, f"{name} down"), _Box(relay, f"{name} up")
-        self._worker: Any = _LocalWorker(wire_codec().encode(spec), build)
+        self._worker: Any = _LocalWorker(encode(spec), build)
         self.handle = _Handle(self)
         self.threads = [
             threading.Thread(target=each, daemon=True) for each in (self._serve, self._tell)

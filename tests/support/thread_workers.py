@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from stages.remote.channel import wire_codec
-from stages.remote.control import WorkerSpec
+from stages.remote.codec import Decoder, encode
+from stages.remote.control import LinkMessage, WorkerMessage, WorkerSpec
 from stages.remote.supervisor import Connection, NoPlaceError, WorkerGone
 from stages.remote.worker import Build, WorkerLoop, build_stage
 
@@ -63,7 +63,7 @@ class _ThreadConnection(Connection):
         on_end: Callable[[str], None],
         build: Build,
     ) -> None:
-        self._codec = wire_codec()
+        self._decoder = Decoder(LinkMessage | WorkerMessage)
         self._on_message, self._on_end = on_message, on_end
         self._lock = threading.RLock()
         self._is_over = False
@@ -77,7 +77,7 @@ class _ThreadConnection(Connection):
     def send(self, message: Any) -> None:
         if self._is_over:
             raise WorkerGone("it has ended")
-        self.loop.take(self._codec.decode(self._codec.encode(message)))
+        self.loop.take(self._decoder.decode(encode(message)))
 
     def kill(self, reason: str) -> None:
         self._finish(reason)
@@ -97,7 +97,7 @@ class _ThreadConnection(Connection):
         with self._lock:
             if self._is_over:
                 raise WorkerGone("nobody listens")
-            self._on_message(self._codec.decode(self._codec.encode(message)))
+            self._on_message(self._decoder.decode(encode(message)))
 
     def _finish(self, reason: str) -> None:
         with self._lock:

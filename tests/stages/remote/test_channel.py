@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,14 +21,13 @@ import torch
 
 from stages.remote import channel as channel_module
 from stages.remote.channel import PROTOCOL_VERSION, Channel, ChannelClosed, FrameKind, FrameWriter
-from stages.remote.codec import Codec
+from stages.remote.codec import Reference, encode
 from stages.remote.segments import SegmentPool, SharedTensors
 from stages.stage import StageOutput
+from tests.support.notes import Note
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("nothing_older_collected")
-
-CODEC = Codec()
 
 
 class End:
@@ -36,7 +35,7 @@ class End:
 
     def __init__(self, sock: socket.socket, name: str, pool: SegmentPool | None = None) -> None:
         self.pool = pool or SegmentPool(segment_bytes=2**20)
-        self.channel = Channel(sock, CODEC, self.pool, name)
+        self.channel = Channel(sock, Note, self.pool, name)
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.channel.start(self.messages.put, self.reasons.put)
@@ -77,17 +76,26 @@ def pair(nothing_left: None) -> Iterator[tuple[End, End]]:
         vars(end).clear()  # pytest still has the fixture when descriptors are counted
 
 
-def rows(num: int, value: float = 1.0) -> StageOutput:
-    return StageOutput("r", "s", True, tensors={"rows": torch.full((num, 256), value)})
+def rows(num: int, value: float = 1.0) -> Note:
+    return told(rows=torch.full((num, 256), value))
+
+
+def told(**tensors: torch.Tensor) -> Note:
+    return Note(outputs=(StageOutput("r", "s", True, tensors=tensors),))
+
+
+def tensors_of(note: Note) -> Mapping[str, torch.Tensor]:
+    (output,) = note.outputs
+    return output.tensors
 
 
 def test_messages_cross_in_order_both_ways(pair: tuple[End, End]):
     left, right = pair
     for number in range(100):
-        left.channel.send((number, "there"))
-        right.channel.send({"back": number})
-    assert [right.next() for _ in range(100)] == [(number, "there") for number in range(100)]
-    assert [left.next() for _ in range(100)] == [{"back": number} for number in range(100)]
+        left.channel.send(Note([number, "there"]))
+        right.channel.send(Note({"back": number}))
+    assert [right.next().value for _ in range(100)] == [[n, "there"] for n in range(100)]
+    assert [left.next().value for _ in range(100)] == [{"back": n} for n in range(100)]
     sent, received = left.channel.counters, right.channel.counters
     assert sent.messages_sent == received.messages_received == sent.messages_received == 100
     assert sent.bytes_sent == received.bytes_received > 0
@@ -97,8 +105,8 @@ def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tupl
     left, right = pair
     small = torch.ones(16, 256)
     large = torch.randn(17, 256)
-    left.channel.send(StageOutput("r", "s", True, tensors={"large": large, "small": small}))
-    arrived = right.next().tensors
+    left.channel.send(told(large=large, small=small))
+    arrived = tensors_of(right.next())
     assert isinstance(arrived, SharedTensors)
     assert torch.equal(arrived["large"], large) and torch.equal(arrived["small"], small)
     shared = large.nbytes
@@ -110,10 +118,10 @@ def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tupl
 def test_every_form_of_array_crosses_in_shared_memory(pair: tuple[End, End]):
     left, right = pair
     tensor = torch.randn(99, 99).bfloat16().T
-    left.channel.send([tensor, tensor.float().numpy(), (tensor,)])
+    left.channel.send(Note(tensor.float().numpy(), (tensor, tensor)))
     arrived = right.next()
-    assert torch.equal(arrived[0], tensor) and torch.equal(arrived[2][0], tensor)
-    assert (arrived[1] == tensor.float().numpy()).all()
+    assert all(torch.equal(each, tensor) for each in arrived.tensors)
+    assert (arrived.value == tensor.float().numpy()).all()
     assert left.channel.num_exports == 3
     del arrived
     until(lambda: left.channel.num_exports == 0)
@@ -125,7 +133,7 @@ def test_memory_is_used_again_once_the_reader_has_let_go(pair: tuple[End, End]):
     for number in range(50):
         left.channel.send(rows(100, number))
         arrived = right.next()
-        assert (arrived.tensors["rows"] == number).all()
+        assert (tensors_of(arrived)["rows"] == number).all()
         del arrived
         until(lambda: left.channel.num_exports == 0)
     assert left.pool.num_segments == 1 and left.pool.idle_bytes < 2**18
@@ -136,7 +144,7 @@ def test_letting_go_runs_no_python_that_would_swallow_an_interrupt(pair: tuple[E
     left, right = pair
     left.channel.send(rows(100, 1))
     arrived = right.next()
-    tensor = arrived.tensors["rows"]
+    tensor = tensors_of(arrived)["rows"]
     calls: list[str] = []
 
     def note(frame: Any, event: str, argument: object) -> None:
@@ -159,7 +167,7 @@ def test_a_tensor_that_is_kept_never_changes(pair: tuple[End, End]):
         left.channel.send(rows(32, number))
         arrived = right.next()
         if number % 3 == 0:
-            kept.append((number, arrived.tensors["rows"][3:]))
+            kept.append((number, tensors_of(arrived)["rows"][3:]))
     del arrived
     assert all((tensor == number).all() for number, tensor in kept)
     left.channel.close()
@@ -181,10 +189,10 @@ def test_large_messages_cross_whole_in_both_directions_at_once(pair: tuple[End, 
     left, right = pair
     contents = [bytes([number]) * (3 * 2**20) for number in range(6)]
     for content in contents:
-        left.channel.send(content)
-        right.channel.send(content)
-    assert [right.next() for _ in contents] == contents
-    assert [left.next() for _ in contents] == contents
+        left.channel.send(Note(content))
+        right.channel.send(Note(content))
+    assert [right.next().value for _ in contents] == contents
+    assert [left.next().value for _ in contents] == contents
     assert left.channel.wait_until_sent(PATIENCE_S)
 
 
@@ -193,18 +201,19 @@ def test_threads_may_send_at_once(pair: tuple[End, End]):
 
     def send(thread: int) -> None:
         for number in range(30):
-            left.channel.send((thread, number, torch.full((5000,), thread), b"x" * 5000))
+            left.channel.send(Note([thread, number, b"x" * 5000], (torch.full((5000,), thread),)))
 
     threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
     for each in threads:
         each.start()
     seen: dict[int, int] = {}
     for _ in range(120):
-        thread, number, tensor, content = right.next()
+        note = right.next()
+        thread, number, content = note.value
         assert number == seen.get(thread, -1) + 1, "a thread's messages keep their order"
         seen[thread] = number
-        assert (tensor == thread).all() and content == b"x" * 5000
-    del tensor
+        assert (note.tensors[0] == thread).all() and content == b"x" * 5000
+    del note
     for each in threads:
         each.join()
 
@@ -213,7 +222,7 @@ def test_who_sends_does_not_wait_for_who_does_not_read(nothing_left: None):
     left, right = socket.socketpair()
     end = End(left, "silent")
     for _ in range(50):
-        end.channel.send((b"x" * 100_000, torch.ones(10_000)))
+        end.channel.send(Note(b"x" * 100_000, (torch.ones(10_000),)))
     assert end.channel.queued_bytes > 4_000_000 and end.channel.num_exports == 50
     assert not end.channel.wait_until_sent(0.0)
     right.close()
@@ -233,14 +242,14 @@ def test_a_handle_is_passed_on_without_being_mapped(nothing_left: None):
     source.channel.send(rows(100, 5.0))
     handed = first.next()
     second.channel.send(handed)
-    second.channel.send([handed])
-    entry = handed.tensors.entries["rows"]
+    second.channel.send(Note(outputs=handed.outputs))
+    entry = handed.outputs[0].tensors.entries["rows"]
     assert entry.source.segment._map is None and pool.num_segments == 0
     del handed, entry
-    arrived, again = target.next(), target.next()[0]
-    assert (arrived.tensors["rows"] == 5.0).all() and (again.tensors["rows"] == 5.0).all()
+    arrived, again = target.next(), target.next()
+    assert (tensors_of(arrived)["rows"] == 5.0).all() and (tensors_of(again)["rows"] == 5.0).all()
     assert source.channel.num_exports == 1 and second.channel.num_exports == 2
-    tensor = arrived.tensors["rows"]
+    tensor = tensors_of(arrived)["rows"]
     del arrived, again
     until(lambda: second.channel.num_exports == 1)
     assert source.channel.num_exports == 1
@@ -261,7 +270,7 @@ def test_memory_outlives_the_process_that_made_it_and_no_longer_than_its_readers
     close(source, first)
     second.channel.send(handed)
     del handed
-    arrived = target.next().tensors
+    arrived = tensors_of(target.next())
     assert (arrived["rows"] == 5.0).all()
     assert target.channel._imports._segments
     del arrived
@@ -280,14 +289,14 @@ def close(*ends: End) -> None:
 
 def test_both_sides_learn_of_the_end_once(nothing_left: None):
     left, right = (End(sock, "peer") for sock in socket.socketpair())
-    left.channel.send("last words")
+    left.channel.send(Note("last words"))
     left.channel.close()
     assert left.reason() == "it was closed here"
-    assert right.next() == "last words"
+    assert right.next().value == "last words"
     assert right.reason() == "the other side closed it or has ended"
     for end in (left, right):
         with pytest.raises(ChannelClosed, match="the channel to peer has ended: "):
-            end.channel.send(1)
+            end.channel.send(Note(1))
     close_again(left, right)
 
 
@@ -299,8 +308,8 @@ def close_again(*ends: End) -> None:
 
 def test_a_channel_that_never_started_can_be_closed(nothing_left: None):
     left, right = socket.socketpair()
-    channel = Channel(left, CODEC, SegmentPool(), "nobody")
-    channel.send(torch.ones(10_000))
+    channel = Channel(left, Note, SegmentPool(), "nobody")
+    channel.send(Note(tensors=(torch.ones(10_000),)))
     channel.close()
     channel.close()
     right.close()
@@ -311,15 +320,15 @@ def test_a_channel_may_be_closed_by_a_message(nothing_left: None):
     left, right = socket.socketpair()
     end = End(right, "sender")
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    channel = Channel(left, CODEC, SegmentPool(), "receiver")
+    channel = Channel(left, Note, SegmentPool(), "receiver")
     seen: list[Any] = []
 
     def stop(message: Any) -> None:
-        seen.append(message)
+        seen.append(message.value)
         channel.close()
 
     for number in range(5):
-        end.channel.send(number)
+        end.channel.send(Note(number))
     channel.start(stop, reasons.put)
     assert reasons.get(timeout=PATIENCE_S) == "it was closed here" and seen == [0]
     assert "other side" in end.reason()
@@ -332,9 +341,9 @@ def test_an_error_of_the_receiver_ends_the_channel_in_words(
     left, right = socket.socketpair()
     end = End(right, "sender")
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    channel = Channel(left, CODEC, SegmentPool(), "receiver")
-    channel.start(lambda message: 1 / message, reasons.put)
-    end.channel.send(0)
+    channel = Channel(left, Note, SegmentPool(), "receiver")
+    channel.start(lambda message: 1 / message.value, reasons.put)
+    end.channel.send(Note(0))
     assert "ZeroDivisionError: division by zero" in reasons.get(timeout=PATIENCE_S)
     assert "a message of receiver could not be handled" in caplog.text
     assert "other side" in end.reason()
@@ -343,11 +352,11 @@ def test_an_error_of_the_receiver_ends_the_channel_in_words(
 
 def test_a_message_that_cannot_be_sent_changes_nothing(pair: tuple[End, End]):
     left, right = pair
-    with pytest.raises(ValueError, match=r"list\[1\] cannot be sent"):
-        left.channel.send([torch.ones(10_000), object()])
+    with pytest.raises(ValueError, match=r"Note\.value cannot be sent"):
+        left.channel.send(Note(object(), (torch.ones(10_000),)))
     assert left.channel.num_exports == 0 and left.pool.live_bytes == 0
-    left.channel.send("next")
-    assert right.next() == "next"
+    left.channel.send(Note("next"))
+    assert right.next().value == "next"
 
 
 def test_without_shared_memory_the_sender_is_told_and_goes_on(
@@ -366,10 +375,10 @@ def test_without_shared_memory_the_sender_is_told_and_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(SegmentPool, "place", place)
         with pytest.raises(MemoryError, match="No space left"):
-            left.channel.send([torch.ones(10_000), torch.ones(10_000)])
+            left.channel.send(Note(tensors=(torch.ones(10_000), torch.ones(10_000))))
     assert left.channel.num_exports == 0 and left.pool.live_bytes == 0
-    left.channel.send("next")
-    assert right.next() == "next"
+    left.channel.send(Note("next"))
+    assert right.next().value == "next"
     placed.clear()
 
 
@@ -379,25 +388,26 @@ def test_a_message_that_is_too_large_is_refused(
     left, right = pair
     monkeypatch.setattr(channel_module, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="1000 are the most"):
-        left.channel.send(b"x" * 1000)
-    left.channel.send("next")
-    assert right.next() == "next"
+        left.channel.send(Note(b"x" * 1000))
+    left.channel.send(Note("next"))
+    assert right.next().value == "next"
 
 
 def test_many_segments_cross_at_once(nothing_left: None):
     left, right = socket.socketpair()
     pool = SegmentPool(segment_bytes=2**15)
     source, target = End(left, "source", pool), End(right, "target")
-    tensors = [torch.full((5000,), number) for number in range(150)]
-    source.channel.send(tensors)
+    tensors = tuple(torch.full((5000,), number) for number in range(150))
+    source.channel.send(Note(tensors=tensors))
     arrived = target.next()
-    assert all(map(torch.equal, arrived, tensors))
+    assert all(map(torch.equal, arrived.tensors, tensors))
     del arrived
     close(source)
     assert "other side" in target.reason()
     assert target.channel.join(PATIENCE_S)
 
 
+ELSEWHERE = encode(Note(tensors=(torch.ones(2),)), lambda _: Reference(7, 8, bytes(16)))
 HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
 
 
@@ -412,8 +422,7 @@ HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
         ([(1, {})], "protocol"),
         ([(3, 5)], "did not say which version"),
         ([(1, None), (3, {"a": 1})], "a message that cannot be read"),
-        ([(1, None), (3, [5, "float32", [2], [[7, bytes(16), 0, 8]]])], "not announced"),
-        ([(1, None), (3, [5, "float32", [2], [[7, 0, 8]]])], "no reference"),
+        ([(1, None), (3, ELSEWHERE)], "not announced"),
         ([(1, None), (4, b"12345")], "5 bytes release"),
         ([(1, None), (4, bytes(8))], "export 0 was released, and there is none"),
         ([(1, None), (5, bytes(16))], "dropped that was not announced"),

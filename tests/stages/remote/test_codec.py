@@ -7,21 +7,19 @@ import math
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from msgspec.msgpack import Ext
+from msgspec.msgpack import encode as pack
 from PIL import Image
-from pydantic import BaseModel
 
 from engine import (
     AudioPrompt,
@@ -32,6 +30,7 @@ from engine import (
     ExplicitEncoderDecoderPrompt,
     FinishReason,
     ImagePrompt,
+    Prompt,
     RequestMetrics,
     SamplingParams,
     SpeechPrompt,
@@ -42,12 +41,46 @@ from engine import (
     VideoPrompt,
     Waveform,
 )
+from engine.interface.outputs import CompletionDelta, OutputDelta, WindowStart
 from engine.media.image_file import open_image
 from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
-from stages.remote.codec import Codec
-from stages.stage import Completion, StageOutput, StageRequest
+from stages.remote import codec
+from stages.remote.codec import Decoder, encode
+from stages.remote.control import (
+    Beat,
+    Built,
+    Call,
+    GaveUp,
+    Idle,
+    LinkMessage,
+    News,
+    NotBuilt,
+    Orders,
+    Returned,
+    StageFacts,
+    WorkerMessage,
+)
+from stages.remote.worker_log import Logged
+from stages.stage import Completion, StageOutput
+from stages.trace_events import StageEvent, Traced
+from stages.worker.messages import (
+    Abort,
+    Ack,
+    Chunk,
+    CloseStream,
+    Command,
+    Credit,
+    Enter,
+    Event,
+    Extend,
+    Failed,
+    Lift,
+    Output,
+    StreamPlace,
+)
+from tests.support.notes import Note
 
-CODEC = Codec()
+DECODER = Decoder(Note | LinkMessage | WorkerMessage)
 DTYPES = sorted(
     {
         each
@@ -86,8 +119,10 @@ def same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, Image.Image):
         return (left.mode, left.size, left.tobytes()) == (right.mode, right.size, right.tobytes())
+    names = getattr(left, "__struct_fields__", ())
     if dataclasses.is_dataclass(left):
         names = [each.name for each in dataclasses.fields(left)]
+    if names:
         return all(same(getattr(left, name), getattr(right, name)) for name in names)
     return bool(left == right)
 
@@ -99,7 +134,17 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def there_and_back(message: object) -> Any:
-    return CODEC.decode(CODEC.encode(message))
+    return DECODER.decode(encode(message))
+
+
+def arrived(value: object) -> Any:
+    """Of a value in a message."""
+    return there_and_back(Note(value)).value
+
+
+def arrived_prompt(prompt: Any) -> Any:
+    (enter,) = Decoder(LinkMessage).decode(encode(Orders("s", (Enter(1, "r", prompt),)))).commands
+    return enter.prompt
 
 
 @st.composite
@@ -127,21 +172,24 @@ arrays = hnp.arrays(
     | hnp.complex_number_dtypes(endianness="?"),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
 )
-texts = st.text(st.characters(exclude_categories=()), max_size=20)
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=20)
-keys = st.integers() | texts | st.tuples(st.integers(), texts)
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+integers = st.integers(-(2**63), 2**64 - 1)
+scalars = st.none() | st.booleans() | integers | st.floats() | texts | st.binary(max_size=20)
 plain = st.recursive(
     scalars | tensors() | arrays | st.builds(Path, st.text("ab/ü.", min_size=1)),
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=4) | st.dictionaries(integers | texts, inner, max_size=4)
     ),
     max_leaves=12,
 )
 ids = st.lists(st.integers(0, 2**31), max_size=8).map(tuple)
 media = texts | st.binary() | st.just(Path("a.wav")) | arrays | tensors()
-shown = st.dictionaries(texts, st.lists(media, max_size=2), max_size=2)
+medium = (
+    st.builds(AudioPrompt, media, st.none() | integers, st.none() | texts)
+    | st.builds(VideoPrompt, texts | st.binary(), st.booleans())
+    | st.builds(VideoFeatures, tensors(), ids | tensors(), st.floats())
+)
+shown = st.dictionaries(texts, st.lists(media | medium, max_size=2).map(tuple), max_size=2)
 decoder_prompts = (
     texts
     | st.builds(TextPrompt, texts, st.booleans(), shown)
@@ -149,7 +197,7 @@ decoder_prompts = (
     | st.builds(TokensPrompt, ids, shown)
     | st.builds(EmbedsPrompt, tensors())
 )
-sounds = st.builds(AudioPrompt, media, st.none() | st.integers(), st.none() | texts)
+sounds = st.builds(AudioPrompt, media, st.none() | integers, st.none() | texts)
 encoder_prompts = decoder_prompts | sounds | st.builds(ImagePrompt, media)
 prompts = (
     encoder_prompts
@@ -167,15 +215,15 @@ samplings = st.builds(
     seed=st.none() | st.integers(0, 2**63 - 1),
     logit_bias=st.dictionaries(st.integers(0, 10**6), st.floats(-100, 100), max_size=3),
 )
-requests = st.builds(StageRequest, texts, prompts, st.none() | samplings, st.integers())
 reasons = st.none() | st.sampled_from(FinishReason)
-waveforms = st.none() | st.builds(Waveform, tensors(), st.integers())
+waveforms = st.none() | st.builds(Waveform, tensors(), integers)
 logprobs = st.builds(
     TokenLogprobs,
-    st.integers(),
+    integers,
     st.floats(),
-    st.lists(st.tuples(st.integers(), st.floats())).map(tuple),
+    st.lists(st.tuples(integers, st.floats())).map(tuple),
 )
+completions = st.builds(Completion, texts, ids, reasons, st.none())
 outputs = st.builds(
     StageOutput,
     texts,
@@ -187,32 +235,137 @@ outputs = st.builds(
     error=st.none() | texts,
     tensors=st.dictionaries(texts, tensors(), max_size=3),
     logprobs=st.none() | st.lists(logprobs, max_size=2).map(tuple),
-    completions=st.lists(st.builds(Completion, texts, ids, reasons), max_size=2).map(tuple),
+    completions=st.lists(st.builds(Completion, texts, ids, reasons, st.none()), max_size=2).map(
+        tuple
+    ),
     audio=waveforms,
     audio_delta=waveforms,
-    metrics=st.builds(RequestMetrics, st.none() | st.floats(), num_preemptions=st.integers()),
+    metrics=st.builds(RequestMetrics, st.none() | st.floats(), num_preemptions=integers),
+)
+deltas = st.builds(
+    OutputDelta,
+    texts,
+    st.booleans(),
+    text=st.none() | texts,
+    token_ids=ids,
+    logprobs=st.none() | st.lists(logprobs, max_size=2).map(tuple),
+    finish_reason=reasons,
+    others=st.lists(
+        st.builds(CompletionDelta, integers, texts, ids, st.none(), reasons), max_size=2
+    ).map(tuple),
+    audio=waveforms,
+    whole_audio=waveforms,
+    error=st.none() | texts,
+    tensors=st.dictionaries(texts, tensors(), max_size=3),
+    windows=st.lists(st.builds(WindowStart, integers, st.floats()), max_size=2).map(tuple),
+    metrics=st.none() | st.builds(RequestMetrics, st.none() | st.floats()),
 )
 
 
-@given(plain | outputs | requests)
-@example(float.fromhex("-0x0p0"))
-@example([torch.ones(2, 1)[::2], torch.ones(0)[::2], torch.ones(1, 5)[:, ::5], torch.tensor(1)])
-@example(struct.unpack("d", b"\x01\x23\x45\x67\x89\xab\xf0\x7f")[0])
-@example((2**64, -(2**63) - 1, "\ud800", {"\udfff": -0.0}))
+tickets = st.integers(0, 2**63)
+enters = st.builds(
+    Enter,
+    tickets,
+    texts,
+    prompts,
+    st.lists(outputs, max_size=2).map(tuple),
+    sampling=st.none() | samplings,
+    cache_salt=st.none() | texts,
+    streams=st.dictionaries(texts, st.builds(StreamPlace, integers), max_size=2),
+)
+commands = (
+    enters
+    | st.builds(Extend, texts, outputs, integers)
+    | st.builds(Credit, texts, texts)
+    | st.builds(CloseStream, texts, texts)
+    | st.builds(Lift, texts)
+    | st.builds(Abort, texts)
+)
+events = (
+    st.builds(
+        Output,
+        tickets,
+        st.none() | deltas,
+        st.lists(st.builds(Chunk, texts, outputs, integers), max_size=2).map(tuple),
+    )
+    | st.builds(Ack, tickets)
+    | st.builds(Failed, tickets, texts, st.booleans(), st.booleans(), st.booleans())
+    | st.builds(
+        Traced,
+        st.lists(
+            st.builds(StageEvent, texts, st.floats(), args=st.dictionaries(texts, integers)),
+            max_size=2,
+        ).map(tuple),
+        integers,
+        texts,
+        st.floats(),
+    )
+)
+facts = st.builds(
+    StageFacts,
+    st.none() | integers,
+    st.none() | texts,
+    st.none() | samplings,
+    st.none() | integers,
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.lists(texts).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    st.lists(texts).map(tuple),
+    st.dictionaries(texts, plain, max_size=2),
+)
+messages = (
+    st.builds(Note, plain)
+    | st.builds(Orders, texts, st.lists(commands, max_size=2).map(tuple))
+    | st.builds(News, st.dictionaries(texts, st.lists(events, max_size=2).map(tuple), max_size=2))
+    | st.builds(Call, integers, st.none() | texts, texts, st.tuples(samplings | scalars))
+    | st.builds(Returned, integers, plain, error=st.none() | texts)
+    | st.builds(Logged, texts, integers, texts, st.none() | texts)
+    | st.builds(Idle, integers)
+    | st.builds(GaveUp, texts)
+    | st.builds(NotBuilt, texts)
+    | st.builds(Built, st.dictionaries(texts, facts, max_size=1))
+)
+
+
+@given(messages)
+@example(Note(float.fromhex("-0x0p0")))
+@example(
+    Note(
+        [torch.ones(2, 1)[::2], torch.ones(0)[::2], torch.ones(1, 5)[:, ::5], torch.tensor(1)],
+    )
+)
+@example(Note(struct.unpack("d", b"\x01\x23\x45\x67\x89\xab\xf0\x7f")[0]))
+@example(Orders("s", (Enter(0, "r", ImagePrompt("x")), Enter(1, "r", TextPrompt("", True, {})))))
 def test_what_goes_in_comes_out(message: object):
     assert same(message, there_and_back(message))
 
 
+def test_every_kind_of_message_is_tried():
+    """Whoever adds one adds it above."""
+    tried = {Note, Beat, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
+    tried |= {Traced, Orders, News, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
+    known = {*get_args(LinkMessage), *get_args(WorkerMessage), *get_args(Command), *get_args(Event)}
+    assert known <= tried
+
+
+def test_prompts_are_told_apart_by_their_fields():
+    kinds = [each for each in get_args(Prompt) if each is not str] + [VideoFeatures, VideoPrompt]
+    assert len({tuple(f.name for f in dataclasses.fields(kind)) for kind in kinds}) == len(kinds)
+    assert set(codec._PROMPTS.values()) == set(kinds)
+
+
 def test_a_nan_keeps_its_payload():
     payload = torch.tensor([0x7FC01234, 0x7F801234, -1], dtype=torch.int32).view(torch.float32)
-    assert same(payload, there_and_back(payload))
+    assert same(payload, arrived(payload))
 
 
 def test_every_float_type_that_torch_has_survives():
     for dtype in DTYPES:
         if dtype.is_floating_point:
             made = torch.arange(256, dtype=torch.uint8).view(dtype)
-            assert same(made, there_and_back(made)), dtype
+            assert same(made, arrived(made)), dtype
 
 
 def test_stats_survive():
@@ -223,35 +376,50 @@ def test_stats_survive():
         encoder_cache=EncoderCacheStats(1, 2, 3, 4, 5, 6, 7),
         kv=KVCacheStats(1, 2, 3, 4, 5, 6, 7, 8, 9, (GroupStats("recurrent", 1, 2, 3),)),
     )
-    assert there_and_back(stats) == stats
+    assert there_and_back(Beat({"s": stats})).stats == {"s": stats}
 
 
 def test_a_parameter_arrives_as_its_values():
     parameter = torch.nn.Parameter(torch.ones(2))
-    arrived = there_and_back(parameter)
-    assert arrived.tolist() == [1, 1] and not arrived.requires_grad
+    made = arrived(parameter)
+    assert made.tolist() == [1, 1] and not made.requires_grad
 
 
 def test_conjugates_and_negatives_arrive_as_what_they_show():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
-    assert there_and_back(numbers.conj()).tolist() == [1 - 2j, 3 + 4j]
-    assert there_and_back(numbers.conj().imag).tolist() == [-2, 4]
+    assert arrived(numbers.conj()).tolist() == [1 - 2j, 3 + 4j]
+    assert arrived(numbers.conj().imag).tolist() == [-2, 4]
 
 
 def test_what_was_left_to_defaults_still_is():
-    sampling = there_and_back(SamplingParams(top_k=3))
+    sampling = arrived(SamplingParams(top_k=3))
     assert sampling == SamplingParams(top_k=3)
     assert sampling.model_fields_set == {"top_k"}
 
 
 def test_a_bias_arrives_as_one_that_can_be_hashed():
     sampling = SamplingParams(logit_bias={50256: -100, 5: 1.5})
-    arrived = there_and_back(StageRequest("r", TextPrompt("x"), sampling)).sampling
-    assert arrived == sampling and hash(arrived) == hash(sampling)
+    assert arrived(sampling) == sampling and hash(arrived(sampling)) == hash(sampling)
 
 
-def test_a_mapping_arrives_as_a_dict():
-    assert there_and_back(MappingProxyType({"a": 1})) == {"a": 1}
+def test_a_mapping_arrives_as_a_dict_and_a_number_of_numpy_as_a_number():
+    assert arrived(MappingProxyType({"a": np.int64(1)})) == {"a": 1}
+    assert arrived([np.bool_(True), np.float32(0.5)]) == [True, 0.5]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        TokensPrompt((1, "a", None)),  # type: ignore[arg-type]
+        TextPrompt(5),  # type: ignore[arg-type]
+        AudioPrompt({"a": 3}, "fast"),  # type: ignore[arg-type]
+        ChatPrompt(({"role": 1, "content": [{"image": "x"}]},), {"image": 3}),  # type: ignore[dict-item]
+        ExplicitEncoderDecoderPrompt(3, ()),  # type: ignore[arg-type]
+    ],
+)
+def test_a_prompt_of_wrong_types_arrives_to_be_refused_by_its_engine(prompt: Any):
+    """It is one user's, and the channel all users'."""
+    assert same(prompt, arrived_prompt(prompt))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
@@ -263,175 +431,113 @@ def test_an_image_arrives_as_the_stage_would_see_it(mode: str):
         image = Image.fromarray(pixels).convert(mode)
     assert image.mode == mode
     image.getexif()[0x0112] = 6
-    arrived = there_and_back(image)
-    assert arrived.size == (5, 7), "it is upright"
-    assert same(open_image(arrived), open_image(image))
+    made = arrived(image)
+    assert made.size == (5, 7), "it is upright"
+    assert same(open_image(made), open_image(image))
 
 
 def test_an_image_that_is_refused_is_refused_there_with_the_same_words():
     image = Image.fromarray(np.ones((2, 3), np.float32))
-    arrived = there_and_back(image)
+    made = arrived(image)
     with pytest.raises(ValueError, match="mode 'F'"):
-        open_image(arrived)
+        open_image(made)
 
 
 def test_an_image_that_cannot_be_read_is_told_with_its_field(tmp_path: Path):
     file = tmp_path / "half.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(file)
     file.write_bytes(file.read_bytes()[:2000])
-    with Image.open(file) as image, pytest.raises(ValueError, match=r"ImagePrompt\.image .*read"):
-        there_and_back(ImagePrompt(image))
+    with Image.open(file) as image, pytest.raises(ValueError, match=r"\.prompt\.image .*read"):
+        arrived_prompt(ImagePrompt(image))
 
 
-class Colour(Enum):
-    RED = "red"
-
-
-class Point(NamedTuple):
-    x: int
-    y: float
-
-
-class Model(BaseModel):
-    width: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    colour: Colour
-    place: Point
-    model: Model
-    anything: Any = None
-
-
-def test_types_are_registered_by_whoever_needs_them():
-    codec = Codec()
-    for each in (Order, Colour, Point, Model, Order):
-        codec.register(each)
-    order = Order(Colour.RED, Point(1, 2.0), Model(width=4), [TextPrompt("a")])
-    assert codec.decode(codec.encode(order)) == order
-
-
-def test_what_cannot_be_told_is_not_registered():
-    @dataclass
-    class Derived:
-        number: int = dataclasses.field(init=False, default=1)
-
-    for wrong, told in (
-        (object, "dataclass"),
-        (dict, "dataclass"),
-        (Derived, "number"),
-        (dataclass(type("TextPrompt", (), {})), "another type that is called TextPrompt"),
-        (Point(1, 2), "Point"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            Codec().register(wrong)
-
-
-class Unknown:
-    pass
-
-
-UNKNOWN: Any = Unknown()
+UNKNOWN: Any = object()
 
 
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (UNKNOWN, "Unknown cannot be sent to another process: it is of type .*Unknown"),
+        (Note(UNKNOWN), r"Note\.value cannot be sent to another process: .* builtins.object"),
         (
-            StageRequest("r", TextPrompt("a", multi_modal_data={"image": [UNKNOWN]})),
-            r"StageRequest\.prompt\.multi_modal_data\['image'\]\[0\] .*Unknown",
+            Orders("s", (Abort("r"), Enter(1, "r", TextPrompt("a", True, {"image": [UNKNOWN]})))),
+            r"Orders\.commands\[1\]\.prompt\.multi_modal_data\['image'\]\[0\] .*object",
         ),
-        ([(1, {2: Colour.RED})], r"list\[0\]\[1\]\[2\] .*Colour"),
-        (lambda: 1, "function"),
-        (np.array(["a"]), "array of <U1"),
-        (np.array([UNKNOWN]), "array of object"),
-        (np.datetime64("2020-01-01"), "datetime64"),
-        (torch.ones(2, 2).to_sparse(), "sparse"),
-        (torch.ones(2, device="meta"), "meta"),
-        (1 << 10**4, "integer of 1251 bytes"),
-        (Point(1, 2.0), "Point"),
+        (Note([(1, {2: 1j})]), r"Note\.value\[0\]\[1\]\[2\] .*complex"),
+        (Note(lambda: 1), "function"),
+        (Note(np.array(["a"])), "array of <U1"),
+        (Note(np.array([UNKNOWN])), "array of object"),
+        (Note(np.datetime64("2020-01-01")), "datetime64"),
+        (Note(np.longdouble(1)), "longdouble"),
+        (Note(torch.ones(2, 2).to_sparse()), "sparse"),
+        (Note(torch.ones(2, device="meta")), "meta"),
+        (Note([1 << 64]), r"Note\.value\[0\] .*ints"),
+        (Note(["a", "\ud800"]), r"Note\.value\[1\] .*surrogates"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_what_messages_do_not_know_is_told_with_its_place(message: object, told: str):
     with pytest.raises(ValueError, match=told):
-        CODEC.encode(message)
+        encode(message)
 
 
 def test_a_circle_is_told():
     circle: list[Any] = []
     circle.append(circle)
-    with pytest.raises(ValueError, match="levels"):
-        CODEC.encode(circle)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        encode(circle)
 
 
-REQUEST = StageRequest(
-    "r", EmbedsPrompt(torch.ones(2, 3)), SamplingParams(seed=4), cache_salt="\ud800"
+REQUEST = Orders(
+    "s",
+    (Enter(1, "r", EmbedsPrompt(torch.ones(2, 3)), sampling=SamplingParams(seed=4)), Abort("r")),
 )
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_value_error(content: bytes):
     with suppress(ValueError):
-        CODEC.decode(content)
+        DECODER.decode(content)
 
 
 @given(st.data())
 def test_a_garbled_message_is_a_message_or_a_value_error(data: st.DataObject):
-    content = bytearray(CODEC.encode([REQUEST, np.ones(3), {"a": Path("b")}, 2**90, {3}]))
+    content = bytearray(
+        encode(data.draw(st.sampled_from([REQUEST, Note([np.ones(3), Path("b")])])))
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with suppress(ValueError):
-        CODEC.decode(bytes(content))
-
-
-@given(st.recursive(scalars | st.integers(0, 15), lambda inner: st.lists(inner, max_size=6)))
-def test_any_lists_are_a_message_or_a_value_error(lists: Any):
-    try:
-        content = msgspec.msgpack.encode(lists)
-    except (OverflowError, UnicodeEncodeError):
-        return
-    with suppress(ValueError):
-        CODEC.decode(content)
+        DECODER.decode(bytes(content))
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ([4, "Popen", ["sh"]], "unknown type 'Popen'"),
-        ([4, "TextPrompt"], "TextPrompt has 3 fields, and 0 came"),
-        ([4, "SamplingParams", [3, "temperature", -1.0]], "temperature"),
-        ([4, "FinishReason", "bored"], "bored"),
-        ([5, "float32", [2**40, 2**40], b"abcd"], "4 bytes for a tensor"),
-        ([5, "float32", [-1, -1], b"abcd"], "no shape"),
-        ([5, "float32", [1], [[0, b"", 0, 4]]], "neither bytes nor a reference"),
-        ([5, "load", [1], b"a"], "load"),
-        ([6, "|O", [1], b"abcdefgh"], r"\|O"),
-        ([9, "RGB", 2**20, 2**20, b"abc"], "3 bytes for an image"),
-        ([9, "P", 1, 1, b"a"], "mode 'P'"),
-        ([3, 1], "a key without a value"),
-        ([3, [0], 1], "unhashable"),
-        ([99], "unknown mark"),
-        ([], "marked list"),
-        ({"a": 1}, "marked list"),
-        ([2, [[0]]], "scalars"),
-        ([8, "a"], "place of bytes"),
-        ([14, b"a" * 2000], "2000 bytes"),
-        (msgspec.msgpack.Ext(5, b"a"), "marked list"),
+        (["Popen", "sh"], "Popen"),
+        (["Abort", "r"], "Abort"),
+        (["Orders", "s", [["Abort"]]], "length 2, got 1"),
+        (["Orders", "s", [["Abort", 5]]], "Expected `str`, got `int`"),
+        ({"a": 1}, "Expected `array`"),
+        (["Note", Ext(1, pack(["float32", [2**40, 2**40], b"abcd"]))], "invalid for input"),
+        (["Note", Ext(1, pack(["float32", [1], [0, 4]]))], "nothing is shared"),
+        (["Note", Ext(1, pack(["load", [1], b"a"]))], "load"),
+        (["Note", Ext(2, pack(["|O", [1], b"abcdefgh"]))], r"an array of \|O"),
+        (["Note", Ext(3, pack(["RGB", [2**20, 2**20], b"abc"]))], "3 bytes for an image"),
+        (["Note", Ext(3, pack(["P", [1, 1], b"a"]))], "P"),
+        (["Note", Ext(5, pack({"temperature": -1.0}))], "temperature"),
+        (["Note", Ext(99, pack(["float32", [1], b"abcd"]))], "99"),
     ],
 )
 def test_what_is_no_message_is_told(content: Any, told: str):
     with pytest.raises(ValueError, match=told):
-        CODEC.decode(msgspec.msgpack.encode(content))
+        DECODER.decode(pack(content))
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 10**5, b"\x92\x00" * 9999],
-    ids=["nothing", "a long list", "long bytes", "a deep list", "a deep marked list"],
+    [b"", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 10**5],
+    ids=["nothing", "a long list", "long bytes", "a deep list"],
 )
 def test_what_announces_more_than_it_has_is_refused(content: bytes):
     with pytest.raises(ValueError, match="a message that cannot be read"):
-        CODEC.decode(content)
+        Decoder(Any).decode(content)

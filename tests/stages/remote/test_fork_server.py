@@ -23,11 +23,11 @@ import torch
 from stages.remote import fork_server as module
 from stages.remote import supervisor
 from stages.remote.channel import Channel
-from stages.remote.codec import Codec
 from stages.remote.fork_server import WorkerProcess, shut_down, start_worker
 from stages.remote.segments import SegmentPool
 from stages.stage import StageOutput
 from tests.support.import_graph import ROOT
+from tests.support.notes import Note
 from tests.support.patience import PATIENCE_S
 from tests.support.remote_stages import one_stage
 
@@ -269,17 +269,17 @@ def test_messages_and_tensors_reach_a_worker_and_come_back(start: Callable[..., 
     worker = start("send_back")
     messages: list[Any] = []
     reasons: list[str] = []
-    channel = Channel(worker.sock, Codec(), SegmentPool(), "worker")
+    channel = Channel(worker.sock, Note, SegmentPool(), "worker")
     channel.start(messages.append, reasons.append)
     for number in range(20):
         rows = torch.full((100, 100), number)
-        channel.send(StageOutput("r", "s", True, tensors={"rows": rows}))
+        channel.send(Note(outputs=(StageOutput("r", "s", True, tensors={"rows": rows}),)))
         until(lambda: len(messages) == 1)
-        assert torch.equal(messages.pop().tensors["rows"], rows + 1)
+        assert torch.equal(messages.pop().outputs[0].tensors["rows"], rows + 1)
         until(lambda: channel.num_exports == 0)
-    channel.send("hold")
+    channel.send(Note("hold"))
     until(lambda: len(messages) == 1)
-    kept = messages.pop().tensors["rows"]
+    kept = messages.pop().outputs[0].tensors["rows"]
     worker.kill()
     until(lambda: reasons == ["the other side closed it or has ended"])
     assert (kept == 7).all(), "what it has made outlives it"

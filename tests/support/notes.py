@@ -1,0 +1,20 @@
+"""A message for tests of what carries messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.interface.hints import Tensor
+from stages.stage import StageOutput
+
+__all__ = ["Note"]
+
+
+class Note(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Carries values of any type that msgspec knows by itself, arrays, tensors and outputs."""
+
+    value: Any = None
+    tensors: tuple[Tensor, ...] = ()
+    outputs: tuple[StageOutput, ...] = ()
