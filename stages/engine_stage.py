@@ -54,7 +54,7 @@ class EngineStage(Stage):
 
     @property
     def is_broken(self) -> bool:
-        """Whether its engine was interrupted while it mended itself."""
+        """Whether its engine was interrupted while it restarted."""
         return hasattr(self, "engine") and self.engine.is_broken
 
     def rebuild(self) -> None:

@@ -38,7 +38,7 @@ class AttentionStep:
 
     Attributes:
         backends: what computes a group's attention; None for groups without attention.
-        metadata: what the step tells a group's layers; None for groups without layers.
+        metadata: the step's metadata for a group's layers; None for groups without layers.
         encoder_hidden_states: ``(encoder tokens, width)`` of the requests whose encoder ran in
             this step, packed in the step's order; cross-attention writes its keys and values from
             them. None when no encoder ran: all that is needed is in the pages.

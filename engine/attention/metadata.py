@@ -1,4 +1,4 @@
-"""What one step tells the layers of one KV-cache group: those that attend, and recurrent ones.
+"""What one step gives the layers of one KV-cache group: those that attend, and recurrent ones.
 
 Which positions of its sequence a token sees, for every backend but the reference.
 
@@ -213,7 +213,7 @@ def soft_capped_attention(
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What one step tells the attention layers of one KV-cache group.
+    """The metadata that one step gives the attention layers of one KV-cache group.
 
     Requests are ordered by their number of tokens, the decodes (``query_len == 1``) first, so
     that a backend may treat the kinds apart without sorting::
@@ -222,7 +222,7 @@ class AttentionMetadata:
         query_start_loc 0    1    2    3          6               11
                   └ num_decodes=3 ┘
 
-    Cross-attention is told the same way, with ``causal=False``: the sequences are then the
+    Cross-attention has the same fields, with ``causal=False``: the sequences are then the
     encoder's, which no query token belongs to. Each sees all of its request's; what is written
     are the encoder's tokens of those requests whose encoder ran in this step. Queries that are
     the sequence themselves, as in an encoder's own attention, are a case of this.
@@ -276,7 +276,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """What one step tells the recurrent layers of one KV-cache group.
+    """The metadata that one step gives the recurrent layers of one KV-cache group.
 
     Requests are ordered as in :class:`AttentionMetadata`.
 

@@ -196,7 +196,7 @@ class TileMask:
         query -2   .   . [ x   x   . ]
         query -1   .   . [ .   x   x ]
 
-    It is kept from step to step, and made anew only for more keys than ever before.
+    It is kept from step to step, and made again only for more keys than ever before.
 
     Args:
         dtype: of queries and keys, as torch's fused attention wants.

@@ -338,7 +338,7 @@ class XformersBackend(AttentionBackend):
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
         query = query.reshape(1, num_tokens, num_kv_heads, group, head_dim)
-        # Grouped heads are told by a stride of 0, not by copies.
+        # Grouped heads are stated by a stride of 0, not by copies.
         keys = keys[None, :, :, None].expand(-1, -1, -1, group, -1)
         values = values[None, :, :, None].expand(-1, -1, -1, group, -1)
         operator = _split_k_operator(self._key_tile) if paged else None

@@ -222,7 +222,7 @@ def _max_positions(module: PreTrainedModel) -> int | None:
 
 
 def _pad_id(config: PreTrainedConfig, vocab_size: int) -> int:
-    # Padding is masked, but RoBERTa tells positions by this very id.
+    # Padding is masked, but RoBERTa counts positions by this very id.
     pad_id = getattr(config, "pad_token_id", None)
     return pad_id if isinstance(pad_id, int) and 0 <= pad_id < vocab_size else 0
 
@@ -574,8 +574,8 @@ class EncoderEngine(Engine[EncoderOutput]):
         self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
-    def _begin_anew(self) -> None:
-        """Let all inputs wait again, those of an interrupted step too: nothing was told of them."""
+    def _restart(self) -> None:
+        """Let all inputs wait again, also those of an interrupted step, which emitted nothing."""
         if self._before[0] is self._call:
             self._live = self._before[1]
         self._store.clear()

@@ -39,7 +39,7 @@ Pooling: TypeAlias = Literal["auto", "mean", "cls", "last", "pooler"]
 ``auto`` is the pooler of a checkpoint that has one, else the mean."""
 
 _BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
-    # In fp32: a bf16 sum of hundreds of rows loses what tells them apart.
+    # In fp32: a bf16 sum of hundreds of rows loses what distinguishes them.
     "mean": lambda rows: rows.float().mean(dim=0).to(rows.dtype),
     "cls": lambda rows: rows[0].clone(),
     "last": lambda rows: rows[-1].clone(),

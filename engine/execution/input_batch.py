@@ -67,7 +67,7 @@ def build_step_metadata(
 
 
 class _Shared(NamedTuple):
-    """What all groups are told alike; see :class:`AttentionMetadata`.
+    """The same for all groups; see :class:`AttentionMetadata`.
 
     Attributes:
         encoder_lens: ``(num_reqs,)`` int32 on the CPU, the ``seq_lens`` of cross-attention.

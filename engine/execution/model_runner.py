@@ -372,7 +372,7 @@ class ModelRunner:
             self._host_copy.start(self._mirrored(tensors))
             self._write_outputs(step)
             if self._kv.encoder_outputs is not None:
-                # The store is made now, by a row in the null block, so that it can be told.
+                # The store is made now, by a row in the null block, so that it is known.
                 row = tensors["hidden_states"].new_zeros(1, self._model.encoder_hidden_size).cpu()
                 slot = torch.zeros(1, dtype=torch.int64)
                 self._kv.encoder_outputs.write(slot, {ENCODER_HIDDEN_STATES: row})
@@ -383,7 +383,7 @@ class ModelRunner:
         return tuple(tensors)
 
     def clear(self) -> None:
-        """Forget every request, and find the outputs anew that the manager is to mirror."""
+        """Forget every request, and find again the outputs that the manager is to mirror."""
         self._batch.clear()
         self.warm_up()
 

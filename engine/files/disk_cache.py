@@ -62,7 +62,7 @@ class DiskCache:
     """A folder of entries; see the module's note.
 
     An entry is used if its files are those that were built, by their checksums, and if they are
-    this user's and no other user may write to them. Any other is built anew, and a warning says
+    this user's and no other user may write to them. Any other is built again, and a warning says
     why.
     """
 
@@ -141,7 +141,7 @@ class DiskCache:
             return
         was_there = os.path.lexists(folder)
         if was_there:
-            logger.warning("%s is not used and built anew: %s", folder, problem)
+            logger.warning("%s is not used and built again: %s", folder, problem)
         with tempfile.TemporaryDirectory(
             dir=self.root, prefix=f".{folder.name}~", ignore_cleanup_errors=True
         ) as aside:

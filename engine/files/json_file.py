@@ -1,4 +1,4 @@
-"""Reads JSON files of strangers: of bounded size and depth, every key once, no NaN."""
+"""Reads untrusted JSON files: of bounded size and depth, every key once, no NaN."""
 
 from __future__ import annotations
 

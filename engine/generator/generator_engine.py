@@ -268,8 +268,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
-        mend = "GeneratorConfig(model={})"
-        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", mend)
+        fix = "GeneratorConfig(model={})"
+        check_argument("config", config, GeneratorConfig, "a GeneratorConfig", fix)
         checkpoint = open_checkpoint(config.model, part=config.part, revision=config.revision)
         self.config = config
         self.hidden_size, self.dtype = None, torch.float32
@@ -371,8 +371,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             self._stats = self._stats.plus(num_steps=1, busy_s=time.perf_counter() - clock)
         return outputs
 
-    def _begin_anew(self) -> None:
-        """Take back what an interrupted step has done: its outputs have not been told."""
+    def _restart(self) -> None:
+        """Take back what an interrupted step has done: its outputs were not emitted."""
         call, before = self._before
         if call is not self._call:
             return

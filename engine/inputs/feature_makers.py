@@ -326,7 +326,7 @@ class ImageFeatureMaker(FeatureMaker):
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """See :meth:`FeatureMaker.make`."""
         output = image_features(self.processor, item, self.limits)
-        # Where a grid tells images apart, their patches come in one row.
+        # Where a grid distinguishes images, their patches come in one row.
         packed = {"pixel_values"} if _GRID in self.names else set()
         return {name: output[name] if name in packed else output[name][0] for name in self.names}
 
@@ -377,7 +377,7 @@ def load_feature_makers(
 ) -> dict[Modality, FeatureMaker]:
     """Load what a checkpoint folder brings for what a model's towers take.
 
-    A processor that is missing is told in the log, and in the error of each request that needs it.
+    A missing processor is reported in the log, and in the error of each request that needs it.
 
     Args:
         towers: of the model, by what they make rows of.

@@ -73,7 +73,7 @@ class AudioInVideo:
         Args:
             video: the whole video, at the position of its placeholder.
             times: of each one's rows, in places from its beginning, never falling. They are the
-                model's own, so that a row is in the chunk that its place tells. (At a few odd
+                model's own, so that a row is in the chunk of its place. (At a few odd
                 frame rates, such as 2/49 s to a grid, transformers' processor rounds otherwise
                 than its model, and a grid on the border of two chunks goes into the other.)
 
@@ -134,7 +134,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
 
     Args:
         sources: of a model that is an :class:`ItemSide`. A processor of features that the
-            checkpoint lacks is told when it is needed.
+            checkpoint lacks is reported when it is needed.
     """
 
     def __init__(self, sources: PromptSources) -> None:
@@ -215,7 +215,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         placeholder = self._model.placeholders[modality]
         num_places = sum(token_id == placeholder for token_id in token_ids)
         if num_places != num_items:
-            mend = (
+            fix = (
                 f"give one {modality} for each placeholder"
                 if num_places > num_items
                 else f"write a placeholder where each {modality} belongs, or, in chat messages, a "
@@ -223,7 +223,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
             )
             raise ValueError(
                 f"the prompt has {num_places} {modality} placeholders ({self._named(placeholder)}),"
-                f" but {num_items} {modality} items were given; {mend}"
+                f" but {num_items} {modality} items were given; {fix}"
             )
 
     def _named(self, placeholder: int) -> str:

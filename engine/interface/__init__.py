@@ -1,4 +1,4 @@
-"""What users touch: prompts, configs, sampling, outputs, stats; and how mistakes in them are told.
+"""What users touch: prompts, configs, sampling, outputs, stats; and reports of mistakes in them.
 
 Imports no torch, no other room.
 """

@@ -24,14 +24,14 @@ _LONGEST_VALUE = 80
 
 
 def check_argument(
-    name: str, value: object, kind: type | UnionType, wanted: str, mend: str | None = None
+    name: str, value: object, kind: type | UnionType, wanted: str, fix: str | None = None
 ) -> None:
     """Refuse a value of another type.
 
     Args:
         kind: what it must be an instance of.
         wanted: the same in words: "a str or None".
-        mend: what to write instead; ``{}`` in it stands for a value that is a str.
+        fix: what to write instead; ``{}`` in it stands for a value that is a str.
 
     Raises:
         ValueError: it is of another type.
@@ -42,7 +42,7 @@ def check_argument(
     if len(shown) > _LONGEST_VALUE:
         shown = shown[: _LONGEST_VALUE - 3] + "..."
     inserted = repr(value) if isinstance(value, str) else "..."
-    hint = "" if mend is None else f"; write {mend.replace('{}', inserted)}"
+    hint = "" if fix is None else f"; write {fix.replace('{}', inserted)}"
     raise ValueError(f"{name} must be {wanted}, got {shown} ({type(value).__name__}){hint}")
 
 
@@ -79,8 +79,8 @@ def check_request_arguments(
 
 def check_sampling_argument(sampling: object) -> None:
     """Refuse sampling parameters of another type, such as a mapping of them."""
-    mend = None
+    fix = None
     if isinstance(sampling, Mapping):
         fields = ", ".join(f"{name}={value!r}" for name, value in sampling.items())
-        mend = f"SamplingParams({fields})"
-    check_argument("sampling", sampling, SamplingParams | None, "SamplingParams or None", mend)
+        fix = f"SamplingParams({fields})"
+    check_argument("sampling", sampling, SamplingParams | None, "SamplingParams or None", fix)

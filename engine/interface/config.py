@@ -198,8 +198,8 @@ _PILLOW_PIXELS = 2**30 // 4 // 3
 class MediaLimits(Settings):
     """What media that requests show may take; the ``media_limits:`` block of ``engine:`` in YAML.
 
-    Looked at before anything is decoded, as far as a file's header tells it. A model may take less:
-    its window, its longest prompt, its encoder cache.
+    Looked at before anything is decoded, as far as a file's header states it. A model may take
+    less: its window, its longest prompt, its encoder cache.
 
     Attributes:
         max_file_bytes: of a file, or of what stands in its place.

@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
-    """An engine was interrupted while it mended itself, and is not to be used any more."""
+    """An engine was interrupted while it restarted, and is not to be used any more."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(
-            f"the engine was interrupted ({cause}), and again while it mended itself; build it anew"
+            f"the engine was interrupted ({cause}), and again while it restarted; build a new one"
         )
 
 
@@ -99,8 +99,8 @@ class Engine(ABC, Generic[OutputT_co]):
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
-    # What interrupted the engine, while it begins anew; and a mark of the call that runs or ran
-    # last: what it noted under this mark has not been told to the caller if it is interrupted.
+    # What interrupted the engine, while it restarts; and a mark of the call that runs or ran
+    # last: what it noted under this mark was not emitted to the caller if it is interrupted.
     _broken_by: str | None = None
     _call: object = None
 
@@ -218,11 +218,11 @@ class Engine(ABC, Generic[OutputT_co]):
         """Run one batch; return the outputs that moved, finished or not.
 
         Requests that fail end with an output that says why; others go on. Idle: nothing happens.
-        Whatever interrupts it, wherever (a signal, a lack of memory), every request begins anew
+        Whatever interrupts it, wherever (a signal, a lack of memory), every request starts again
         before the exception is passed on, and what was cached is forgotten.
 
         Raises:
-            EngineBrokenError: beginning anew was interrupted as well, now or before.
+            EngineBrokenError: restarting was interrupted as well, now or before.
         """
         return self._consistently(self._step)
 
@@ -235,11 +235,11 @@ class Engine(ABC, Generic[OutputT_co]):
 
     @property
     def is_broken(self) -> bool:
-        """Whether beginning anew was interrupted, so that requests and steps are refused."""
+        """Whether restarting was interrupted, so that requests and steps are refused."""
         return self._broken_by is not None
 
     def _consistently(self, call: Callable[[], T], *, wait: bool = False) -> T:
-        """Make a call; let all requests begin anew if it is interrupted.
+        """Make a call; restart all requests if it is interrupted.
 
         Args:
             call: to make while no other thread is in the engine.
@@ -253,16 +253,16 @@ class Engine(ABC, Generic[OutputT_co]):
             self.ownership.enter(wait=wait)
             self._call, has_begun = object(), True
             result = call()
-            # Here, since an interruption after the call must let all begin anew as well.
+            # Here, since an interruption after the call must restart all as well.
             if not was_inside:
                 self.ownership.leave()
             return result
         except BaseException as error:
             if has_begun:
-                # At once, whatever else may go wrong: until it has begun anew, it is broken.
+                # At once, whatever else may go wrong: until it has restarted, it is broken.
                 self._broken_by = "an exception"
                 self._broken_by = described(error)
-                self._begin_anew()
+                self._restart()
                 self._broken_by = None
             if not was_inside:
                 self.ownership.leave()
@@ -277,8 +277,8 @@ class Engine(ABC, Generic[OutputT_co]):
         """See :meth:`step_deltas`; may be interrupted anywhere."""
 
     @abstractmethod
-    def _begin_anew(self) -> None:
-        """Build everything anew from what the live requests themselves hold."""
+    def _restart(self) -> None:
+        """Build everything again from what the live requests themselves hold."""
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no output of it follows. Others are ignored."""

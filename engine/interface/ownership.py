@@ -91,7 +91,7 @@ class Ownership:
           └──────────────────────────────► closed: of no more use
 
     An owner is known by a weak reference: one that was dropped without a word owns nothing. What
-    was built before a fork is of no use in the child, which has none of the parent's threads, and
+    was built before a fork cannot be used in the child, which has none of the parent's threads, and
     its locks and the pools of OpenMP as they stood at that moment; a call there would hang.
 
     Args:

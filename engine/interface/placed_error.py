@@ -14,7 +14,7 @@ def described(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception:  # its class is a stranger's, and so is what it does to be shown
+    except Exception:  # its class, and what that does to be shown, is a user's
         return name
 
 

@@ -69,7 +69,7 @@ _LARGEST = 100
 """To either side, as in OpenAI's API."""
 
 _PAST_IDS = 10**18
-"""Above all token ids: what has more digits is not worth telling."""
+"""Above all token ids: what has more digits is not worth reporting."""
 
 _DIGITS = re.compile("[0-9]{1,18}")
 """A token id where keys are text, as in JSON."""
@@ -91,7 +91,7 @@ class TokenBias(Mapping[int, float]):
 
     @classmethod
     def of(cls, value: object) -> TokenBias:
-        """Check what a user gave. The first mistake is told: there may be a million of them."""
+        """Check what a user gave. The first mistake is reported: there may be a million of them."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -173,7 +173,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
-# The first wrong one is told: a list of a million would make a million messages.
+# The first wrong one is reported: a list of a million would make a million messages.
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(fail_fast=True)]
 
 # Any mapping is taken, and becomes one that never changes.

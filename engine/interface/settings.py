@@ -33,10 +33,10 @@ _COUNT = re.compile(" after validation, not [0-9]+$")
 """How many items of a list were right; the value shows how many came."""
 
 _ATTEMPT = re.compile(", unable to parse string as an? [a-z]+$")
-"""What pydantic tried before; what came is told behind it."""
+"""What pydantic tried before; what came stands behind it."""
 
 _MOST_TOLD = 10
-"""Mistakes that one message tells: each is compared with all that could have been meant."""
+"""Mistakes that one message reports: each is compared with all that could have been meant."""
 
 _LONGEST_VALUE = 80
 """Characters of a value that a message repeats."""
@@ -88,7 +88,7 @@ def explain_validation_error(
 
 
 def explain_value_error(error: ValidationError) -> str:
-    """Describe what is wrong with a single value, whose place is told elsewhere."""
+    """Describe what is wrong with a single value, whose place is named elsewhere."""
     return explain_validation_error(error, BaseModel, None)
 
 
@@ -260,7 +260,7 @@ class Settings(BaseModel):
     Raises:
         ValueError: one line for every mistake, which names the class, the field, what was expected
             and what came; for an unknown field the nearest one. Where a file's settings are
-            checked, whoever reads the file tells the mistakes.
+            checked, what reads the file reports the mistakes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -276,12 +276,12 @@ class Settings(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            told = explain_validation_error(error, cls, fields, source=cls.__name__)
+            message = explain_validation_error(error, cls, fields, source=cls.__name__)
         else:
             return
-        raise ValueError(told)
+        raise ValueError(message)
 
-    # Settings inside of others are not made by this constructor: the mistakes of all are told
+    # Settings inside of others are not made by this constructor: the mistakes of all are reported
     # together, with the whole place of each. Pydantic knows by this mark that it may do without.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 

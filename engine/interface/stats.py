@@ -17,7 +17,7 @@ class EngineStats:
 
     Attributes:
         num_steps: steps run. One that found nothing to do, since every request is paused or
-            waits for input, is not counted: the runtime tells by it whether anything moves.
+            waits for input, is not counted: the runtime sees by it whether anything moves.
         busy_s: seconds spent in steps.
         prompt_tokens: tokens of all inputs that began to run.
         cached_tokens: of these, tokens that the cache saved.
@@ -28,7 +28,7 @@ class EngineStats:
         encoder_hits: such inputs that were needed and whose rows were there. What a prefix of
             cached tokens shows is not needed, and counts for neither.
         num_preemptions: how often a request had to give its blocks back.
-        num_restarts: how often a stage's engine was built anew, or its worker started again; an
+        num_restarts: how often a stage's engine was rebuilt, or its worker started again; an
             engine by itself has none.
         num_transfers: outputs and chunks of other stages that were handed to a stage.
         transferred_bytes: of the tensors in these.

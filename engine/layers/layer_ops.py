@@ -6,7 +6,7 @@ Source: Su et al., "RoFormer", 2021. Frequencies of the scaled variants come fro
 ``ROPE_INIT_FUNCTIONS``, so that new ones arrive with it.
 
 Two variants choose their frequencies by the length of the sequence: ``dynamic`` beyond the
-trained length, and ``longrope`` on either side of it. transformers decides anew in every forward
+trained length, and ``longrope`` on either side of it. transformers decides again in every forward
 pass, so that keys cached early and keys cached late disagree. Here the choice is made once, for
 ``max_model_len``: a key then depends on its token and position alone, which prefix caching needs.
 Up to the trained length both give what transformers gives; set ``max_model_len`` accordingly.

@@ -453,7 +453,7 @@ class LLMEngine(Engine[RequestOutput]):
             an empty collection none.
 
     Raises:
-        ValueError: the checkpoint, a limit or an output name does not work out; says how to mend.
+        ValueError: the checkpoint, a limit or an output name does not work out; says how to fix it.
     """
 
     def __init__(
@@ -564,8 +564,8 @@ class LLMEngine(Engine[RequestOutput]):
     def _drop(self, request_id: str) -> None:
         self._output_processor.abort(request_id)
 
-    def _begin_anew(self) -> None:
-        self._output_processor.begin_anew(self._call)
+    def _restart(self) -> None:
+        self._output_processor.restart(self._call)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse what no request could run with, before one is there.

@@ -48,7 +48,7 @@ class OutputProcessor:
     num_generated_tokens: int = 0
     _group_of: dict[str, RequestGroup] = field(default_factory=dict)
     # The requests whose tokens the last step took in. If it is interrupted from then on, it is not
-    # known how much of a token was noted, and the caller was not told.
+    # known how much of a token was noted, and nothing reached the caller.
     _taken_in: tuple[object, tuple[RequestGroup, ...]] = (None, ())
     _interrupted: tuple[RequestGroup, ...] = ()
 
@@ -95,7 +95,7 @@ class OutputProcessor:
         """Take in a step that has run; return the requests that it moved.
 
         Args:
-            call: mark of the call that ran it, see :meth:`begin_anew`.
+            call: mark of the call that ran it, see :meth:`restart`.
         """
         groups = tuple(self._group_of[item.request.request_id] for item in scheduled.scheduled)
         self._taken_in = call, groups
@@ -138,8 +138,8 @@ class OutputProcessor:
                 self._forget(group)
         return list(moved.values())
 
-    def begin_anew(self, call: object) -> None:
-        """After a call that was interrupted anywhere: let every live request begin anew.
+    def restart(self, call: object) -> None:
+        """After a call that was interrupted anywhere: restart every live request.
 
         Requests whose tokens it was taking in fail, by :meth:`fail_interrupted`: how much of a
         token had been noted is not known.
@@ -155,7 +155,7 @@ class OutputProcessor:
         for group in self.groups.values():
             self.add(group)
             for request in self.live(group.request_id):
-                request.begin_anew()
+                request.restart()
                 self.scheduler.add(request)
 
     def fail_interrupted(self, call: object) -> list[RequestGroup]:

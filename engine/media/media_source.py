@@ -88,9 +88,9 @@ def _check(found: os.stat_result, name: str, max_bytes: int | None, setting: str
         what = _KINDS.get(kind, "no regular file")
         raise ValueError(f"{name} cannot be read: it is {what}, and a regular file is wanted")
     if max_bytes is not None and found.st_size > max_bytes:
-        mend = f"; raise {setting}" if setting else ""
+        fix = f"; raise {setting}" if setting else ""
         raise ValueError(
-            f"{name} has {found.st_size} bytes, but {max_bytes} are the most that are read{mend}"
+            f"{name} has {found.st_size} bytes, but {max_bytes} are the most that are read{fix}"
         )
 
 

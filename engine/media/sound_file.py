@@ -154,7 +154,7 @@ def _frame(chunk: bytes) -> tuple[int, int]:
 
 
 def _plain_kind(extension: bytes, bits: int) -> int:
-    """The kind that an extensible header tells of, for samples that take a number of bits."""
+    """The kind that an extensible header names, for samples that take a number of bits."""
     if len(extension) < _EXTENSION.size:
         raise WavHeaderError("its format ends too early")
     _, valid, _, kind, suffix = _EXTENSION.unpack(extension)

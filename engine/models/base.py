@@ -94,7 +94,7 @@ class GeneratorModel(nn.Module):
         max_codes: places of the longest utterance.
         num_codes: codes are below this.
         num_codebooks: codes at one place.
-        codes_per_block: places after which a windowed model's arithmetic begins anew; windows
+        codes_per_block: places after which a windowed model's arithmetic starts again; windows
             are made of such blocks.
         speakers: names of the voices; none if there is nothing to choose.
     """

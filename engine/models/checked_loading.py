@@ -1,6 +1,6 @@
 """Builds a model twice: without memory, to compare it with what is stored, and then to be loaded.
 
-A config of a stranger may ask for more than its files hold, or for what cannot be. That is known
+An untrusted config may ask for more than its files hold, or for what cannot be. That is known
 from the headers of the files, before memory is taken.
 
 Tensors of published checkpoints that a model computes from its config, by transformers' module.

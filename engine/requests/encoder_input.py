@@ -172,7 +172,7 @@ def embeds_spans(prompt_embeds: Tensor, block_size: int) -> tuple[ContentSpan, .
 
 
 def position_spans(positions: PromptPositions, block_size: int) -> tuple[ContentSpan, ...]:
-    """One span per block of a prompt whose places nothing else of its content tells.
+    """One span per block of a prompt whose places nothing else of its content states.
 
     None for blocks whose places are indices: those are the same as of a prompt without a table.
     """
@@ -186,7 +186,7 @@ def position_spans(positions: PromptPositions, block_size: int) -> tuple[Content
 
 
 def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
-    """What tells placeholders of one image from those of another."""
+    """Distinguishes placeholders of one image from those of another."""
     # Pieces of one video with its sound have one span together.
     return tuple(dict.fromkeys(item.span for item in items))
 

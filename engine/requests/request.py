@@ -228,8 +228,8 @@ class Request:
         self.prompt_choice = None
         return new
 
-    def begin_anew(self) -> None:
-        """Forget what was computed; what was generated and told stays."""
+    def restart(self) -> None:
+        """Forget what was computed; what was generated and emitted is kept."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.alone_until = 0

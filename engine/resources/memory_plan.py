@@ -1,4 +1,4 @@
-"""What an engine reserves, worked out before it is reserved and told to people."""
+"""What an engine reserves, worked out before it is reserved, and reported."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def report_kv_cache(
     """Work out what requests will hold; reserves nothing.
 
     Args:
-        max_model_len: longest sequence; costs are told for it, and for a short one.
+        max_model_len: longest sequence; costs are stated for it, and for a short one.
         num_encoder_tokens: that each request brings along, for cross-attention.
     """
     ours = _probe(config.groups)

@@ -587,7 +587,7 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _row_error(row: int, largest: float) -> str | None:
-    """A maximum is NaN as soon as one value is, so it tells whether the row can be used."""
+    """A maximum is NaN as soon as one value is, so it says whether the row can be used."""
     if math.isfinite(largest):
         return None
     if math.isnan(largest):

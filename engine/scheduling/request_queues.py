@@ -389,9 +389,9 @@ class RequestQueues:
 
         add ──► waiting ──── start ────► running ──► finish
                    ▲                     │  │  ▲
-                   ├──── begin_anew ─────┘  │  │ swap_in
+                   ├────── restart ──────┘  │  │ swap_in
                    │                preempt ▼  │
-                   └──── begin_anew ──────  swapped
+                   └────── restart ───────  swapped
 
     A running request holds blocks and rows of the encoder cache, a swapped one pages of the host,
     a waiting one nothing. One that cannot go on rests where it is, beside its queue, until it can:
@@ -528,10 +528,10 @@ class RequestQueues:
                 else:
                     _insert(self.swapped, request)
                 return copies
-        self.begin_anew(request)
+        self.restart(request)
         return ()
 
-    def begin_anew(self, request: Request) -> None:
+    def restart(self, request: Request) -> None:
         """Let a request wait to be recomputed, from the start or from its own cached blocks."""
         self._take_out(request)
         request.status = RequestStatus.WAITING

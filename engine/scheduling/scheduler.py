@@ -185,8 +185,8 @@ class Admission:
                 self.preempt(self.queues.holders[-1], step)
             share = self._share(request, self.queues.chunk(request, step.num_tokens), step)
             if share.num_tokens and not self.queues.grow(request, share.num_tokens):
-                # It would go out again at once; its pages are better made anew later.
-                self.queues.begin_anew(request)
+                # It would go out again at once; its pages are better made again later.
+                self.queues.restart(request)
                 continue
             step.page_moves.append(PageMove(copies, to_host=False))
             if share.num_tokens:
@@ -350,7 +350,7 @@ class FaultIsolation:
         self._isolated = {}
 
     def recover(self, output: SchedulerOutput, *, swap_failed: bool = False) -> tuple[Request, ...]:
-        """After a step that failed: let its requests begin anew.
+        """After a step that failed: restart its requests.
 
         It is not known which pages were copied, so requests that the step swapped out, or in
         without running them, are recomputed.
@@ -366,13 +366,13 @@ class FaultIsolation:
         else:
             return requests
         for request in requests:
-            self.queues.begin_anew(request)
+            self.queues.restart(request)
         return ()
 
     def _undo_swaps(self, output: SchedulerOutput) -> None:
         swapped = [r for r in output.preempted if r.status is RequestStatus.SWAPPED]
         for request in (*output.restored, *swapped):
-            self.queues.begin_anew(request)
+            self.queues.restart(request)
 
 
 class Scheduler:

@@ -32,7 +32,7 @@ class IncrementalDetokenizer:
     leading space that only the first word loses, ``##`` that joins. So a short window is decoded
     again with every token, and what the text grew by is handed out::
 
-        window   | prefix: already told, gives context | fresh: told in part or not at all |
+        window   | prefix: emitted, gives context      | fresh: emitted in part or not     |
                  |<------------- sent characters of its text ----------->|<- next piece -->|
 
     When the text ends in a whole character, the fresh tokens become the prefix. If it does not for
@@ -109,7 +109,7 @@ class IncrementalDetokenizer:
         """Keep the last tokens of a window, if their text ends as that of the whole window does."""
         kept = self._window[-_SHORT_WINDOW:]
         kept_text = self._decode(kept)
-        # What is yet to be told, and a character that was, must be the same.
+        # What is yet to be emitted, and a character that was, must be the same.
         num_compared = len(text) - self._num_sent + 1
         if kept_text[-num_compared:] == text[-num_compared:] and len(kept_text) >= num_compared:
             self._num_sent = len(kept_text) - num_compared + 1

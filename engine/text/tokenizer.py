@@ -114,7 +114,7 @@ def _end_of_alternative(pattern: str, place: int) -> int | None:
 def _patterns(tokenizer: PreTrainedTokenizerBase, part: str) -> Iterator[str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     found = getattr(backend, part, None)
-    # The library tells its parts as JSON by pickle's protocol; nothing is unpickled here.
+    # The library states its parts as JSON by pickle's protocol; nothing is unpickled here.
     state = getattr(found, "__getstate__", lambda: None)()
     if isinstance(state, bytes):
         yield from _regexes(json.loads(state))
@@ -248,7 +248,7 @@ class PanicsAsErrors:
 def tokenizers_turn(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Hold while the tokenizer is called in a thread that may not be the only one.
 
-    Its panics are told as :class:`PanicsAsErrors` says. Tokenizers of the ``tokenizers`` library
+    Its panics are raised as :class:`PanicsAsErrors` says. Tokenizers of the ``tokenizers`` library
     are called by any number of threads at once, once they are loaded by :func:`load_tokenizer`;
     others one by one.
     """

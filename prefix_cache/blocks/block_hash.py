@@ -36,7 +36,7 @@ BlockHash = NewType("BlockHash", bytes)
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions of a sequence whose content is not told by their token ids.
+    """Positions of a sequence whose content their token ids do not state.
 
     Attributes:
         kind: what lies there ("image", "audio", "prompt_embeds", ...).

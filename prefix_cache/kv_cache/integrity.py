@@ -62,7 +62,7 @@ def request_bytes(manager: KVCacheManager, num_tokens: int, num_encoder_tokens: 
     Prefill holds more for a step: windows keep what the first token of a chunk sees.
 
     Args:
-        manager: tells which blocks the layers can still need; its state plays no part.
+        manager: says which blocks the layers can still need; its state plays no part.
         num_tokens: of the request, the last one included.
         num_encoder_tokens: for cross-attention.
     """

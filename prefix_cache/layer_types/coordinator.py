@@ -263,7 +263,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_num_tokens: int
     ) -> list[KVCacheBlock]:
-        """All blocks or none: half an encoder's output is of no use.
+        """All blocks or none: half an encoder's output is useless.
 
         Args:
             block_hashes: of all blocks of the encoder's input, its partial last one included.

@@ -83,7 +83,7 @@ class Harness:
             # It ran alone, and the engine would fail it; here it tries again.
             num_tokens = request.num_computed_tokens + output.num_tokens
             self.scheduler.fault_isolation.isolate(request, num_tokens)
-            self.scheduler._queues.begin_anew(request)
+            self.scheduler._queues.restart(request)
         check_blocks(self.kv)
         return output
 

@@ -32,7 +32,7 @@ class HybridStep:
     """What the layers of a step share.
 
     Attributes:
-        attention: what attention and state layers are told of the step.
+        attention: the step's metadata for attention and state layers.
         layout: of the packed tokens, for the recurrences.
         rotation: cosines and sines of the tokens' positions; None for models without positions.
     """

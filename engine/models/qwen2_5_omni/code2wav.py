@@ -79,7 +79,7 @@ def use_native_snakes(network: nn.Module) -> None:
     try:
         kernels = load_kernels()
     except NativeBuildError:
-        return  # told once, when they could not be had
+        return  # logged once, when they could not be had
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen2_5OmniAntiAliasedActivation1d) and _fits(child):
@@ -378,7 +378,7 @@ class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
 
 
 class _OncePerPass(nn.Module):
-    """Stands in for a module that transformers runs anew, on equal tensors, in every evaluation.
+    """Stands in for a module that transformers runs again, on equal tensors, in every evaluation.
 
     Args:
         module: what it does must depend on nothing else that changes within a pass than on the

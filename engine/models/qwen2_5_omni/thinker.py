@@ -108,7 +108,7 @@ class AudioTower(ItemTower):
 
 
 class Qwen2_5OmniThinker(MultiAxisModel):
-    """A decoder that also tells what it was given; see the module's note."""
+    """A decoder that also emits what it was given; see the module's note."""
 
     def forward(
         self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep

@@ -99,7 +99,7 @@ class SpeechWindows:
         if not pairs or times[-2:] == [False, True]:
             return len(tokens), rest
         told = tokens[pairs[-1] - 1] - self.first_timestamp_id
-        # Always ahead, also where a window was told to begin with a pair.
+        # Always ahead, also where a window had to begin with a pair.
         return pairs[-1] + 1, told * _FRAMES_PER_TIMESTAMP or rest
 
 

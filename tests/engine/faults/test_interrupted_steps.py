@@ -76,7 +76,7 @@ def test_an_engine_interrupted_while_it_mends_itself_says_so(
     monkeypatch.undo()
     calls: list[Callable[[], object]] = [engine.step, lambda: engine.abort("r")]
     for call in calls:
-        with pytest.raises(EngineBrokenError, match="KeyboardInterrupt.*build it anew"):
+        with pytest.raises(EngineBrokenError, match="KeyboardInterrupt.*build a new one"):
             call()
 
 

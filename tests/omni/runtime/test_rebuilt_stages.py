@@ -250,7 +250,7 @@ def forbid_mending(engine: LLMEngine | EncoderEngine, patch: pytest.MonkeyPatch)
     def fail() -> None:
         raise MemoryError("no room to mend it")
 
-    patch.setattr(engine, "_begin_anew", fail)
+    patch.setattr(engine, "_restart", fail)
 
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])
@@ -343,7 +343,7 @@ def test_the_broken_engine_is_gone_before_another_one_is_built(
         def fail() -> None:
             raise MemoryError("a step")
 
-        vars(stage.engine).update(_step_deltas=fail, _begin_anew=fail)
+        vars(stage.engine).update(_step_deltas=fail, _restart=fail)
         last = run(WholeOrchestrator(rig.pipeline))
     assert alive == [None, None]
     for request_id, output in last.items():

@@ -183,4 +183,4 @@ def test_a_flipped_byte_is_found_and_the_model_built_anew(
     assert weights.read_bytes() == whole
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "built anew: model.safetensors is damaged" in record.getMessage()
+    assert "built again: model.safetensors is damaged" in record.getMessage()
