@@ -25,20 +25,16 @@ def bind(settings: ServerSettings) -> socket.socket:
     """
     host, port = settings.host, settings.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"--host {host!r} cannot be found: {error.strerror or error}") from error
     try:
-        # Otherwise a port could not be taken again for a minute after a server has stopped.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Only now is it certain: two may bind one port, but only one listens.
-        listener.listen(2048)
+        listener = socket.create_server(
+            address, family=family, backlog=2048, dualstack_ipv6=family is socket.AF_INET6
+        )
     except OSError as error:
-        listener.close()
         raise ValueError(_cannot_bind(host, port, error)) from error
     listener.setblocking(False)
     return listener
