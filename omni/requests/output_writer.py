@@ -19,11 +19,11 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
@@ -36,20 +36,12 @@ from omni.requests.request import OmniOutput
 from stages import Completion, StageOutput
 
 __all__ = [
-    "JOURNAL",
-    "OUTPUTS",
-    "RUN_RECORD",
     "Existing",
-    "Journal",
-    "JournalPlace",
     "OutputFolder",
-    "OutputLines",
     "OutputWriter",
     "RunRecord",
     "describe_stage",
     "file_name",
-    "files_of",
-    "printable",
 ]
 
 logger = package_logger(__name__)
@@ -250,22 +242,18 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 JOURNAL = "outputs.partial.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class JournalPlace:
-    """Where a line stands: its first byte, and its length with the line's end."""
-
-    start: int
-    length: int
+_Place: TypeAlias = tuple[int, int]
+"""Where a line of the journal is: its first byte, and its length with the line's end."""
 
 
-class Journal:
+class _Journal:
     """Lines that are appended one by one, and of which only whole ones stay.
 
     A line is handed to the operating system before :meth:`append` returns, so that the death of
     this process, however it comes, loses nothing. What it does not outlast is a loss of power.
 
     Args:
-        folder: where the file stands; it is made if missing.
+        folder: where the file is; it is made if missing.
     """
 
     def __init__(self, folder: OutputFolder) -> None:
@@ -273,24 +261,20 @@ class Journal:
         self._descriptor = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._end = os.fstat(self._descriptor).st_size
 
-    def lines(self) -> Iterator[tuple[JournalPlace, bytes]]:
-        """Every whole line, and where it stands; a last one that was cut off is cut away."""
+    def lines(self) -> Iterator[tuple[_Place, bytes]]:
+        """Every whole line, and where it is; a last one that was cut off is cut away."""
         start = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
             for line in file:
                 if line.endswith(b"\n"):
-                    yield JournalPlace(start, len(line)), line
+                    yield (start, len(line)), line
                     start += len(line)
         os.ftruncate(self._descriptor, start)
         self._end = start
 
-    def append(self, line: bytes) -> JournalPlace:
-        """Write a line, which ends in a newline: whole, or not at all.
-
-        Raises:
-            OSError: the disk is full or the like.
-        """
+    def append(self, line: bytes) -> _Place:
+        """Write a line, which ends in a newline: whole, or not at all."""
         rest = memoryview(line)
         try:
             while rest:
@@ -300,83 +284,20 @@ class Journal:
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, self._name) from error
             raise
-        place = JournalPlace(self._end, len(line))
+        place = self._end, len(line)
         self._end += len(line)
         return place
 
-    def line_at(self, place: JournalPlace) -> bytes:
+    def line_at(self, place: _Place) -> bytes:
         """A line that was read or appended."""
-        return os.pread(self._descriptor, place.length, place.start)
+        start, length = place
+        return os.pread(self._descriptor, length, start)
 
     def close(self) -> None:
         """Close the file, which stays. May be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-class OutputLines:
-    """Describes outputs, and writes what is no text into files of a folder.
-
-    Args:
-        folder: gets ``tensors/<request>/<stage>.<tensor>.safetensors``, one tensor per file, and
-            ``audio/<request>/<stage>.wav``.
-        final_output: for each final stage what the user gets of it: ``text``, ``tensors``,
-            ``audio``.
-    """
-
-    def __init__(self, folder: OutputFolder, final_output: Mapping[str, tuple[str, ...]]) -> None:
-        self._folder = folder
-        self._final_output = final_output
-
-    def line(self, output: OmniOutput) -> dict[str, Any]:
-        """Describe an output; its files are written when this returns.
-
-        An output that has no form on disk, such as a sound with samples that are not finite,
-        becomes an error of its request.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        line: dict[str, Any] = {
-            "request_id": printable(output.request_id),
-            "error": None if output.error is None else printable(output.error),
-            "stages": {},
-        }
-        for name, stage in output.stages.items():
-            if name in self._final_output:
-                try:
-                    line["stages"][name] = self._stage(stage, self._final_output[name])
-                except ValueError as error:
-                    line["error"] = line["error"] or f"stage {name!r} cannot be written: {error}"
-        return line
-
-    def _stage(self, output: StageOutput, wanted: tuple[str, ...]) -> dict[str, Any]:
-        return describe_stage(
-            output, wanted, tensor=partial(self._save, output), sound=partial(self._sound, output)
-        )
-
-    def _sound(self, output: StageOutput, sound: Waveform) -> str:
-        return self._write("audio", output, ".wav", partial(sound.save, format="wav"))
-
-    def _save(self, output: StageOutput, name: str, tensor: Tensor) -> str:
-        rows = {name: tensor.contiguous()}
-
-        def save(file: Path) -> None:
-            try:
-                save_file(rows, file)
-            except SafetensorError as error:  # what it makes of a full disk
-                raise OSError(errno.EIO, str(error), str(file)) from error
-
-        return self._write("tensors", output, f".{file_name(name)}.safetensors", save)
-
-    def _write(
-        self, kind: str, output: StageOutput, ending: str, write: Callable[[Path], object]
-    ) -> str:
-        """Write one file of a stage's output; return its path from the output directory."""
-        place = f"{kind}/{file_name(output.request_id)}/{file_name(output.stage)}{ending}"
-        self._folder.write(place, write)
-        return place
 
 
 def describe_stage(
@@ -396,7 +317,7 @@ def describe_stage(
     """
     line: dict[str, Any] = {}
     if "text" in wanted and output.text is not None:
-        line["text"] = printable(output.text)
+        line["text"] = _printable(output.text)
     if output.text is not None or output.token_ids:
         line["token_ids"] = list(output.token_ids)
     if output.finish_reason is not None:
@@ -421,7 +342,14 @@ def describe_stage(
     return line
 
 
-def files_of(line: Mapping[str, Any]) -> list[str]:
+def _save_tensor(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(errno.EIO, str(error), str(file)) from error
+
+
+def _files_of(line: Mapping[str, Any]) -> list[str]:
     """The files that a line names, as paths from the output directory."""
     files = []
     for stage in line["stages"].values():
@@ -443,7 +371,7 @@ def file_name(text: str) -> str:
     return f"{kept}~{digest.hexdigest()[:16]}"
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """The same text, with what UTF-8 cannot say escaped: halves of surrogate pairs.
 
     They stand for the bytes of file names that are no UTF-8.
@@ -555,9 +483,8 @@ class Existing(Enum):
     OVERWRITE = "overwrite"
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    place: JournalPlace | None
+class _Done(NamedTuple):
+    place: _Place | None
     failed: bool
 
 
@@ -599,8 +526,8 @@ class OutputWriter:
     ) -> None:
         self._record = record
         self._folder = OutputFolder(directory)
-        self._lines = OutputLines(self._folder, final_output)
-        self._journal: Journal | None = None
+        self._final_output = final_output
+        self._journal: _Journal | None = None
         self._done: dict[int, _Done] = {}
         self._finished = False
         try:
@@ -647,7 +574,7 @@ class OutputWriter:
         if not 0 <= position < self._record.num_requests:
             raise ValueError(f"position {position} of {self._record.num_requests} requests")
         journal = self._begun()
-        line = {"position": position} | self._lines.line(output)
+        line = {"position": position} | self._described(output)
         place = journal.append(_encoded(line))
         error: str | None = line["error"]
         self._done[position] = _Done(place, error is not None)
@@ -681,6 +608,40 @@ class OutputWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _described(self, output: OmniOutput) -> dict[str, Any]:
+        """The line of an output, whose files are written when this returns.
+
+        An output that has no form on disk, such as a sound with samples that are not finite,
+        becomes an error of its request.
+        """
+        line: dict[str, Any] = {
+            "request_id": _printable(output.request_id),
+            "error": None if output.error is None else _printable(output.error),
+            "stages": {},
+        }
+        for name in filter(self._final_output.__contains__, output.stages):
+            try:
+                line["stages"][name] = self._stage(output.stages[name])
+            except ValueError as error:
+                line["error"] = line["error"] or f"stage {name!r} cannot be written: {error}"
+        return line
+
+    def _stage(self, output: StageOutput) -> dict[str, Any]:
+        def write(kind: str, ending: str, save: Callable[[Path], object]) -> str:
+            place = f"{kind}/{file_name(output.request_id)}/{file_name(output.stage)}{ending}"
+            self._folder.write(place, save)
+            return place
+
+        def tensor(name: str, rows: Tensor) -> str:
+            save = partial(_save_tensor, {name: rows.contiguous()})
+            return write("tensors", f".{file_name(name)}.safetensors", save)
+
+        def sound(waveform: Waveform) -> str:
+            return write("audio", ".wav", partial(waveform.save, format="wav"))
+
+        wanted = self._final_output[output.stage]
+        return describe_stage(output, wanted, tensor=tensor, sound=sound)
 
     def _take_over(self, existing: Existing) -> None:
         journal_size = self._size_of(JOURNAL)
@@ -727,13 +688,13 @@ class OutputWriter:
             )
 
     def _resume(self) -> None:
-        self._journal = Journal(self._folder)
+        self._journal = _Journal(self._folder)
         for number, (place, content) in enumerate(self._journal.lines(), start=1):
             line = self._parsed(content, JOURNAL, number)
             position = line.pop("position", None)
             if not isinstance(position, int) or not 0 <= position < self._record.num_requests:
                 raise self._damaged(JOURNAL, number)
-            if all(self._folder.holds(file) for file in files_of(line)):
+            if all(self._folder.holds(file) for file in _files_of(line)):
                 self._done[position] = _Done(place, line["error"] is not None)
 
     def _find_finished(self) -> None:
@@ -751,7 +712,7 @@ class OutputWriter:
             line: dict[str, Any] = json.loads(content)
             if not isinstance(line["request_id"], str) or not isinstance(line["error"], str | None):
                 raise self._damaged(name, number)
-            files = files_of(line)
+            files = _files_of(line)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._damaged(name, number) from None
         if not all(isinstance(file, str) for file in files):
@@ -764,14 +725,14 @@ class OutputWriter:
             "wrote; replace the outputs with --overwrite"
         )
 
-    def _begun(self) -> Journal:
+    def _begun(self) -> _Journal:
         """The journal; the first line of a run clears away what it replaces."""
         if self._journal is None:
             self._folder.remove(OUTPUTS)
             self._folder.remove(JOURNAL)
             content = self._record.model_dump_json(indent=1).encode()
             self._folder.write(RUN_RECORD, lambda file: file.write_bytes(content))
-            self._journal = Journal(self._folder)
+            self._journal = _Journal(self._folder)
         return self._journal
 
     def _put_in_order(self, file: Path) -> None:

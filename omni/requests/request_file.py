@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ValidationError
-
 from engine import SamplingParams
-from engine.interface.settings import explain_validation_error
 from omni.requests.request import OmniRequest
 from omni.requests.request_files import FolderFiles
-from omni.requests.request_line import RequestLine, example_line, prompt_of, sampling_of
+from omni.requests.request_line import example_line, parse_line, prompt_of, sampling_of
 
 __all__ = [
     "MAX_KEYS",
@@ -26,7 +23,9 @@ __all__ = [
     "STANDARD_INPUT",
     "JsonLine",
     "RequestError",
+    "make_request",
     "read_json_lines",
+    "read_lines",
     "read_requests",
 ]
 
@@ -179,7 +178,7 @@ def read_requests(
     Raises:
         ValueError: the file cannot be read, or has no request in it.
     """
-    name, folder, lines = _read(path, seen)
+    name, folder, lines = read_lines(path, seen)
     if not lines:
         raise ValueError(f"{name}: no request in it; a line of it is such as {example_line({})}")
     entries: list[OmniRequest | RequestError] = []
@@ -191,18 +190,22 @@ def read_requests(
                 raise _WrongShapeError(line.error)
             if first != line.number:
                 raise ValueError(f"request_id: {request_id!r} is already used on line {first}")
-            entries.append(_request(line.data, request_id, folder, sampling))
+            entries.append(make_request(line.data, request_id, folder, sampling))
         except (ValueError, RecursionError) as error:
             where = f"{name}:{line.number}" + (f":{line.column}" if line.column else "")
             entries.append(RequestError(line.number, request_id, f"{where}: {_told(error, line)}"))
     return entries
 
 
-def _read(
-    path: str | Path, seen: Callable[[bytes], object] | None
+def read_lines(
+    path: str | Path, seen: Callable[[bytes], object] | None = None
 ) -> tuple[str, Path, list[JsonLine]]:
-    """What to call the file, where the files of its lines are, and its lines."""
-    if path == STANDARD_INPUT:
+    """The name of a file of requests, the folder of the files that its lines name, and its lines.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if str(path) == STANDARD_INPUT:
         return "standard input", Path(), list(read_json_lines(sys.stdin.buffer, seen))
     # Bytes that are no UTF-8 can be in a path, but in no line of outputs.
     name = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
@@ -239,17 +242,19 @@ def _given_id(line: JsonLine) -> str | None:
     return request_id if isinstance(request_id, str) and request_id else None
 
 
-def _request(
+def make_request(
     data: Mapping[str, Any],
-    request_id: str,
+    request_id: str | None,
     folder: Path,
     sampling: Mapping[str, SamplingParams | None],
 ) -> OmniRequest:
+    """Make a request of a line's data; see :func:`read_requests`.
+
+    Raises:
+        ValueError: the data is wrong, or names a file that is not there.
+    """
     try:
-        line = RequestLine.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        raise _WrongShapeError(_in_one_line(error, RequestLine, data)) from error
-    try:
+        line = parse_line(data)
         params = sampling_of(line.sampling, sampling)
     except ValueError as error:
         raise _WrongShapeError(str(error)) from error
@@ -261,7 +266,3 @@ def _request(
         cache_salt=line.cache_salt,
         speaker=line.speaker,
     )
-
-
-def _in_one_line(error: ValidationError, model: type[BaseModel], data: Any) -> str:
-    return explain_validation_error(error, model, data).replace("\n", "; ")

@@ -53,6 +53,7 @@ __all__ = [
     "VideoFile",
     "VideoUrl",
     "example_line",
+    "parse_line",
     "prompt_of",
     "sampling_of",
 ]
@@ -620,6 +621,15 @@ class RequestLine(_Forms):
                     ("audio", index, entry.wishes[0]),
                     "is for a speech model's encoder; beside a prompt, say in it what is wanted",
                 )
+
+
+def parse_line(data: Mapping[str, Any]) -> RequestLine:
+    """Check a line of ``requests.jsonl``; ``ValueError`` says what is wrong with it."""
+    try:
+        return RequestLine.model_validate_json(json.dumps(dict(data)), strict=True)
+    except ValidationError as error:
+        explained = explain_validation_error(error, RequestLine, dict(data))
+        raise ValueError(explained.replace("\n", "; ")) from error
 
 
 def _check_one(keys: tuple[str, ...], given: list[str]) -> None:

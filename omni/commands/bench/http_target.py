@@ -21,9 +21,8 @@ import httpx2
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from omni.commands.bench.load import parse_line
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
-from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine
+from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
 
 __all__ = [
     "AnswerEvents",

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import random
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import ValidationError
-
-from engine.interface.settings import explain_validation_error
 from omni.commands.bench.measured_request import LoadTarget, MeasuredRequest, RequestFailure, Send
-from omni.requests.request_file import read_json_lines
-from omni.requests.request_line import RequestLine
+from omni.requests.request_file import read_lines
 
 __all__ = [
     "LevelRun",
@@ -38,7 +30,6 @@ __all__ = [
     "line_source",
     "made_up_text",
     "parse_levels",
-    "parse_line",
 ]
 
 LoadTurns: TypeAlias = Generator[Send, str | None, None]
@@ -49,7 +40,6 @@ LoadSource: TypeAlias = Callable[[int, int], LoadTurns]
 
 MadeUpForm: TypeAlias = Literal["chat", "completions", "text"]
 
-_STANDARD_INPUT = "-"
 _TEXT = """
 about above across again air animal answer around back because before began below book both bring
 car carry change city close country cut day different door earth eat enough evening example eye
@@ -68,26 +58,19 @@ _WORDS = _TEXT.split()
 
 
 class RequestLines:
-    """The lines of a file of requests.
-
-    Args:
-        path: of the file; ``-`` is the standard input.
+    """The lines of a file of requests; ``-`` is the standard input.
 
     Raises:
         ValueError: it cannot be read, or has no request in it.
     """
 
     def __init__(self, path: Path) -> None:
-        is_standard_input = os.fspath(path) == _STANDARD_INPUT
-        self._name = "standard input" if is_standard_input else os.fspath(path)
-        self._folder = Path() if is_standard_input else path.parent
         try:
-            with nullcontext(sys.stdin.buffer) if is_standard_input else open(path, "rb") as file:
-                self._lines = [*read_json_lines(file)]
-        except OSError as error:
-            raise ValueError(f"--input: {self._name}: cannot be read: {error.strerror}") from error
-        if not self._lines:
-            raise ValueError(f"--input: {self._name}: no request in it")
+            self._name, self._folder, self._lines = read_lines(path)
+            if not self._lines:
+                raise ValueError(f"{self._name}: no request in it")
+        except ValueError as error:
+            raise ValueError(f"--input: {error}") from error
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -109,15 +92,6 @@ class RequestLines:
         if wrong:
             raise ValueError("\n".join(wrong))
         return sends
-
-
-def parse_line(data: Mapping[str, Any]) -> RequestLine:
-    """Check a line of ``requests.jsonl``; ``ValueError`` says what is wrong with it."""
-    try:
-        return RequestLine.model_validate_json(json.dumps(dict(data)), strict=True)
-    except ValidationError as error:
-        explained = explain_validation_error(error, RequestLine, dict(data))
-        raise ValueError(explained.replace("\n", "; ")) from error
 
 
 def line_source(sends: Sequence[Send]) -> LoadSource:
@@ -160,14 +134,8 @@ class MadeUpShape:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLengths:
-    """How many tokens the words of made-up texts take in a target's tokenizer.
-
-    Attributes:
-        per_word: tokens of a word.
-        around: tokens of a prompt of no words, such as those of a chat template.
-    """
+class TokenLengths(NamedTuple):
+    """Tokens of a made-up text in a target's tokenizer: of each word, and around all of them."""
 
     per_word: float = 1.0
     around: float = 0.0
@@ -194,13 +162,7 @@ class TokenLengths:
 
 
 class MadeUpSource:
-    """Makes conversations up, different ones for every level, so that none hits another's cache.
-
-    Args:
-        target: that they are for.
-        shape: of the conversations.
-        lengths: of words in the target's tokens.
-    """
+    """Makes conversations up, different ones for every level, so that none hits another's cache."""
 
     def __init__(
         self, target: LoadTarget, shape: MadeUpShape, lengths: TokenLengths | None = None

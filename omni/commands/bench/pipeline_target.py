@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omni.commands.bench.load import parse_line
 from omni.commands.bench.measured_request import MeasuredRequest, RequestFailure, Send
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput, OmniRequest
-from omni.requests.request_files import FolderFiles
-from omni.requests.request_line import prompt_of, sampling_of
+from omni.requests.request_file import make_request
 from omni.runtime.omni import Omni
 from stages import StageOutput
 
@@ -45,14 +43,7 @@ class PipelineTarget:
 
     def prepare(self, line: Mapping[str, Any], folder: Path) -> Send:
         """Make a request; see :class:`~omni.commands.bench.measured_request.LoadTarget`."""
-        parsed = parse_line(line)
-        request = OmniRequest(
-            prompt_of(parsed, FolderFiles(folder)),
-            sampling=sampling_of(parsed.sampling, self._own_sampling),
-            priority=parsed.priority,
-            cache_salt=parsed.cache_salt,
-            speaker=parsed.speaker,
-        )
+        request = make_request(line, None, folder, self._own_sampling)
         return partial(self._send, request)
 
     async def reset_caches(self) -> None:
