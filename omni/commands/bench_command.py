@@ -30,8 +30,8 @@ from omni.commands.bench.report import (
     report_tables,
     save_plot,
 )
-from omni.commands.bench_options import BenchOptions
 from omni.commands.command import Stopped, exit_status, run_interruptibly
+from omni.commands.options import BenchOptions
 from omni.commands.run_progress import RunProgress
 
 if TYPE_CHECKING:

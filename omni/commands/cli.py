@@ -17,17 +17,17 @@ import typer
 from omni.commands.command import Stopped, command
 
 if TYPE_CHECKING:
-    from omni.commands.bench_options import BenchOptions
     from omni.commands.command import CommandOptions
     from omni.commands.options import (
+        BenchOptions,
         DemoOptions,
         ExplainOptions,
         ListOptions,
+        PromptFlags,
         RunOptions,
         ValidateOptions,
         VerifyOptions,
     )
-    from omni.commands.prompt_flags import PromptFlags
     from omni.commands.serve_command import ServeOptions
     from omni.pipelines.pipeline_config import PipelineConfig
     from omni.requests.output_writer import OutputWriter
@@ -155,7 +155,7 @@ def serve(options: ServeOptions) -> bool:
     return True
 
 
-@command(app, "omni.commands.bench_options:BenchOptions")
+@command(app, "omni.commands.options:BenchOptions")
 def bench(options: BenchOptions) -> bool:
     """Measure a pipeline, or a server with OpenAI's API, under load.
 

@@ -232,12 +232,7 @@ class CommandOptions:
 
 
 class Stopped(Exception):
-    """A command ended before its end; the message says what was done.
-
-    Args:
-        message: for the user.
-        status: of the exit.
-    """
+    """A command ended before its end; the message says what was done."""
 
     def __init__(self, message: str, status: int = _FAILED) -> None:
         super().__init__(message)

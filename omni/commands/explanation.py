@@ -141,10 +141,6 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
           │ 1 process of 1 thread, cpu │
           │ ◄── prompt                 │
           └────────────────────────────┘
-
-    Args:
-        config: the pipeline.
-        cores: of this machine.
     """
     kind = config.runtime.kind
     count = "1 core" if cores == 1 else f"{cores} cores"

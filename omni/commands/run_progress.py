@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from typing import Self
 
 import typer
@@ -16,6 +15,7 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -40,7 +40,8 @@ class RunProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             _Rate(),
-            _Left(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
             disable=not self._shown,
             # Lines go where they are sent, also where that is no terminal.
@@ -83,12 +84,3 @@ class _Rate(ProgressColumn):
         """What stands in the column."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")
-
-
-class _Left(ProgressColumn):
-    """How long the rest will take, as soon as that can be told."""
-
-    def render(self, task: Task) -> Text:
-        """What stands in the column."""
-        seconds = task.time_remaining
-        return Text("" if seconds is None else f"{timedelta(seconds=int(seconds))} left")

@@ -57,9 +57,6 @@ class OutputFolder:
     It may itself be a symbolic link, since its user named it. Nothing in it is followed that is
     one: what is written stays inside, whatever another program put there.
 
-    Args:
-        path: made if missing.
-
     Raises:
         ValueError: another run is writing into it.
         OSError: it cannot be made or written to.
@@ -251,9 +248,6 @@ class _Journal:
 
     A line is handed to the operating system before :meth:`append` returns, so that the death of
     this process, however it comes, loses nothing. What it does not outlast is a loss of power.
-
-    Args:
-        folder: where the file is; it is made if missing.
     """
 
     def __init__(self, folder: OutputFolder) -> None:
@@ -557,10 +551,6 @@ class OutputWriter:
 
     def write(self, position: int, output: OmniOutput) -> str | None:
         """Write a finished request's output: its tensors and sounds, then its line.
-
-        Args:
-            position: of the request among all, from 0.
-            output: what became of it.
 
         Returns:
             The error in its line, if it has one.

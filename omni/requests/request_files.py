@@ -28,10 +28,6 @@ class RequestFiles(Protocol):
     def item(self, key: str, name: str) -> str | Path | bytes:
         """An image, a sound or a video.
 
-        Args:
-            key: that it stands at.
-            name: what stands there.
-
         Raises:
             ValueError: there is no such file.
         """
@@ -44,11 +40,7 @@ class RequestFiles(Protocol):
 
 
 class FolderFiles:
-    """Names are paths, from a folder on.
-
-    Args:
-        folder: where they begin.
-    """
+    """Names are paths, from a folder on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,10 +87,6 @@ class FolderFiles:
 
 def only_embeds(tensors: Mapping[str, Tensor], where: str) -> Tensor:
     """The one tensor of a file.
-
-    Args:
-        tensors: of the file.
-        where: what messages begin with.
 
     Raises:
         ValueError: there are several, or it is not ``(tokens, hidden)`` floating point.

@@ -79,11 +79,7 @@ _BESIDE: Mapping[str, Any] = {
 
 
 def example_line(data: Mapping[str, Any]) -> str:
-    """Write a line of the kind that somebody seems to have meant.
-
-    Args:
-        data: what they wrote; nothing if it was no JSON object.
-    """
+    """Write a line of the kind that somebody seems to have meant."""
     line = dict(_form(data))
     line |= {key: value for key, value in _BESIDE.items() if key in data}
     if sampling := _sampling_beside(data):
@@ -131,10 +127,6 @@ def _types_of_parts(prompt: object) -> set[str]:
 
 def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
     """Make a line's prompt. Missing files are found now; what is in them is the engine's to judge.
-
-    Args:
-        line: as it was written.
-        files: where its files are.
 
     Raises:
         ValueError: a file is not there, is no regular file, or holds no embeddings.

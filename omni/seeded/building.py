@@ -137,12 +137,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_byte_level(vocab_size: int, specials: Sequence[str]) -> Tokenizer:
-    """Byte-level BPE: every text round-trips, half characters included.
-
-    Args:
-        vocab_size: most tokens that it has.
-        specials: its first ids, in this order.
-    """
+    """Byte-level BPE: every text round-trips, half characters included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -236,13 +231,7 @@ def seeded_model(
     generator: torch.Generator,
     draw: Callable[[str, nn.Parameter, torch.Generator], None],
 ) -> Any:
-    """Make a model, ready to run, with weights that depend on the generator alone.
-
-    Args:
-        make: makes a transformers model, with any weights.
-        generator: of the weights.
-        draw: fills the parameter of a name, by the generator.
-    """
+    """Make a model, ready to run, with weights that depend on the generator alone."""
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make()
     with torch.no_grad():
@@ -259,15 +248,7 @@ def initialise(
     tied: bool,
     gains: Mapping[str, float],
 ) -> None:
-    """Fan-in for matrices, so that every layer matters; noise on norms and biases.
-
-    Args:
-        name: in the model.
-        parameter: filled in place.
-        generator: of the weights.
-        tied: whether the head is the embedding matrix.
-        gains: factors of matrices, by the names of their layers.
-    """
+    """Fan-in for matrices, so that every layer matters; noise on norms and biases."""
     owner = name.split(".")[-2]
     if "gate" in name and parameter.numel() == 1:
         parameter.fill_(_OPEN_GATE)

@@ -154,12 +154,7 @@ def build_whisper(
 
 
 def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
-    """Write a seeded Mllama with its image processor; the second and the last layer see images.
-
-    Args:
-        directory: created if missing.
-        text_overrides: further fields of the text's config.
-    """
+    """Write a seeded Mllama with its image processor; the second and the last layer see images."""
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     tokenizer = byte_level_tokenizer(760, [*named.values()], "<|bos|> $A", **named)
     size = DecoderSettings(vocab_size=len(tokenizer), num_layers=4, max_position_embeddings=512)

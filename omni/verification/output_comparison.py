@@ -114,21 +114,6 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SWAYING = ("min_tokens", *_PENALTIES, "suppress_token_ids", "logit_bias", "n")
 
 
-@dataclass(slots=True)
-class Comparison:
-    """What was found in one output.
-
-    Attributes:
-        differences: what is not equal.
-        near_tie: where the tokens part for a reason that is none, or None.
-        spread: how far apart what is no difference was, and what is one.
-    """
-
-    differences: list[Difference] = field(default_factory=list)
-    near_tie: NearTie | None = None
-    spread: Spread = field(default_factory=Spread)
-
-
 def compare_outputs(
     uncached: StageOutput,
     other: StageOutput,
@@ -148,37 +133,40 @@ def compare_outputs(
         dtype: in which the stage computes.
         tolerance: what is equal.
     """
-    found = Comparison()
-    compare = _Comparer(uncached, other, run, found, tolerance)
+    found = Comparison(uncached, other, run, tolerance)
     position = _first_difference(uncached.token_ids, other.token_ids)
-    compare.logprobs(position)
+    found.logprobs(position)
     if position is not None:
         gap = tolerance.tie(dtype)
         found.near_tie = _near_tie(uncached, other, run, position, sampling, gap)
         if found.near_tie is not None:
             # Rows of the tokens before the tie had the same input in both runs.
-            compare.tensors(uncached.num_prompt_tokens + position)
+            found.tensors(uncached.num_prompt_tokens + position)
             return found
-    compare.tokens(position)
-    compare.finish()
-    compare.tensors(None)
-    compare.audio()
+    found.tokens(position)
+    found.finish()
+    found.tensors(None)
+    found.audio()
     return found
 
 
 @dataclass(slots=True)
-class _Comparer:
-    """Compares one aspect after the other, and writes down what differs."""
+class Comparison:
+    """Compares one aspect of two outputs after the other, and keeps what it found.
+
+    Attributes:
+        differences: what is not equal.
+        near_tie: where the tokens part by rounding alone, or None.
+        spread: how far apart what is no difference was, and what is one.
+    """
 
     uncached: StageOutput
     other: StageOutput
     run: Run
-    found: Comparison
     tolerance: Tolerance
-
-    @property
-    def reference(self) -> str:
-        return REFERENCE[self.run]
+    differences: list[Difference] = field(default_factory=list)
+    near_tie: NearTie | None = None
+    spread: Spread = field(default_factory=Spread)
 
     def tokens(self, position: int | None) -> None:
         """Generated ids, of all completions."""
@@ -187,13 +175,14 @@ class _Comparer:
             self._differ(
                 "tokens",
                 f"generated token {position} is {_at(theirs, position)}, "
-                f"{self.reference} {_at(ours, position)}",
+                f"{REFERENCE[self.run]} {_at(ours, position)}",
             )
         elif _further(self.uncached) != _further(self.other):
             self._differ("tokens", "further completions (n > 1) are not the same")
         elif self.uncached.text != self.other.text:
             self._differ(
-                "tokens", f"text is {self.other.text!r}, {self.reference} {self.uncached.text!r}"
+                "tokens",
+                f"text is {self.other.text!r}, {REFERENCE[self.run]} {self.uncached.text!r}",
             )
 
     def finish(self) -> None:
@@ -202,7 +191,7 @@ class _Comparer:
             self._differ(
                 "finish_reason",
                 f"finish reason is {self.other.finish_reason}, "
-                f"{self.reference} {self.uncached.finish_reason}",
+                f"{REFERENCE[self.run]} {self.uncached.finish_reason}",
             )
 
     def logprobs(self, position: int | None) -> None:
@@ -210,12 +199,14 @@ class _Comparer:
         pairs = zip(self.uncached.logprobs or (), self.other.logprobs or (), strict=False)
         for ours, theirs in itertools.islice(pairs, position):
             apart = abs(ours.logprob - theirs.logprob)
-            self.found.spread.logprobs = max(self.found.spread.logprobs, apart)
+            self.spread.logprobs = max(self.spread.logprobs, apart)
 
     def tensors(self, rows: int | None) -> None:
         """Names, shapes and elements; of the leading ``rows`` only if given."""
         for name in sorted(self.uncached.tensors.keys() ^ self.other.tensors.keys()):
-            where = self.reference if name in self.uncached.tensors else f"in the {self.run} run"
+            where = (
+                REFERENCE[self.run] if name in self.uncached.tensors else f"in the {self.run} run"
+            )
             self._differ("tensor", f"tensor {name!r} is there only {where}")
         for name in sorted(self.uncached.tensors.keys() & self.other.tensors.keys()):
             ours, theirs = self.uncached.tensors[name], self.other.tensors[name]
@@ -232,11 +223,11 @@ class _Comparer:
                 self._differ(
                     "tensor",
                     f"{WAVEFORM} has {theirs.sampling_rate} samples per second, "
-                    f"{self.reference} {ours.sampling_rate}",
+                    f"{REFERENCE[self.run]} {ours.sampling_rate}",
                 )
             self._tensor(WAVEFORM, ours.samples, theirs.samples)
         elif ours is not theirs:
-            where = self.reference if theirs is None else f"in the {self.run} run"
+            where = REFERENCE[self.run] if theirs is None else f"in the {self.run} run"
             self._differ("tensor", f"a {WAVEFORM} is there only {where}")
 
     def _tensor(self, name: str, ours: Tensor, theirs: Tensor) -> None:
@@ -244,7 +235,7 @@ class _Comparer:
             self._differ(
                 "tensor",
                 f"tensor {name!r} is {tuple(theirs.shape)} {theirs.dtype}, "
-                f"{self.reference} {tuple(ours.shape)} {ours.dtype}",
+                f"{REFERENCE[self.run]} {tuple(ours.shape)} {ours.dtype}",
             )
             return
         if ours.numel() == 0:
@@ -252,7 +243,7 @@ class _Comparer:
         apart, scale = _distance(ours, theirs)
         allowed = self.tolerance.tensor(name, ours.dtype)
         shares = apart / scale
-        self.found.spread.include(Spread({name: float(shares.max())}))
+        self.spread.include(Spread({name: float(shares.max())}))
         if wrong := int((shares > allowed).sum()):
             worst = int(shares.argmax())
             part = "row" if ours.dim() > 1 else "element"
@@ -264,7 +255,7 @@ class _Comparer:
             )
 
     def _differ(self, kind: Kind, message: str) -> None:
-        self.found.differences.append(
+        self.differences.append(
             Difference(self.uncached.request_id, self.uncached.stage, self.run, kind, message)
         )
 

@@ -137,9 +137,6 @@ async def read_document(response: httpx2.Response, record: MeasuredRequest) -> s
 class AnswerEvents:
     """Events of one answer to a chat or to a request for completions.
 
-    Args:
-        record: of the request.
-
     Attributes:
         is_complete: whether the last event has come.
         text: of the first completion, so far.
@@ -201,9 +198,6 @@ class AnswerEvents:
 
 class RealtimeEvents:
     """Events of one answer over ``/v1/realtime``.
-
-    Args:
-        record: of the request.
 
     Attributes:
         is_complete: whether the last event has come.
@@ -539,9 +533,6 @@ _MOST_MESSAGE_BYTES = 64 * 2**20
 
 class HttpTarget:
     """A server, used in ``async with``, which checks that it can be reached.
-
-    Args:
-        settings: of the server, and what is requested.
 
     Raises:
         ValueError: on entering: the server cannot be reached, refuses the key, or does not have

@@ -309,12 +309,6 @@ class LevelRun:
 
     A run that is cancelled keeps what it recorded until then. Its clock is the event loop's.
 
-    Args:
-        level: of load.
-        amount: that it sends.
-        index: of the level among all, from 0; -1 to warm up.
-        on_end: called with every request that has ended.
-
     Attributes:
         level: as given.
         records: of the requests that have ended, in the order of their ends.

@@ -20,12 +20,7 @@ __all__ = ["PipelineTarget"]
 
 
 class PipelineTarget:
-    """A pipeline in this process, without a server in between.
-
-    Args:
-        omni: runs the pipeline; it is not closed.
-        config: of the pipeline.
-    """
+    """A pipeline in this process, without a server in between."""
 
     def __init__(self, omni: Omni, config: PipelineConfig) -> None:
         self._omni = omni

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import AudioPrompt, ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt
-from omni.commands.prompt_flags import PromptFlags
+from omni.commands.options import PromptFlags
 
 
 def test_every_prompt_is_a_request() -> None:
