@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +14,12 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 from omni import AutoregressiveStage, Pipeline
-from omni.commands.cli import app
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.verification import verify as verification
+from tests.support.command_line import omni, read_outputs, write_requests
 from tests.support.encoder_decoder_requests import tone, write_wav
 
 OFFLINE = [
@@ -45,26 +43,6 @@ SHORT = [
 @pytest.fixture(autouse=True)
 def _checkpoints(checkpoint_cache: Path) -> None:
     """``seeded:`` models are built once for all tests, and nothing outside is touched."""
-
-
-def omni(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def write_requests(folder: Path, *lines: Any) -> Path:
-    path = folder / "requests.jsonl"
-    path.write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines),
-        encoding="utf-8",
-    )
-    return path
-
-
-def read_outputs(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
 
 
 def test_run_shows_images_to_a_model_that_sees_them(tmp_path: Path) -> None:

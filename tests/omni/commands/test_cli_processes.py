@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from omni.commands.cli import app
+from tests.support.command_line import outputs_without_times
 from tests.support.marked_processes import MarkedRun
 from tests.support.patience import wait_for
 from tests.support.trace_file import names_of, read_trace
@@ -22,15 +23,6 @@ pytestmark = pytest.mark.usefixtures("checkpoint_cache")
 
 PROMPT = "Once upon a time, in a house by the sea, a clock told "
 PROMPTS = ("--prompt", PROMPT + "all the time", "--prompt", PROMPT + "no time at all")
-
-
-def lines_of(folder: Path) -> list[dict[str, object]]:
-    """The lines of ``outputs.jsonl``, less the times."""
-    lines = [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
-    for line in lines:
-        for stage in line["stages"].values():
-            del stage["metrics"]
-    return lines
 
 
 def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> None:
@@ -45,7 +37,7 @@ def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> N
     )
     status, _, err = run.finish()
     assert status == 0, err
-    assert lines_of(tmp_path / "apart") == lines_of(tmp_path / "inline")
+    assert outputs_without_times(tmp_path / "apart") == outputs_without_times(tmp_path / "inline")
     assert "[writer/0] " in err, "what workers log is shown here, with whose it is"
     events = read_trace(tmp_path / "out.json")
     for stage in ("writer", "reader"):

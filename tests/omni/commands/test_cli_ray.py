@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from omni.commands.cli import app
 from stages.cluster.parcels import INLINE_BYTES
+from tests.support.command_line import outputs_without_times
 from tests.support.import_graph import ROOT
 from tests.support.marked_processes import MarkedRun
 from tests.support.patience import PATIENCE_S, wait_for
@@ -71,15 +72,6 @@ def wait_until_underway(run: MarkedRun, folder: Path) -> None:
     assert run.process.poll() is None, run.finish()
 
 
-def lines_of(folder: Path) -> list[dict[str, object]]:
-    """The lines of ``outputs.jsonl``, less the times."""
-    lines = [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
-    for line in lines:
-        for stage in line["stages"].values():
-            del stage["metrics"]
-    return lines
-
-
 def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
     tmp_path: Path, one_stage: str, short_folder: Path
 ) -> None:
@@ -93,7 +85,7 @@ def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
     status, out, err = run.finish()
     assert status == 0, err
     assert "ray" not in out.lower(), "Ray speaks to nobody"
-    assert lines_of(tmp_path / "apart") == lines_of(tmp_path / "inline")
+    assert outputs_without_times(tmp_path / "apart") == outputs_without_times(tmp_path / "inline")
     assert "[writer/0] " in err, "what workers log is shown here, with whose it is"
     run.check_nothing_left()
     assert not list(short_folder.iterdir())

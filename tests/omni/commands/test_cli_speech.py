@@ -14,11 +14,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
 
-from omni.commands.cli import app
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import AutoregressiveStageConfig, EncoderStageConfig
+from tests.support.command_line import omni, read_outputs
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.published_layout import publish_on_hub
 
@@ -40,16 +39,8 @@ def shown(tmp_path: Path) -> list[str]:
     return ["--audio", str(tmp_path / "a.wav"), "--image", str(tmp_path / "a.png")]
 
 
-def omni(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def stages(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "outputs.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line)["stages"] for line in lines]
+    return [line["stages"] for line in read_outputs(folder)]
 
 
 def samples(file: Path) -> NDArray[np.int32]:

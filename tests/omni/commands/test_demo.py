@@ -9,21 +9,13 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from typer.testing import CliRunner, Result
 
-from omni.commands.cli import app
 from omni.commands.demo import NEXT, RANDOM_NEXT, summed_up
 from omni.verification.verify_report import StageVerification, VerifyReport
+from tests.support.command_line import omni
 from tests.support.pages import commands
 
 pytestmark = pytest.mark.usefixtures("checkpoint_cache")
-
-
-def omni(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def test_the_demo_hears_answers_aloud_and_hits(tmp_path: Path) -> None:

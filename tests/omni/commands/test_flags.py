@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import os
 from io import BytesIO
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner, Result
 
 from engine import native
-from omni.commands.cli import app
 from omni.pipelines.pipeline_config import PipelineConfig
+from tests.support.command_line import omni, read_outputs, write_requests
 from tests.support.encoder_decoder_requests import tone, write_wav
 
 
@@ -25,18 +23,8 @@ def _checkpoints(checkpoint_cache: Path) -> None:
     """``seeded:`` models are built once for all tests."""
 
 
-def omni(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
-
-
-def write_lines(folder: Path, *lines: Any) -> Path:
-    path = folder / "requests.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def stages_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
+    lines = read_outputs(folder)
     assert [line["error"] for line in lines] == [None] * len(lines)
     return [line["stages"] for line in lines]
 
@@ -44,7 +32,7 @@ def stages_of(folder: Path) -> list[dict[str, Any]]:
 def test_max_tokens_and_temperature_are_for_every_stage_unless_a_request_says(
     tmp_path: Path,
 ) -> None:
-    requests = write_lines(
+    requests = write_requests(
         tmp_path,
         {"prompt": "Once upon a time"},
         {"prompt": "Once upon a time", "sampling": {"max_tokens": 5}},
@@ -175,7 +163,7 @@ def test_messages_show_images_and_sound_that_they_bring(tmp_path: Path) -> None:
         text,
     ]  # fmt: skip
     named = [{"type": "image"}, {"type": "audio"}, text]
-    requests = write_lines(
+    requests = write_requests(
         tmp_path,
         {"messages": [{"role": "user", "content": brought}]},
         {"prompt": [{"role": "user", "content": named}], "images": ["a.png"], "audio": ["a.wav"]},
@@ -190,7 +178,7 @@ def test_messages_show_images_and_sound_that_they_bring(tmp_path: Path) -> None:
 
 def test_a_bad_image_in_a_message_fails_alone(tmp_path: Path) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
-    requests = write_lines(
+    requests = write_requests(
         tmp_path,
         {"messages": [{"role": "user", "content": parts}]},
         {"messages": [{"role": "user", "content": "hello"}]},

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from engine.models.registry import FAMILIES
 from omni.commands.cli import app
@@ -22,6 +22,7 @@ from omni.pipelines.config_schema import config_schema
 from omni.seeded.checkpoints import SEEDED_MODELS
 from stages import registered_transforms
 from stages.stage_config import stage_kinds
+from tests.support.command_line import omni
 from tests.support.import_graph import ROOT
 
 NAMES = {
@@ -31,10 +32,6 @@ NAMES = {
     "transforms": registered_transforms(),
     "kinds": [*stage_kinds()],
 }
-
-
-def omni(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_the_version_is_told() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from omni.commands import run_command
 from omni.commands.cli import app
+from tests.support.command_line import omni
 from tests.support.scripted_omni import ScriptedOmni
 
 NUMBER = 7
@@ -41,13 +41,6 @@ def requests(tmp_path: Path) -> Path:
     lines[4] = '{"prompt": "please fail"}'
     path.write_text("\n".join(lines))
     return path
-
-
-def omni(*arguments: str | Path, stdin: str | None = None) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def read(path: Path) -> list[dict[str, Any]]:

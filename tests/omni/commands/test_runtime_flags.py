@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import yaml
-from typer.testing import CliRunner, Result
 
-from omni.commands.cli import app
 from omni.commands.explanation import draw_placement
 from omni.commands.options import RuntimeFlags
 from omni.pipelines.pipeline_config import PipelineConfig
-
-
-def omni(*words: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
+from tests.support.command_line import omni
 
 
 def explained(*words: str) -> str:
-    result = omni("explain", "omni_speech", "--no-load", *words)
+    result = omni("explain", "omni_speech", "--no-load", *words, COLUMNS="200")
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -58,7 +53,7 @@ def test_every_default_of_a_placement_is_shown() -> None:
 
 def test_an_unknown_runtime_is_told_by_its_flag() -> None:
     for command in ("validate", "explain", "run", "verify", "serve"):
-        result = omni(command, "two_step", "--runtime", "process")
+        result = omni(command, "two_step", "--runtime", "process", COLUMNS="200")
         assert result.exit_code == 2
         assert result.stderr == (
             "error: --runtime: runtime.kind: unknown runtime 'process'; did you mean 'processes'?\n"
@@ -66,7 +61,9 @@ def test_an_unknown_runtime_is_told_by_its_flag() -> None:
 
 
 def test_an_address_is_for_a_cluster() -> None:
-    result = omni("validate", "two_step", "--runtime", "processes", "--address", "head:1")
+    result = omni(
+        "validate", "two_step", "--runtime", "processes", "--address", "head:1", COLUMNS="200"
+    )
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --address: runtime.address: 'head:1' is that of a Ray ")
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from omni.commands.cli import app
 from omni.pipelines.pipeline import Pipeline
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.pipelines.yaml_document import ConfigError
@@ -25,6 +23,7 @@ from stages import (
     register_stage_kind,
     stage_config,
 )
+from tests.support.command_line import omni
 from tests.support.fake_stage import FakeStage
 from tests.support.import_graph import ROOT
 
@@ -91,12 +90,6 @@ def loud(tmp_path: Path) -> Path:
     path = tmp_path / "loud.yaml"
     path.write_text(SHOUT)
     return path
-
-
-def omni(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
 
 
 def error_of(path: Path, **overrides: object) -> str:

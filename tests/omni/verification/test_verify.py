@@ -279,7 +279,7 @@ def test_what_cannot_be_verified_is_a_clear_error(
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are right, so the stages behind it have different inputs, and rightly so."""
-    from omni.verification.output_comparison import Comparison
+    from omni.verification.output_comparison import Comparison, Tolerance
     from omni.verification.verify_report import NearTie
 
     compared: list[str] = []
@@ -287,7 +287,8 @@ def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPat
     def compare(uncached: Any, cached: Any, run: Any, **options: Any) -> Comparison:
         compared.append(uncached.stage)
         tie = NearTie(uncached.request_id, "a", run, 0, (1, 2), 1e-9)
-        return Comparison(near_tie=tie if uncached.stage == "a" else None)
+        tie_or_none = tie if uncached.stage == "a" else None
+        return Comparison(uncached, cached, run, Tolerance(), near_tie=tie_or_none)
 
     monkeypatch.setattr(verify_module, "compare_outputs", compare)
     stages = [FakeStage("a"), FakeStage("b", ("a",)), FakeStage("c", ("b",)), FakeStage("d")]

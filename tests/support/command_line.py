@@ -1,0 +1,42 @@
+"""``omni ...`` in this process, and what it reads and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from omni.commands.cli import app
+
+__all__ = ["omni", "outputs_without_times", "read_outputs", "write_requests"]
+
+
+def omni(*arguments: str | Path, stdin: str | None = None, **environment: str) -> Result:
+    """Run a command; an error that it does not turn into a message is raised."""
+    words = [str(argument) for argument in arguments]
+    runner = CliRunner(env=environment or None)
+    return runner.invoke(app, words, input=stdin, catch_exceptions=False)
+
+
+def write_requests(folder: Path, *lines: Any) -> Path:
+    """Write ``requests.jsonl``; a line that is a string is written as it is."""
+    path = folder / "requests.jsonl"
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read_outputs(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``outputs.jsonl``."""
+    return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
+
+
+def outputs_without_times(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``outputs.jsonl``, less the times."""
+    lines = read_outputs(folder)
+    for line in lines:
+        for stage in line["stages"].values():
+            del stage["metrics"]
+    return lines
