@@ -20,7 +20,7 @@ def main() -> None:
 def _leave_working_directory() -> None:
     """Take the working directory off the import path, where ``-m`` has put it first.
 
-    What lies there is no part of the program: a ``tabulate.py`` would be imported in place of the
+    What is there is no part of the program: a ``tabulate.py`` would be imported in place of the
     package of that name. A user who wants that sets ``PYTHONPATH``. The folder of a checkout that
     is run in place stays.
     """

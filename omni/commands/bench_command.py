@@ -46,7 +46,7 @@ _USUAL_REQUESTS, _USUAL_PROMPT_TOKENS, _USUAL_MAX_TOKENS = 32, 128, 64
 _ENDLESS = 10**9
 _MOST_DESCRIPTORS = 65_536
 _TABLE_WIDTH = 110
-"""Of tables that go into a file or a pipe."""
+"""The width of tables that go into a file or a pipe."""
 
 _OF_URL = ("model", "api_key", "speech", "voice")
 _OF_PIPELINE = ("runtime", "address", "overrides")
@@ -71,7 +71,7 @@ class _Wanted:
     lines: RequestLines | None
     server: HttpSettings | None
     num_requests: int | None
-    """Of all levels together; None where time ends them."""
+    """Requests of all levels together; None where time ends them."""
 
 
 def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig]) -> bool:
@@ -114,8 +114,8 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
     _print(report, options)
     if interrupt is not None:
         done = sum(len(run.records) for run in measurement.runs)
-        told = f"interrupted: what stands above is of the {done} requests that had ended"
-        raise Stopped(told if done else "interrupted", exit_status(interrupt)) from interrupt
+        message = f"interrupted: what stands above is of the {done} requests that had ended"
+        raise Stopped(message if done else "interrupted", exit_status(interrupt)) from interrupt
     return not report.has_failures
 
 
@@ -206,7 +206,7 @@ def _checked(options: BenchOptions) -> _Wanted:
 
 
 def _check_endpoint(options: BenchOptions) -> None:
-    """Of one that answers by something else than text."""
+    """Check the flags of an endpoint that answers by something else than text."""
     name = options.endpoint
     if options.url is None:
         raise ValueError(f"--endpoint {name} goes together with --url")

@@ -296,7 +296,7 @@ def _check_output_flags(options: RunOptions) -> None:
 def _writer(
     pipeline: PipelineConfig, given: _Given, options: RunOptions
 ) -> OutputWriter | nullcontext[None]:
-    """What writes into the folder, if there is one; a folder that will not do is found now."""
+    """The writer of the folder, if there is one; a folder that will not do is found now."""
     if options.output_dir is None:
         return nullcontext()
     from omni.requests.output_writer import Existing, OutputWriter, RunRecord

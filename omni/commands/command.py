@@ -61,7 +61,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """What handles SIGTERM within :func:`sigterm_interrupts`."""
+    """Handle SIGTERM within :func:`sigterm_interrupts`."""
     raise Terminated
 
 
@@ -193,14 +193,14 @@ _TRACEBACK = "OMNI_TRACEBACK"
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CommandOptions:
-    """What every command takes.
+    """The options of every command.
 
     Each field of a subclass is a parameter as typer reads it: ``Annotated[type,
     typer.Option(...)]`` and its default.
 
     Attributes:
         verbose: how often the flag was given.
-        quiet: whether only errors are told.
+        quiet: whether only errors are shown.
         debug: whether an error is shown with its traceback.
     """
 
@@ -212,7 +212,7 @@ class CommandOptions:
             count=True,
             show_default=False,
             metavar="",
-            help="Tell what is decided on the way; -vv tells all, with the tracebacks of errors.",
+            help="Show what is decided on the way; -vv shows all, with the tracebacks of errors.",
         ),
     ] = 0
     quiet: Annotated[
@@ -227,7 +227,7 @@ class CommandOptions:
 
     @property
     def tracebacks(self) -> bool:
-        """Whether it is to be told where an error was raised."""
+        """True if errors are to show where they were raised."""
         return self.debug or self.verbosity == 2 or os.environ.get(_TRACEBACK) == "1"
 
 
@@ -240,7 +240,7 @@ class Stopped(Exception):
 
 
 class _Command(TyperCommand):
-    """Tells what is wrong with a value in the words that files and Python are told it in."""
+    """Reports a wrong value in the same words as for files and in Python."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Read the arguments."""
@@ -276,7 +276,7 @@ def command(
         name: of the command; the function's if it is left out.
 
     Returns:
-        The decorator; its function tells whether all went well, else the exit status is 1.
+        The decorator; its function returns whether all went well, else the exit status is 1.
     """
 
     def decorate(function: Callable[[_OptionsT], bool]) -> Callable[[_OptionsT], bool]:
@@ -337,10 +337,10 @@ def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
             return 0 if function(given) else _FAILED
         except BrokenPipeError:
             raise  # the reader of the output has seen enough; click ends quietly
-        except Exception as error:  # also one that was not foreseen is told without a traceback
+        except Exception as error:  # an unexpected one, too, is shown without a traceback
             if given.tracebacks and not isinstance(error, Stopped):
                 raise
-            typer.echo(_told(error), err=True)
+            typer.echo(_message_of(error), err=True)
             if isinstance(error, Stopped):
                 return error.status
             return _BAD_INPUT if isinstance(error, ValueError | OSError) else _FAILED
@@ -349,7 +349,7 @@ def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
             return exit_status(interrupt)
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, Stopped):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
@@ -359,5 +359,5 @@ def _told(error: Exception) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
         causes.append(cause)
-    told = ": ".join(f"{type(each).__name__}: {each}" for each in causes)
-    return f"error: {told} (not foreseen; {_TRACEBACK}=1 shows where it was raised)"
+    chain = ": ".join(f"{type(each).__name__}: {each}" for each in causes)
+    return f"error: {chain} (unexpected; {_TRACEBACK}=1 shows where it was raised)"

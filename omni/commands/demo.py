@@ -140,7 +140,7 @@ def run_random_demo() -> bool:
 
 
 def summed_up(report: VerifyReport) -> str:
-    """What warm caches saved, in a sentence."""
+    """Say in a sentence what warm caches saved."""
     hits = sum(stage.warm_hit_tokens for stage in report.stages)
     inputs = sum(stage.prompt_tokens for stage in report.stages)
     cached = [stage for stage in report.stages if stage.has_cache and stage.is_cached]
@@ -226,7 +226,7 @@ def _streamed(omni: Omni, request: OmniRequest) -> tuple[OmniOutput, list[str]]:
 
 
 def _sound_of(output: OmniOutput) -> Waveform | None:
-    """What the voice said; None if the request failed."""
+    """The sound of the voice; None if the request failed."""
     voice = output.stages.get(_VOICE)
     return None if output.error is not None or voice is None else voice.audio
 
@@ -262,7 +262,7 @@ def _show_next(commands: Sequence[str]) -> None:
 
 
 def _program() -> str:
-    """How this program is called from here: ``omni`` if that finds it, else its path."""
+    """The name of this program here: ``omni`` if that finds it, else its path."""
     called = Path(sys.argv[0])
     found = shutil.which("omni")
     if found is not None and Path(found).resolve() == called.resolve():

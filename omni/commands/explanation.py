@@ -1,4 +1,4 @@
-"""What a pipeline is, for people to read."""
+"""Draws and describes a pipeline for people."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def describe_config(config: PipelineConfig) -> str:
             stage["sampling"] = given.with_defaults(usual).model_dump(mode="json")
         stage["final_output"] = stage.pop("final_output")  # what comes out stands last
     shown = yaml.safe_dump(dumped, sort_keys=False, width=80).rstrip()
-    told = ", ".join(f"{name} {'null' if x is None else x}" for name, x in own.items())
+    defaults = ", ".join(f"{name} {'null' if x is None else x}" for name, x in own.items())
     return (
         f"Every setting:\n\n{shown}\n"
         "# Where sampling leaves these out, generation_config.json decides, or else they are\n"
-        f"# {told}. Its suppressed tokens, bad words and ends of sequences hold besides."
+        f"# {defaults}. Its suppressed tokens, bad words and ends of sequences hold besides."
     )
 
 
 def describe_memory(config: PipelineConfig) -> str:
-    """Load every stage and tell what it resolved and reserved.
+    """Load every stage and describe what it resolved and reserved.
 
     Raises:
         ValueError: a stage cannot be built.
@@ -99,7 +99,7 @@ def describe_memory(config: PipelineConfig) -> str:
 
 
 def _edge(name: str, stage: StageConfig) -> tuple[str, str, str, str]:
-    """What feeds a stage, by which transform, the sign of its arrow, and the stage itself."""
+    """The sources of a stage, its transform, the sign of its arrow, and the stage itself."""
     sources = " + ".join(stage.inputs.sources) if stage.inputs else "prompt"
     label, line = stage.inputs.transform_name if stage.inputs else "", "─"
     if stage.inputs and stage.inputs.chunk_size is not None:
@@ -148,8 +148,8 @@ def draw_placement(config: PipelineConfig, cores: int) -> str:
     if kind == "inline":
         boxes = _box("this process: all stages by turns", _inline_lines(config))
     else:
-        told = "takes requests, and hands on handles: what stages compute goes past it"
-        here = _box("this process", [told])
+        line = "takes requests, and hands on handles: what stages compute goes past it"
+        here = _box("this process", [line])
         boxes = here + (_cluster(config) if kind == "ray" else _processes(config, cores))
     return "\n".join([heading, "", *(f"  {line}" for line in boxes)])
 
@@ -201,7 +201,7 @@ def _cluster(config: PipelineConfig) -> list[str]:
 
 
 def _edges(config: PipelineConfig, name: str) -> list[str]:
-    """What comes into a stage, and in which form."""
+    """The inputs of a stage, and their form."""
     inputs = config.stages[name].inputs
     if inputs is None:
         return ["◄── prompt"]
@@ -247,7 +247,7 @@ def _seconds(value: float) -> str:
     return f"{value:,g} s"
 
 
-_TOLD: Mapping[str, tuple[str, Callable[[float], str], str]] = {
+_LIMITS: Mapping[str, tuple[str, Callable[[float], str], str]] = {
     "max_running_requests": (
         "requests that run at once",
         _count,
@@ -285,21 +285,21 @@ _MEDIA: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def describe_serving(config: PipelineConfig) -> str:
-    """Tell what a server takes on of this pipeline where no flag says otherwise.
+    """Describe what a server takes on of this pipeline where no flag says otherwise.
 
     Media are bounded by the stages that read the user's prompt.
     """
     limits = ServerLimits()
-    values = {name: getattr(limits, name) for name in _TOLD}
+    values = {name: getattr(limits, name) for name in _LIMITS}
     values["max_running_requests"] = limits.running_requests(config.stages.values())
-    rows = [(what, told(values[name]), how) for name, (what, told, how) in _TOLD.items()]
+    rows = [(what, write(values[name]), how) for name, (what, write, how) in _LIMITS.items()]
     for stage, settings in config.stages.items():
         media = getattr(getattr(settings, "engine", None), "media_limits", None)
         if settings.inputs is None and media is not None:
             place = f"stages.{stage}.engine.media_limits"
             rows += [
-                (what, told(getattr(media, name)), f"{place}.{name}")
-                for name, (what, told) in _MEDIA.items()
+                (what, write(getattr(media, name)), f"{place}.{name}")
+                for name, (what, write) in _MEDIA.items()
             ]
     whats, shown, _ = zip(*rows, strict=True)
     widths = max(map(len, whats)), max(map(len, shown))

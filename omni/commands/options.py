@@ -1,4 +1,4 @@
-"""What the commands take, as their help tells it."""
+"""The options of the commands, with their help."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PromptFlags:
 
     @property
     def given(self) -> bool:
-        """Whether any of the flags was given."""
+        """True if any of the flags was given."""
         shown = (self.images, self.audio, self.videos)
         wanted = (self.prompts, self.chats, self.encoder_prompts, *shown)
         return any(wanted) or self.decoder_prompt is not None or self.language is not None
@@ -315,14 +315,14 @@ class RuntimeFlags:
 
     @property
     def runtime_overrides(self) -> dict[str, str]:
-        """What the flags change, by its place."""
+        """The values that the flags set, by their places."""
         given = {"runtime.kind": self.runtime, "runtime.address": self.address}
         return {place: value for place, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
-    """Of ``omni run``."""
+    """Options of ``omni run``."""
 
     config: Config
     input_file: Input = None
@@ -358,7 +358,7 @@ class RunOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DemoOptions(CommandOptions):
-    """Of ``omni demo``."""
+    """Options of ``omni demo``."""
 
     output_dir: Annotated[
         Path,
@@ -377,7 +377,7 @@ class DemoOptions(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ValidateOptions(RuntimeFlags, CommandOptions):
-    """Of ``omni validate``."""
+    """Options of ``omni validate``."""
 
     config: Config
     input_file: Input = None
@@ -386,14 +386,14 @@ class ValidateOptions(RuntimeFlags, CommandOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExplainOptions(RuntimeFlags, CommandOptions):
-    """Of ``omni explain``."""
+    """Options of ``omni explain``."""
 
     config: Config
     load: Annotated[
         bool,
         typer.Option(
             "--load/--no-load",
-            help="Load the models, to tell what each stage reserves; they must be here, or on "
+            help="Load the models, to show what each stage reserves; they must be here, or on "
             "a hub that can be reached.",
         ),
     ] = True
@@ -402,7 +402,7 @@ class ExplainOptions(RuntimeFlags, CommandOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
-    """Of ``omni verify``."""
+    """Options of ``omni verify``."""
 
     config: Config
     input_file: Input = None
@@ -420,7 +420,7 @@ class VerifyOptions(PromptFlags, SamplingFlags, RuntimeFlags, CommandOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ListOptions(CommandOptions):
-    """Of ``omni list``."""
+    """Options of ``omni list``."""
 
     what: Annotated[
         Literal["pipelines", "models", "architectures", "transforms", "kinds"] | None,
@@ -556,7 +556,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchOptions(LoadFlags, MadeUpFlags, UrlFlags, RuntimeFlags, CommandOptions):
-    """Of ``omni bench``."""
+    """Options of ``omni bench``."""
 
     config: Annotated[
         str | None,

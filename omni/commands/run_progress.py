@@ -81,6 +81,6 @@ class _Rate(ProgressColumn):
     """Requests in a second."""
 
     def render(self, task: Task) -> Text:
-        """What stands in the column."""
+        """Write the column."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")

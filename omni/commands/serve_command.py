@@ -117,8 +117,8 @@ def serve_pipelines(configs: Sequence[PipelineConfig], options: ServeOptions) ->
     listener = bind(settings)
     names = ", ".join(server.pipelines)
     # Of use to programs too: with --port 0 they cannot know where it is.
-    told = f"serving {names} at {url_of(listener)}"
-    HttpServer(server, listener, lambda: typer.echo(told, err=True)).run()
+    place = f"serving {names} at {url_of(listener)}"
+    HttpServer(server, listener, lambda: typer.echo(place, err=True)).run()
     if server.is_loading:
         # A thread cannot be ended, and an interpreter that ends below one that loads libraries
         # crashes. Nothing has run yet that could be lost.

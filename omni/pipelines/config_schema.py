@@ -26,7 +26,7 @@ _YAML_NAMES = {"sources": "from"}
 
 
 class _YamlSchema(GenerateJsonSchema):
-    """What our own validators let through besides: one name in the place of a list of one."""
+    """Adds the forms that our own validators accept: one name in the place of a list of one."""
 
     def function_before_schema(
         self, schema: core_schema.BeforeValidatorFunctionSchema
@@ -89,15 +89,15 @@ def _inherited_words(model: type[BaseModel] | None) -> str:
 def _describe(definition: dict[str, Any], name: str, inherited: str) -> None:
     """Give every key the words that its class has for it, and the class its first sentence."""
     words = inspect.cleandoc(definition.get("description", ""))
-    told = {
+    words_of = {
         _YAML_NAMES.get(key, key): " ".join(text.replace("``", "").split())
         for key, text in _ATTRIBUTE.findall(f"{inherited}\n\n{words}")
     }
     properties: Mapping[str, dict[str, Any]] = definition.get("properties", {})
     for key, described in properties.items():
         described.pop("title", None)
-        if key in told and "description" not in described:
-            described["description"] = told[key]
+        if key in words_of and "description" not in described:
+            described["description"] = words_of[key]
     if words:
         definition["description"] = words.partition("\n\n")[0].replace("``", "")
     definition["title"] = name

@@ -1,4 +1,4 @@
-"""What must hold of a graph of stages, be they built or still settings in a YAML file."""
+"""Rules for a graph of stages, built ones or settings in a YAML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["GraphError", "check_graph", "check_tensors", "sources_of", "topologi
 
 
 GraphStage: TypeAlias = Stage | StageConfig
-"""Settings tell of chunks what is known before the model is; the built stage tells all."""
+"""Settings know of chunks what is known before the model is; the built stage knows all."""
 
 
 class GraphError(ValueError):
@@ -83,7 +83,7 @@ def check_graph(
     Args:
         stages: by name.
         run_custom: whether to import the modules of users' transforms. If not, what they need is
-            known as far as their files' text tells.
+            known as far as their files' text says.
         emitted: names of the tensors that stages' models emit, where they are known.
 
     Returns:
@@ -223,13 +223,13 @@ def _check_outputs(
             tensor for tensor in needs.tensors if outputs is not None and tensor not in outputs
         ]
         if missing:
-            mend = f"add {', '.join(map(repr, missing))} to them"
+            hint = f"add {', '.join(map(repr, missing))} to them"
             raise GraphError(
                 ("stages", source, "outputs"),
                 f"{list(outputs or ())} is not what stage {name!r} needs with its transform "
-                f"{inputs.transform_name!r}: {mend}, or leave outputs out",
+                f"{inputs.transform_name!r}: {hint}, or leave outputs out",
                 f"stage {name!r} takes {', '.join(needs.tensors)} of {source!r}, whose outputs are "
-                f"{list(outputs or ())}: {mend}",
+                f"{list(outputs or ())}: {hint}",
             )
 
 
@@ -239,7 +239,7 @@ def _check_streamed_edge(
     inputs: StageInputs,
     needs: Requirements | None,
 ) -> None:
-    """Whether the one source's chunks can go through the transform into the stage."""
+    """Check that the one source's chunks can go through the transform into the stage."""
     edge = f"stage {name!r}: inputs.chunk_size"
     for field in ("chunk_size", "max_pending_chunks"):
         value = getattr(inputs, field)

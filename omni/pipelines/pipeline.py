@@ -152,8 +152,8 @@ class Pipeline:
     def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
         where = _sampling_for(name)
         if name not in self.stages:
-            told = f"{where}, which does not exist{suggest(name, self.stages)}"
-            raise PlacedError((name,), told)
+            problem = f"{where}, which does not exist{suggest(name, self.stages)}"
+            raise PlacedError((name,), problem)
         try:
             params = self.stages[name].merge_sampling(override)
         except ValidationError as error:
@@ -204,7 +204,7 @@ class Pipeline:
 
 
 def _sampling_for(stage: str) -> str:
-    """What messages call the parameters of a stage."""
+    """The name of a stage's parameters in messages."""
     return f"sampling for stage {stage!r}"
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline's YAML file may say, and what it means when it says nothing."""
+"""The settings of a pipeline's YAML file, and their defaults."""
 
 from __future__ import annotations
 
@@ -124,24 +124,24 @@ class PipelineConfig(Settings):
         return self
 
     def emitted(self) -> dict[str, Collection[str]]:
-        """Names of the tensors that stages' models emit, where their checkpoints' configs tell."""
+        """Tensors that stages' models emit, as far as their checkpoints' configs say."""
         return self._as_configs_tell(lambda stage, config: stage.emitted(config))
 
     def modalities(self) -> dict[str, Collection[str]]:
-        """What the models of stages that read the user's prompt take, where that is known."""
+        """The modalities that stages which read the user's prompt take, where that is known."""
         known = self._as_configs_tell(lambda stage, config: stage.modalities(config))
         return {name: taken for name, taken in known.items() if self.stages[name].inputs is None}
 
     def _as_configs_tell(
         self, ask: Callable[[StageConfig, Mapping[str, Any]], Collection[str] | None]
     ) -> dict[str, Collection[str]]:
-        """Names that stages tell of their checkpoints' configs, where these are here."""
+        """Names that stages find in their checkpoints' configs, where these are here."""
         known = {}
         for name, stage in self.stages.items():
             config = None if stage.model is None else local_config(stage.model)
-            told = None if config is None else ask(stage, config)
-            if told is not None:
-                known[name] = told
+            names = None if config is None else ask(stage, config)
+            if names is not None:
+                known[name] = names
         return known
 
     def check_speaker(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a pipeline can run where it is to run: found out before anything is started."""
+"""Checks that a pipeline can run where it is to run, before anything is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_runtime(config: PipelineConfig) -> None:
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices torch sees."""
+    """The number of CUDA devices that torch sees."""
     import torch  # only here: a pipeline that names none need not wait for it
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

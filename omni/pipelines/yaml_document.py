@@ -18,10 +18,10 @@ class ConfigError(ValueError):
 
 
 MAX_CHARS = 2**18
-"""Of a text; a pipeline's file is far below this and the bounds that follow."""
+"""Longest text; a pipeline's file is far below this and the bounds that follow."""
 
 MAX_DEPTH = 64
-"""How deep lists and mappings may nest, what aliases stand for included."""
+"""Deepest nesting of lists and mappings, what aliases stand for included."""
 
 MAX_NODES = 100_000
 """Keys and values, counted again wherever an alias stands for them, so that a few lines cannot

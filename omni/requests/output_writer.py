@@ -48,7 +48,7 @@ logger = package_logger(__name__)
 
 _LOCK = ".outputs.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a file system without locks answers."""
+"""Errors of file systems without locks."""
 
 
 class OutputFolder:
@@ -68,9 +68,9 @@ class OutputFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = _locked(self.path / _LOCK)
         except OSError as error:
-            mend = "give an --output-dir that can be made and written to"
+            hint = "give an --output-dir that can be made and written to"
             where = error.filename or str(self.path)
-            raise OSError(error.errno, f"{error.strerror}; {mend}", where) from error
+            raise OSError(error.errno, f"{error.strerror}; {hint}", where) from error
 
     def write(self, place: str, write: Callable[[Path], object]) -> None:
         """Put a file into the folder: whole, or not at all.
@@ -105,7 +105,7 @@ class OutputFolder:
             raise
 
     def read(self, name: str) -> bytes | None:
-        """What a file of the folder holds; None if there is no such file.
+        """Read a file of the folder; None if there is no such file.
 
         Raises:
             OSError: it is a link or no regular file, or cannot be read.
@@ -139,7 +139,7 @@ class OutputFolder:
         return descriptor
 
     def holds(self, place: str) -> bool:
-        """Whether there is such a regular file, reached through no link and not outside."""
+        """True if there is such a regular file, reached through no link and not outside."""
         path = PurePosixPath(place)
         if path.is_absolute() or ".." in path.parts:
             return False
@@ -240,7 +240,7 @@ JOURNAL = "outputs.partial.jsonl"
 
 
 _Place: TypeAlias = tuple[int, int]
-"""Where a line of the journal is: its first byte, and its length with the line's end."""
+"""The place of a line in the journal: its first byte, and its length with the line's end."""
 
 
 class _Journal:
@@ -306,7 +306,7 @@ def describe_stage(
     Args:
         output: in the end.
         wanted: what the user gets of the stage: ``text``, ``tensors``, ``audio``.
-        tensor: tells where a tensor of a name is, or what it is.
+        tensor: says where a tensor of a name is, or describes it.
         sound: the same of a sound.
     """
     line: dict[str, Any] = {}
@@ -399,7 +399,7 @@ def _number(value: float) -> float | None:
 
 RUN_RECORD = "run.json"
 _MOST_DIFFERENCES = 3
-"""So many are told, and how many more there are."""
+"""So many are named, and how many more there are."""
 
 
 class RunRecord(BaseModel):
@@ -470,7 +470,7 @@ OUTPUTS = "outputs.jsonl"
 
 
 class Existing(Enum):
-    """What becomes of outputs that a folder has already."""
+    """How to treat outputs that a folder has already."""
 
     REFUSE = "refuse"
     RESUME = "resume"
@@ -532,12 +532,12 @@ class OutputWriter:
 
     @property
     def num_done(self) -> int:
-        """How many requests have their line, those of the run before included."""
+        """Requests that have their line, those of the run before included."""
         return len(self._done)
 
     @property
     def num_failed(self) -> int:
-        """How many of these have an error."""
+        """Requests of these that have an error."""
         return sum(done.failed for done in self._done.values())
 
     @property
@@ -546,7 +546,7 @@ class OutputWriter:
         return self._folder.path / (OUTPUTS if self._finished else JOURNAL)
 
     def is_done(self, position: int) -> bool:
-        """Whether a request needs not be run."""
+        """True if a request need not be run."""
         return position in self._done
 
     def write(self, position: int, output: OmniOutput) -> str | None:
@@ -639,10 +639,10 @@ class OutputWriter:
         if existing is Existing.OVERWRITE or not (interrupted or whole):
             return
         if existing is Existing.REFUSE:
-            mend = "go on with --resume, or " if interrupted else ""
+            hint = "go on with --resume, or " if interrupted else ""
             raise ValueError(
                 f"{self._folder.path}: has the outputs of an earlier run"
-                f"{', which was cut short' if interrupted else ''}; {mend}replace them with "
+                f"{', which was cut short' if interrupted else ''}; {hint}replace them with "
                 "--overwrite, or give another --output-dir"
             )
         self._check_same_run()

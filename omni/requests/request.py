@@ -1,4 +1,4 @@
-"""What goes into a pipeline and what comes out of it."""
+"""Requests to a pipeline, and its outputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class OmniRequest:
             checkpoint.
 
     Raises:
-        ValueError: a field is of the wrong type; told here, where it cannot hurt other requests.
+        ValueError: a field is of the wrong type; found here, where it cannot hurt other requests.
     """
 
     prompt: Prompt

@@ -165,7 +165,7 @@ def read_requests(
 
     Args:
         path: the file, UTF-8, one JSON object a line; empty lines are skipped. ``"-"`` is the
-            standard input. Files that lines name are looked for where it lies, or, for the
+            standard input. Files that lines name are looked for in its folder, or, for the
             standard input, in the working directory.
         sampling: every stage's own sampling parameters, which a line changes field by field; None
             for a stage that does not sample.

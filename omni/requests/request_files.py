@@ -1,4 +1,4 @@
-"""Where the files are that a request names: in a folder, or somewhere else."""
+"""Finds the files that a request names: in a folder, or somewhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["FolderFiles", "RequestFiles", "only_embeds"]
 
 MAX_EMBEDS_BYTES = 2**29
-"""Of a file of embeddings, which is read whole before its rows are counted."""
+"""Largest file of embeddings, which is read whole before its rows are counted."""
 
 _LONGEST_NAME = 200
 """Characters of a file's name that a message repeats."""
@@ -33,7 +33,7 @@ class RequestFiles(Protocol):
         """
 
     def at_url(self, key: str, url: str) -> str | Path | bytes:
-        """What a part of a message brings under a key; ``ValueError`` if it cannot be had."""
+        """Find what a part of a message brings under a key; ``ValueError`` if it cannot be had."""
 
     def embeds(self, name: str) -> Tensor:
         """A tensor ``(tokens, hidden)``; ``ValueError`` if it cannot be had."""

@@ -118,7 +118,7 @@ def _asked(content: object) -> list[dict[str, Any]]:
 
 
 def _types_of_parts(prompt: object) -> set[str]:
-    """What types the parts of messages are of, as far as they can be made out."""
+    """The types of the parts of messages, as far as they can be made out."""
     messages = prompt if isinstance(prompt, list) else [prompt]
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -140,7 +140,7 @@ def prompt_of(line: RequestLine, files: RequestFiles) -> Prompt:
 
 
 def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | None:
-    """What the line gives for an encoder by name, if anything."""
+    """The prompt that the line gives for an encoder by name, if any."""
     if line.encoder_prompt is not None:
         return _side(line.encoder_prompt, files)
     if line.shows_items:
@@ -182,7 +182,7 @@ def _in_order(
     rest = iter(listed)
     for part in _parts(messages):
         if part.type == modality:
-            # A part that the list has nothing for is the engine's to tell: it counts both.
+            # A part that the list has nothing for is for the engine to report: it counts both.
             item = next(rest, None)
             if item is not None:
                 yield item
@@ -246,7 +246,7 @@ def _said(message: ChatMessage) -> Mapping[str, Any]:
 
 
 _MODALITY_OF = {"image_url": "image", "input_audio": "audio", "video_url": "video"}
-"""What templates call a part that brings its own."""
+"""The types that templates have for parts that bring their own content."""
 
 
 def _as_templates_know_it(part: ContentPart) -> Mapping[str, Any]:
@@ -303,7 +303,7 @@ def _merged(
     try:
         return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
     except ValidationError as error:
-        # A mistake in what is for all stages is told without the name of one of them.
+        # A mistake in what is for all stages is reported without the name of one of them.
         within = ("sampling", stage) if for_it or not for_all else ("sampling",)
         message = explain_validation_error(error, SamplingParams, changed, within=within)
         raise ValueError(message.replace("\n", "; ")) from error
@@ -344,11 +344,11 @@ class _Strict(BaseModel):
 
 
 class ImageUrl(_Strict):
-    """Where an image is, as in OpenAI's requests.
+    """The place of an image, as in OpenAI's requests.
 
     Attributes:
         url: a file, or the image itself as a data URL (``data:image/png;base64,...``).
-        detail: taken and not heeded: the checkpoint's processor decides on the size.
+        detail: accepted and ignored: the checkpoint's processor decides on the size.
     """
 
     url: str = Field(min_length=1)
@@ -356,7 +356,7 @@ class ImageUrl(_Strict):
 
 
 class VideoUrl(_Strict):
-    """Where a video is.
+    """The place of a video.
 
     Attributes:
         url: a file, or the video itself as a data URL (``data:video/mp4;base64,...``).
@@ -378,7 +378,7 @@ class InputAudio(_Strict):
 
 
 _OF_TYPE = {name: name for name in ("text", "image_url", "input_audio", "video_url")}
-"""What a part of a type carries; other types carry nothing."""
+"""The content of parts, by their type; other types carry none."""
 
 
 class ContentPart(_Strict):
@@ -466,7 +466,7 @@ class AudioFile(_Strict):
 
     @property
     def wishes(self) -> list[str]:
-        """What is wanted of the speech model, by key."""
+        """The keys that ask something of a speech model."""
         return self._given("language", "task", "timestamps")
 
 
@@ -573,7 +573,7 @@ class RequestLine(_Forms):
 
     @property
     def shows_items(self) -> bool:
-        """Whether sound and images are part of a decoder's prompt, not an encoder's input."""
+        """True if sound and images are part of a decoder's prompt, not an encoder's input."""
         return bool(self._given(*ITEM_KEYS)) and bool(self._given(*FORMS_WITH_ITEMS))
 
     @model_validator(mode="after")

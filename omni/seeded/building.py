@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeededSettings:
-    """Of a model whose layers are all alike.
+    """Settings of a model whose layers are all alike.
 
     Attributes:
         seed: of the weights; the same seed gives the same bytes.
@@ -87,7 +87,7 @@ class SeededSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings(SeededSettings):
-    """Of a decoder-only model.
+    """Settings of a decoder-only model.
 
     Attributes:
         tied: whether the head is the embedding matrix.
@@ -212,7 +212,7 @@ def wordpiece_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizer
 
 
 NOISE_STD = 0.1
-"""Of norms and biases."""
+"""Standard deviation of norms and biases."""
 
 TIED_EMBEDDING_STD = 0.05
 """A tied head scores a token by its likeness to the stream's content; with large embeddings that

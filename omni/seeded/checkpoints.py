@@ -136,7 +136,7 @@ SEEDED_MODELS: dict[str, SeededModel] = {
         "language_models:build_text_encoder", {"model_type": "bert", "architectures": ["BertModel"]}
     ),
 }
-"""What ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
+"""Models that ``seeded:<name>`` can name: each takes a directory and writes a checkpoint there."""
 
 
 def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
@@ -145,7 +145,7 @@ def resolve_model(reference: str, cache_dir: str | Path | None = None) -> str:
     Folders are kept under ``cache_dir``, by default ``$OMNI_CACHE_DIR`` or
     ``~/.cache/omni-pipeline``, in ``seeded/<name>-<version>``. The version changes with the code
     here and with transformers, so that no old layout is ever picked up. A folder that is damaged,
-    or that another user could have changed, is built anew; several processes may ask at once. See
+    or that another user could have changed, is built again; several processes may ask at once. See
     :class:`~engine.files.disk_cache.DiskCache`.
 
     Args:

@@ -213,7 +213,7 @@ def _whisper_tokenizer(window_seconds: int) -> WhisperTokenizer:
 
 
 def _whisper_generation(tokenizer: WhisperTokenizer, config: WhisperConfig) -> GenerationConfig:
-    """What published multilingual models state."""
+    """The generation config of published multilingual models."""
     # The decoder's prompt may hold these; what it writes may not.
     control = [_START, *_TASKS, *_OTHER_CONTROL]
     return GenerationConfig(

@@ -111,7 +111,7 @@ def build_text_encoder(directory: str | Path, architecture: str = "bert", **sett
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """What a family needs to be small and still itself: several windows fit in a short prompt."""
+    """Settings of a small model of a family: several windows fit in a short prompt."""
     if model_type == "mistral":
         return {"sliding_window": None}
     if model_type in _HYBRIDS:

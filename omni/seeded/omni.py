@@ -91,7 +91,7 @@ def add_specials(tokenizer: PreTrainedTokenizerFast, specials: tuple[str, ...]) 
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What the configs of thinker and talker say of placeholders and the signs around them."""
+    """Fields of thinker and talker for placeholders and the signs around them."""
     vocabulary = tokenizer.get_vocab()
     return {
         "audio_token_index": vocabulary["<|AUDIO|>"],
@@ -105,7 +105,7 @@ def marker_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def spoken_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What the talker's config says of the signs around the text that it speaks."""
+    """Fields of the talker for the signs around the text that it speaks."""
     vocabulary = tokenizer.get_vocab()
     return {
         "tts_text_start_token_id": vocabulary["<tts_bos>"],
@@ -115,7 +115,7 @@ def spoken_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def codec_vocabulary(num_codes: int) -> dict[str, Any]:
-    """What the talker's config says of codes from 0 to ``num_codes - 1`` and the signs beside."""
+    """Fields of the talker for codes from 0 to ``num_codes - 1`` and the signs beside."""
     return {
         "vocab_size": num_codes + 8,
         "tts_codec_pad_token_id": num_codes,
@@ -249,7 +249,7 @@ _BENCHMARK: Mapping[str, Mapping[str, Any]] = {
         "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
     },
 }
-"""What differs in a model of about 100 M parameters, of which the vocoder has 2 %."""
+"""The differences in a model of about 100 M parameters, of which the vocoder has 2 %."""
 
 
 def build_qwen2_5_omni(directory: str | Path, *, benchmark: bool = False) -> Path:

@@ -1,4 +1,4 @@
-"""Whether a stage's output in one run is its output in another."""
+"""Compares a stage's output in one run with that in another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAFETY = 4.0
 
 
 class _Limits(NamedTuple):
-    """What is believed of rounding in one element type.
+    """Limits of rounding in one element type.
 
     Attributes:
         tensor: is allowed in tensors whatever was measured.
@@ -39,7 +39,7 @@ class _Limits(NamedTuple):
 
 
 # Sums over other batch shapes round differently: a few units in the last place of a type's 53, 24,
-# 11 or 8 significant bits. A deep model amplifies that, by more than can be told beforehand.
+# 11 or 8 significant bits. A deep model amplifies that, by more than is known beforehand.
 _LIMITS = {
     torch.float64: _Limits(1e-5, 1e-5, 1e-4, 1e-4),
     torch.float32: _Limits(1e-5, 1e-3, 1e-4, 1e-2),
@@ -55,7 +55,7 @@ _SAMPLE_STEP = 2.0**-15
 
 @dataclass(slots=True)
 class Spread:
-    """How far apart outputs of one stage were at most.
+    """The largest differences between outputs of one stage.
 
     Attributes:
         tensors: per tensor, the largest difference between elements, as a share of the largest
@@ -75,7 +75,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far the outputs of one stage may be apart and still be equal.
+    """The largest differences that outputs of one stage may have and still be equal.
 
     No constant is right for all models: what rounding does grows with depth and width. So four
     times the *noise* is allowed, which is what batching alone changes in uncached runs, within
@@ -94,7 +94,7 @@ class Tolerance:
     measuring: bool = False
 
     def tensor(self, name: str, dtype: torch.dtype) -> float:
-        """How far elements may be apart, as a share of their row's largest, or of 1 if larger."""
+        """The largest difference, as a share of a row's largest element, or of 1 if larger."""
         if self.atol is not None:
             return self.atol
         limits = _LIMITS.get(dtype, _EXACT)
@@ -102,7 +102,7 @@ class Tolerance:
         return self._allowed(self.noise.tensors.get(name, 0.0), least, limits.tensor_noise)
 
     def tie(self, dtype: torch.dtype | None) -> float:
-        """How near two tokens' log-probabilities must be for rounding to decide between them."""
+        """The gap of log-probabilities below which rounding may decide between two tokens."""
         limits = _LIMITS.get(dtype or torch.float32, _EXACT)
         return self._allowed(self.noise.logprobs, limits.tie, limits.tie_noise)
 
@@ -186,7 +186,7 @@ class Comparison:
             )
 
     def finish(self) -> None:
-        """Why it ended, and on how long a prompt."""
+        """Compare finish reasons."""
         if self.uncached.finish_reason != self.other.finish_reason:
             self._differ(
                 "finish_reason",
@@ -266,7 +266,7 @@ def _further(output: StageOutput) -> list[tuple[object, ...]]:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """How far apart elements are at most, and what rounding is relative to; both ``(rows,)``.
+    """Largest differences of elements, and what rounding is relative to; both ``(rows,)``.
 
     The latter is each row's largest element, since floating point has relative precision, and a
     row's elements were summed from terms of that size; but no less than 1.

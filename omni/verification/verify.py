@@ -40,7 +40,7 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
     request and stage by stage, stages that only feed others included: token ids, finish reasons,
     errors, tensors and waveforms.
 
-    A stage whose settings turn caching off computes everything anew in these runs too: its cache
+    A stage whose settings turn caching off computes everything again in these runs too: its cache
     is not tested, and the report says so.
 
     A hit changes batches, and with their shapes how sums round. How far that carries depends on
@@ -95,7 +95,7 @@ def verify(omni: Omni, requests: Requests, *, atol: float | None = None) -> Veri
 
 @dataclass(slots=True)
 class _Pass:
-    """What one run of all requests put out.
+    """The outputs of one run of all requests.
 
     Attributes:
         outputs: ``(request_id, stage) -> output``, of stages that finished.
@@ -181,7 +181,7 @@ def _regroup(pipeline: Pipeline, requests: Sequence[OmniRequest], uncached: _Pas
 
 @dataclass(slots=True)
 class _Findings:
-    """What a comparison with the uncached run has found; the spreads are by stage."""
+    """Findings of a comparison with the uncached run; the spreads are by stage."""
 
     differences: list[Difference] = field(default_factory=list)
     near_ties: list[NearTie] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a comparison of cached with uncached runs has found."""
+"""Findings of a comparison of cached with uncached runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 Run = Literal["regrouped", "cold", "warm"]
-"""What is compared with the uncached run: ``regrouped`` is uncached too, with other batch mates;
+"""Runs that are compared with the uncached one: ``regrouped`` is uncached, with other batch mates;
 ``cold`` starts with empty caches and fills them; ``warm`` repeats the requests and hits."""
 
 REFERENCE: Mapping[Run, str] = {
@@ -26,10 +26,10 @@ REFERENCE: Mapping[Run, str] = {
     "cold": "without caching",
     "warm": "without caching",
 }
-"""How the uncached run is told from it."""
+"""Names of the uncached run in messages about each."""
 
 Kind = Literal["tokens", "finish_reason", "tensor", "error"]
-"""What may differ."""
+"""Kinds of differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class StageVerification:
 
     @property
     def has_hits(self) -> bool:
-        """Whether anything that it had cached was used, so that a comparison says something."""
+        """True if anything that it had cached was used, so that a comparison says something."""
         return bool(self.cold_hit_tokens or self.warm_hit_tokens or self.encoder_hits)
 
     @property
@@ -153,12 +153,12 @@ class VerifyReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differed: not with the caches on, and not with other batch mates."""
+        """True if nothing differed: not with the caches on, and not with other batch mates."""
         return not self.differences
 
     @property
     def has_hits(self) -> bool:
-        """Whether any stage used what it had cached. Without a hit nothing was proven."""
+        """True if any stage used what it had cached. Without a hit nothing was proven."""
         return any(stage.has_hits for stage in self.stages)
 
     def lines(self) -> list[str]:

@@ -45,7 +45,7 @@ _USUAL_RATE = 24_000
 
 _SAMPLE_BYTES = 2
 _MOST_BYTES = 64 * 2**20
-"""Of an event, or of a document."""
+"""Largest event, and largest document."""
 
 _LONGEST_WAV_HEADER = 1 << 16
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -150,7 +150,7 @@ class AnswerEvents:
 
     @property
     def may_end(self) -> bool:
-        """Whether nothing is missing if no more comes: some servers leave out the last event."""
+        """True if nothing is missing when no more comes: some servers leave out the last event."""
         return self.is_complete or (bool(self._has_ended) and all(self._has_ended.values()))
 
     def take(self, data: str) -> None:
@@ -268,7 +268,7 @@ def _count(value: Any) -> int | None:
 Endpoint: TypeAlias = Literal[
     "chat", "completions", "speech", "embeddings", "transcriptions", "realtime"
 ]
-"""What is requested; all but the first two from servers alone."""
+"""Endpoints that can be requested; all but the first two from servers alone."""
 
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
 _EVENTS, _JSON, _SOUND = "text/event-stream", "application/json", "audio/"

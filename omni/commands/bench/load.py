@@ -220,7 +220,7 @@ _MOST_AT_ONCE = 65_536
 _FASTEST_PER_S = 1_000_000.0
 _LAG_EVERY_S = 0.01
 _PROBE_WORDS = (32, 96)
-"""Of the two prompts whose tokens are counted to find how many a word takes."""
+"""Words of the two prompts whose tokens are counted to find how many a word takes."""
 
 _WARMUP = -1
 
@@ -289,7 +289,7 @@ def _numbers(flag: str, text: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class LoadAmount:
-    """How much a level sends.
+    """The amount of load of a level.
 
     Attributes:
         num_conversations: at most.
@@ -347,7 +347,7 @@ class LevelRun:
             else:
                 assert self.level.rate is not None
                 await self._open_loop(source, self.level.rate)
-        except ExceptionGroup as errors:  # of the loops' tasks; one tells enough
+        except ExceptionGroup as errors:  # of the loops' tasks; one says enough
             raise errors.exceptions[0] from errors
         finally:
             lag.cancel()

@@ -74,7 +74,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def keeps_limits(record: MeasuredRequest, limits: Mapping[str, float]) -> bool:
-    """Whether a request was answered within all limits of :func:`parse_goodput`.
+    """True if a request was answered within all limits of :func:`parse_goodput`.
 
     A request without a value, such as an answer without sound under a limit on the first sound,
     does not keep the limit; but an answer of one token keeps every limit per token.
@@ -122,7 +122,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """How requests ended.
+    """Counts of how requests ended.
 
     Attributes:
         ok: answered completely.
@@ -303,7 +303,7 @@ class BenchReport:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a request failed, or none was answered. Status 429 alone is no failure."""
+        """True if a request failed, or none was answered. Status 429 alone is no failure."""
         counts = [level.requests for level in self.levels]
         return any(each.failed for each in counts) or not any(each.ok for each in counts)
 

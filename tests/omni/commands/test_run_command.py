@@ -271,7 +271,7 @@ def test_letters_that_the_terminal_cannot_show_end_no_run(
     assert b"said Gr\xfc\xdfe \\u4e16\n" in shown.getvalue()
 
 
-def test_what_nobody_foresaw_is_told_without_a_traceback(
+def test_an_unexpected_error_is_shown_without_a_traceback(
     scripted: type[ScriptedOmni], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("the driver has crashed")
@@ -280,7 +280,7 @@ def test_what_nobody_foresaw_is_told_without_a_traceback(
     result = omni("run", "two_step", "-p", "x")
     assert result.exit_code == 1
     assert result.stderr.startswith(
-        "error: RuntimeError: the driver has crashed: KeyError: 'k' (not foreseen; "
+        "error: RuntimeError: the driver has crashed: KeyError: 'k' (unexpected; "
     )
     monkeypatch.setenv("OMNI_TRACEBACK", "1")
     with pytest.raises(RuntimeError, match="has crashed"):
