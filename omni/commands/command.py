@@ -20,17 +20,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-__all__ = [
-    "CommandOptions",
-    "Stopped",
-    "Terminated",
-    "command",
-    "exit_status",
-    "run_interruptibly",
-    "shown_log",
-    "sigterm_interrupts",
-    "terminate",
-]
+__all__ = ["CommandOptions", "Stopped", "command", "exit_status", "run_interruptibly", "shown_log"]
 
 
 class Terminated(KeyboardInterrupt):
@@ -53,20 +43,19 @@ def sigterm_interrupts() -> Iterator[None]:
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM within :func:`sigterm_interrupts`."""
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
 
 
 def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
-    """``asyncio.run``, which cancels the work when Ctrl-C or SIGTERM comes.
+    """``asyncio.run``, which cancels the work when SIGTERM comes, as it does for Ctrl-C.
 
     What is raised in the middle of whatever the loop is doing would break that off instead.
 
@@ -76,43 +65,31 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     """
     import asyncio  # only here: help need not wait for it
 
-    match asyncio.run(_interrupted(work)):
-        case signal.SIGTERM:
-            raise Terminated
-        case signal.SIGINT:
-            raise KeyboardInterrupt
+    came: list[int] = []
 
+    async def cancelled_by_sigterm() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
 
-async def _interrupted(work: Coroutine[Any, Any, None]) -> signal.Signals | None:
-    """Await the work; the signal that has ended it."""
-    import asyncio
+        def cancel() -> None:
+            came.append(signal.SIGTERM)
+            task.cancel()
 
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    came: list[signal.Signals] = []
+        loop.add_signal_handler(signal.SIGTERM, cancel)
+        try:
+            await work
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, _terminate)
 
-    def interrupt(sent: signal.Signals) -> None:
-        came.append(sent)
-        task.cancel()
-
-    handlers = {sent: signal.getsignal(sent) for sent in (signal.SIGINT, signal.SIGTERM)}
-    heard = []
-    if threading.current_thread() is threading.main_thread():
-        # Ctrl-C unless it is ignored; SIGTERM unless another handler than ours is set.
-        heard += [signal.SIGINT] if callable(handlers[signal.SIGINT]) else []
-        heard += [signal.SIGTERM] if handlers[signal.SIGTERM] is terminate else []
-    for sent in heard:
-        loop.add_signal_handler(sent, interrupt, sent)
+    is_ours = signal.getsignal(signal.SIGTERM) is _terminate
     try:
-        await work
+        asyncio.run(cancelled_by_sigterm() if is_ours else work)
     except asyncio.CancelledError:
         if not came:
             raise
-    finally:
-        for sent in heard:
-            loop.remove_signal_handler(sent)
-            signal.signal(sent, handlers[sent])
-    return came[0] if came else None
+    if came:
+        raise Terminated
 
 
 _LOGGER = "omni"

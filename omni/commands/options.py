@@ -22,16 +22,11 @@ __all__ = [
     "DemoOptions",
     "ExplainOptions",
     "ListOptions",
-    "LoadFlags",
-    "MadeUpFlags",
     "PromptFlags",
     "RunOptions",
     "RuntimeFlags",
-    "SamplingFlags",
-    "UrlFlags",
     "ValidateOptions",
     "VerifyOptions",
-    "complete_config",
 ]
 
 
@@ -483,8 +478,7 @@ class MadeUpFlags:
         ),
     ] = None
     ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Let every answer have all of --max-tokens."),
+        bool, typer.Option("--ignore-eos", help="Let every answer have all of --max-tokens.")
     ] = False
     temperature: Annotated[
         float | None,

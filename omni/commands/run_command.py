@@ -20,7 +20,7 @@ from omni.runtime.omni import Omni
 from omni.runtime.trace import TraceError
 from stages import StageOutput, StageStats
 
-__all__ = ["format_output", "run_requests", "summary_table"]
+__all__ = ["run_requests"]
 
 
 def run_requests(

@@ -74,8 +74,7 @@ class ServeOptions(RuntimeFlags, CommandOptions):
         ),
     ] = None
     max_waiting_requests: Annotated[
-        int,
-        typer.Option(min=0, help="Behind these, per pipeline; one more is answered with 429."),
+        int, typer.Option(min=0, help="Behind these, per pipeline; one more is answered with 429.")
     ] = 64
     max_sessions: Annotated[
         int, typer.Option(min=0, help="Realtime sessions that are open at once.")

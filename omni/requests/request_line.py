@@ -42,16 +42,12 @@ if TYPE_CHECKING:
     from omni.requests.request_files import RequestFiles
 
 __all__ = [
-    "SAMPLING_KEYS",
     "AudioFile",
     "ChatMessage",
     "ContentPart",
     "ImageUrl",
     "InputAudio",
-    "PromptForm",
     "RequestLine",
-    "VideoFile",
-    "VideoUrl",
     "example_line",
     "parse_line",
     "prompt_of",

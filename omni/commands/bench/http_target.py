@@ -26,12 +26,9 @@ from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, Requ
 
 __all__ = [
     "AnswerEvents",
-    "Endpoint",
     "HttpSettings",
     "HttpTarget",
     "OpenAICall",
-    "RealtimeEvents",
-    "error_text",
     "openai_call",
     "read_document",
     "read_events",

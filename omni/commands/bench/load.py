@@ -18,7 +18,6 @@ __all__ = [
     "LevelRun",
     "LoadAmount",
     "LoadLevel",
-    "LoadSource",
     "LoadTurns",
     "MadeUpForm",
     "MadeUpShape",

@@ -22,10 +22,7 @@ from omni.commands.bench.measured_request import METRICS, MeasuredRequest
 __all__ = [
     "BenchReport",
     "Distribution",
-    "GeneratorReport",
     "LevelReport",
-    "RequestCounts",
-    "TokenTotals",
     "failure_lines",
     "keeps_limits",
     "parse_goodput",
