@@ -74,7 +74,8 @@ def describe_config(config: PipelineConfig) -> str:
     return (
         f"Every setting:\n\n{shown}\n"
         "# Where sampling leaves these out, generation_config.json decides, or else they are\n"
-        f"# {defaults}. Its suppressed tokens, bad words and ends of sequences hold besides."
+        f"# {defaults}.\n"
+        "# Its suppressed tokens, bad words and ends of sequences hold besides."
     )
 
 
