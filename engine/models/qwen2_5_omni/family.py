@@ -26,7 +26,8 @@ from engine.models.qwen2_5_omni.speakers import SpeechPromptProcessor, load_spea
 
 if TYPE_CHECKING:
     from engine.models.qwen2_5_omni.code2wav import Code2Wav
-    from engine.models.qwen2_5_omni.thinker import Qwen2_5OmniTalker, Qwen2_5OmniThinker
+    from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
+    from engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinker
 
 __all__ = ["CODE2WAV", "TALKER", "THINKER"]
 
@@ -52,7 +53,7 @@ def _thinker_prompts(sources: PromptSources) -> PromptProcessor:
 
 
 def _build_talker(checkpoint: Checkpoint, settings: ModelSettings) -> Qwen2_5OmniTalker:
-    from engine.models.qwen2_5_omni.thinker import Qwen2_5OmniTalker
+    from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 
     return Qwen2_5OmniTalker(checkpoint.config, settings)
 

@@ -23,22 +23,14 @@ The audio tower of Qwen2.5-Omni: log-mel frames in, a row for every four of them
     rows    | +       +           |        see each other; two make a row, a single one makes none
 
 Source: Xu et al., "Qwen2.5-Omni Technical Report", 2025; transformers' ``qwen2_5_omni``.
-
-Qwen2.5-Omni's talker: Qwen2 over codec tokens, whose inputs are as wide as its thinker.
-
-::
-
-    codec embedding + thinker's row  ──►  projection  ──►  layers  ──►  head
-         (n, embedding_size)            (n, hidden_size)              (n, codec vocabulary)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniAudioEncoder,
@@ -48,10 +40,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.inputs.multimodal_inputs import AudioInVideo
-from engine.layers import Linear, MultiAxisRotaryEmbedding
 from engine.models.base import ModelSettings
-from engine.models.decoders.decoder import DecoderModel, build_rotary
-from engine.models.decoders.qwen2 import qwen2_config
 from engine.models.encoder_module import build_empty
 from engine.models.multimodal import ItemTower, unique_prefix
 from engine.models.qwen2_5_vl.qwen2_5_vl import (
@@ -62,7 +51,7 @@ from engine.models.qwen2_5_vl.qwen2_5_vl import (
 )
 from engine.requests.encoder_input import MultiModalInput
 
-__all__ = ["AudioTower", "Qwen2_5OmniTalker", "Qwen2_5OmniThinker", "build_qwen2_5_omni_thinker"]
+__all__ = ["AudioTower", "Qwen2_5OmniThinker", "build_qwen2_5_omni_thinker"]
 
 _FRAMES = "input_features"
 _LEAST_FRAMES = 3
@@ -149,45 +138,3 @@ def build_qwen2_5_omni_thinker(
         int(config.position_id_per_seconds * config.seconds_per_chunk),
     )
     return model
-
-
-class Qwen2_5OmniTalker(DecoderModel):
-    """A decoder that projects its inputs; see the module's note.
-
-    Source: "Qwen2.5-Omni Technical Report", 2025, section 2.3.
-
-    Raises:
-        ValueError: the config asks for something that is not supported.
-
-    Attributes:
-        embedding_size: width of embeddings, and of the rows beside them.
-    """
-
-    head_name = "codec_head"
-    num_position_axes = MultiAxisRotaryEmbedding.num_axes
-
-    def __init__(self, config: PreTrainedConfig, settings: ModelSettings) -> None:
-        options = settings.tensor_options
-        sections = config.rope_parameters.get("mrope_section")
-        if sections is None:
-            raise ValueError(f"rope_parameters of {type(config).__name__} has no mrope_section")
-        make_rotary = partial(MultiAxisRotaryEmbedding, sections=sections)
-        rotary = build_rotary(config, settings, make_rotary=make_rotary)
-        decoder_config = qwen2_config(config).for_length(settings.max_model_len)
-        super().__init__(decoder_config, [rotary], settings)
-        self.embedding_size: int = config.embedding_size
-        embedding = torch.empty(config.vocab_size, config.embedding_size, **options)
-        self.embedding = nn.Parameter(embedding, requires_grad=False)
-        projection = {"thinker_to_talker_proj": config.hidden_size}
-        self.projection = Linear(config.embedding_size, projection, bias=True, **options)
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names, each with its place; see :meth:`CausalModel.targets`."""
-        yield from super().targets(prefix)
-        yield from self.projection.targets("")
-
-    def forward(
-        self, inputs_embeds: Tensor, positions: Tensor, step: AttentionStep
-    ) -> dict[str, Tensor]:
-        """Run the layers over ``(num_tokens, embedding_size)``; see :meth:`CausalModel.forward`."""
-        return super().forward(self.projection(inputs_embeds), positions, step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.execution.model_runner import ModelRunner
-from engine.models.qwen2_5_omni.thinker import Qwen2_5OmniTalker
+from engine.models.qwen2_5_omni.talker import Qwen2_5OmniTalker
 from omni import OmniOutput
 from omni.pipelines.pipeline import Pipeline
 from tests.support.omni_stages import Conversation, Turn, assert_same, build_pipeline
