@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,12 +37,9 @@ from stages.remote.segments import Place, RemoteBytes, Segment, SegmentPool, Sha
 
 __all__ = [
     "INLINE_BYTES",
-    "MOST_FDS",
-    "NUMBER",
     "PROTOCOL_VERSION",
     "Channel",
     "ChannelClosed",
-    "ChannelCounters",
     "Doorbell",
     "Exports",
     "Frame",
@@ -51,7 +48,6 @@ __all__ = [
     "FrameWriter",
     "Imports",
     "Shipment",
-    "announcement",
 ]
 
 
@@ -116,13 +112,11 @@ class Shipment:
     Attributes:
         items: by their numbers, what is handed over: places in the pool, and what other processes
             have placed, which is held for the peer.
-        nbytes: of all of them.
     """
 
     def __init__(self, pool: SegmentPool, numbers: Iterator[int]) -> None:
         self._pool, self._numbers = pool, numbers
         self.items: dict[int, Place | SharedBytes] = {}
-        self.nbytes = 0
 
     def share(self, content: NDArray[np.uint8] | Tensor | RemoteBytes) -> Reference | None:
         """Hand over what is large; see :data:`stages.remote.codec.Share`.
@@ -141,7 +135,6 @@ class Shipment:
             item = self._place(content)
         number = next(self._numbers)
         self.items[number] = item
-        self.nbytes += item.nbytes
         return Reference(number, item.nbytes, item.segment.identity, item.offset)
 
     def _place(self, content: NDArray[np.uint8] | Tensor) -> Place:
@@ -216,18 +209,10 @@ class Exports:
             found.append(identity)
         return found
 
-    def release(self, content: bytes) -> None:
-        """The peer has let go of some; see :meth:`stages.remote.channel.Imports.releases`.
-
-        Raises:
-            ValueError: it did not have one.
-        """
-        if len(content) % NUMBER.size:
-            raise ValueError(f"{len(content)} bytes release exports")
-        for (number,) in NUMBER.iter_unpack(content):
-            item = self._items.pop(number, None)
-            if item is None:
-                raise ValueError(f"export {number} was released, and there is none")
+    def release(self, numbers: Sequence[int]) -> None:
+        """The peer has let go of some; see :meth:`Imports.releases`."""
+        for number in numbers:
+            item = self._items.pop(number)
             if isinstance(item, Place):
                 item.free()
 
@@ -242,7 +227,7 @@ class Exports:
 
 
 _HEADER = struct.Struct("<BHQ")
-MOST_FDS = 64
+_MOST_FDS = 64
 """In one frame; Linux lets 253 pass at once."""
 
 _PIECE = 256 * 2**10
@@ -342,7 +327,7 @@ class FrameReader:
         """
         try:
             piece, beside, flags, _ = self._sock.recvmsg(
-                _PIECE, socket.CMSG_SPACE(MOST_FDS * array("i").itemsize), _MSG_CMSG_CLOEXEC
+                _PIECE, socket.CMSG_SPACE(_MOST_FDS * array("i").itemsize), _MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return True
@@ -370,13 +355,11 @@ class FrameReader:
             while len(self._buffer) - start >= _HEADER.size:
                 number, num_fds, length = _HEADER.unpack_from(self._buffer, start)
                 kind = FrameKind(number)
-                if length > self._max_bytes or num_fds > MOST_FDS:
-                    raise ValueError(f"a frame of {length} bytes, {num_fds} descriptors")
+                if length > self._max_bytes:
+                    raise ValueError(f"a frame of {length} bytes")
                 end = start + _HEADER.size + length
                 if end > len(self._buffer):
                     return
-                if num_fds > len(self._fds):
-                    raise ValueError(f"{num_fds} descriptors announced, {len(self._fds)} there")
                 with memoryview(self._buffer) as view:
                     content = bytes(view[start + _HEADER.size : end])
                 start = end
@@ -385,26 +368,11 @@ class FrameReader:
         finally:
             del self._buffer[:start]
 
-    def refuse(self, frame: Frame) -> NoReturn:
-        """Close descriptors that a frame must not bring.
-
-        Raises:
-            ValueError: always.
-        """
-        self._fds.extend(frame.fds)
-        self.close()
-        raise ValueError(f"descriptors came with a frame of {frame.kind.name}")
-
     def close(self) -> None:
         """Close descriptors that came and were not taken."""
         while self._fds:
             os.close(self._fds.popleft())
 
-
-NUMBER = struct.Struct("<Q")
-"""How the number of an export is told."""
-
-_ANNOUNCED = struct.Struct("<16sQ")
 
 _SHORTEST_NAP_MS, _LONGEST_NAP_MS = 10, 500
 
@@ -421,36 +389,22 @@ class _Held(weakref.ref[SharedBytes]):
 
 
 class Imports:
-    """The segments that a peer has announced, and what of them was let go of here.
-
-    Attributes:
-        nbytes: of all that was handed over so far.
-    """
+    """The segments that a peer has announced, and what of them was let go of here."""
 
     def __init__(self) -> None:
         self._segments: dict[bytes, Segment] = {}
         self._held: dict[int, _Held] = {}
         self._gone: deque[_Held] = deque()
         self._nap_ms = _SHORTEST_NAP_MS
-        self.nbytes = 0
 
-    def announce(self, content: bytes, fds: Sequence[int]) -> None:
-        """Take segments in.
+    def announce(self, segments: Sequence[tuple[bytes, int]], fds: Sequence[int]) -> None:
+        """Take segments in, by identity and size.
 
         Raises:
-            ValueError: they are not as announced. All descriptors are closed.
+            ValueError: one has another size.
         """
-        left = list(fds)
-        try:
-            if len(content) != len(fds) * _ANNOUNCED.size:
-                raise ValueError(f"{len(content)} bytes announce {len(fds)} segments")
-            for identity, size in _ANNOUNCED.iter_unpack(content):
-                if identity in self._segments:
-                    raise ValueError("a segment was announced twice")
-                self._segments[identity] = Segment(identity, left.pop(0), size)
-        finally:
-            for fd in left:
-                os.close(fd)
+        for (identity, size), fd in zip(segments, fds, strict=True):
+            self._segments[identity] = Segment(identity, fd, size)
 
     def find(self, reference: Reference) -> SharedBytes:
         """What a reference stands for; see :data:`stages.remote.codec.Find`.
@@ -461,7 +415,6 @@ class Imports:
         segment = self._segments.get(reference.segment)
         if segment is None:
             raise ValueError("it speaks of a segment that was not announced")
-        self.nbytes += reference.nbytes
         made = SharedBytes(segment, reference.offset, reference.nbytes)
         held = _Held(made, self._gone.append)
         held.number = reference.number
@@ -469,26 +422,21 @@ class Imports:
         self._nap_ms = _SHORTEST_NAP_MS
         return made
 
-    def drop(self, content: bytes) -> None:
-        """Forget segments; what lies in them stays for as long as a tensor of it is held here.
+    def drop(self, segments: Sequence[bytes]) -> None:
+        """Forget segments; their content stays for as long as a tensor of it is held here."""
+        for identity in segments:
+            del self._segments[identity]
 
-        Raises:
-            ValueError: there is no such segment.
-        """
-        for start in range(0, len(content), 16):
-            if self._segments.pop(content[start : start + 16], None) is None:
-                raise ValueError("a segment was dropped that was not announced")
-
-    def releases(self) -> bytes:
+    def releases(self) -> list[int]:
         """The numbers of what was let go of, once; :meth:`Exports.release` of the peer takes it."""
-        found = bytearray()
+        found = []
         while self._gone:
             number = self._gone.popleft().number
             self._held.pop(number, None)
-            found += NUMBER.pack(number)
+            found.append(number)
         if found:
             self._nap_ms = _SHORTEST_NAP_MS
-        return bytes(found)
+        return found
 
     def nap_ms(self) -> int | None:
         """How long to sleep before it is time to look for releases; None while nothing is held.
@@ -507,13 +455,7 @@ class Imports:
         self._held.clear()
 
 
-def announcement(segments: Sequence[Segment]) -> tuple[bytes, tuple[int, ...]]:
-    """What :meth:`Imports.announce` of the peer takes."""
-    content = b"".join(_ANNOUNCED.pack(each.identity, each.size) for each in segments)
-    return content, tuple(each.fd for each in segments)
-
-
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Of all that two processes say to each other. One that speaks another is refused."""
 
 _LOG = package_logger(__name__)
@@ -524,6 +466,12 @@ _CLOSED_HERE = "it was closed here"
 _CLOSED_THERE = "the other side closed it or has ended"
 
 
+_PACK = msgspec.msgpack.encode
+_ANNOUNCED = msgspec.msgpack.Decoder(list[tuple[bytes, int]])
+_NUMBERS = msgspec.msgpack.Decoder(list[int])
+_IDENTITIES = msgspec.msgpack.Decoder(list[bytes])
+
+
 class _Hello(msgspec.Struct):
     """The first frame of both sides."""
 
@@ -532,25 +480,6 @@ class _Hello(msgspec.Struct):
 
 class ChannelClosed(ConnectionError):
     """The other side is gone, or the channel was closed here; the message says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelCounters:
-    """What went over a channel so far.
-
-    Attributes:
-        messages_sent, messages_received: messages.
-        bytes_sent, bytes_received: of the messages themselves.
-        shared_bytes_sent, shared_bytes_received: of the tensors that they handed over in shared
-            memory, those that were only passed on included.
-    """
-
-    messages_sent: int = 0
-    messages_received: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    shared_bytes_sent: int = 0
-    shared_bytes_received: int = 0
 
 
 class Channel:
@@ -588,8 +517,6 @@ class Channel:
         self._is_sent = threading.Condition(self._lock)
         self._writer = FrameWriter(sock)
         self._exports = Exports(pool, self._doorbell)
-        self._messages_sent = self._bytes_sent = self._shared_bytes_sent = 0
-        self._messages_received = self._bytes_received = 0
         self._closed: str | None = None
         self._thread: threading.Thread | None = None
         self._peer_is_known = False
@@ -641,12 +568,11 @@ class Channel:
                 shipment.undo()
             self._check_open()
             new = self._exports.add(shipment)
-            for start in range(0, len(new), MOST_FDS):
-                self._writer.put(FrameKind.SEGMENTS, *announcement(new[start : start + MOST_FDS]))
+            for start in range(0, len(new), _MOST_FDS):
+                some = new[start : start + _MOST_FDS]
+                announced = _PACK([(each.identity, each.size) for each in some])
+                self._writer.put(FrameKind.SEGMENTS, announced, [each.fd for each in some])
             self._writer.put(FrameKind.MESSAGE, content)
-            self._messages_sent += 1
-            self._bytes_sent += len(content)
-            self._shared_bytes_sent += shipment.nbytes
             is_all = self._flush()
             self._check_open()
         if not is_all:
@@ -696,18 +622,6 @@ class Channel:
         """Tensors that the peer has been handed and has not let go of."""
         return len(self._exports)
 
-    @property
-    def counters(self) -> ChannelCounters:
-        """A reading of what went over the channel."""
-        return ChannelCounters(
-            self._messages_sent,
-            self._messages_received,
-            self._bytes_sent,
-            self._bytes_received,
-            self._shared_bytes_sent,
-            self._imports.nbytes,
-        )
-
     def _check_open(self) -> None:
         if self._closed is not None:
             raise ChannelClosed(f"the channel to {self.name} has ended: {self._closed}")
@@ -730,10 +644,10 @@ class Channel:
         """Send what can be sent, under the lock; whether that is all."""
         released = self._imports.releases()
         if released:
-            self._writer.put(FrameKind.RELEASES, released)
+            self._writer.put(FrameKind.RELEASES, _PACK(released))
         gone = self._exports.segments_gone()
         if gone:
-            self._writer.put(FrameKind.DROPS, b"".join(gone))
+            self._writer.put(FrameKind.DROPS, _PACK(gone))
         try:
             is_all = self._writer.flush()
         except OSError:  # what it has sent before is still to be read
@@ -784,21 +698,17 @@ class Channel:
     def _take(self, frame: Frame, on_message: Callable[[Any], object]) -> None:
         if not self._peer_is_known and frame.kind is not FrameKind.HELLO:
             raise ValueError("the other side did not say which version of the protocol it speaks")
-        if frame.fds and frame.kind is not FrameKind.SEGMENTS:
-            self._reader.refuse(frame)
         match frame.kind:
             case FrameKind.HELLO:
                 self._greet(frame.content)
             case FrameKind.SEGMENTS:
-                self._imports.announce(frame.content, frame.fds)
+                self._imports.announce(_ANNOUNCED.decode(frame.content), frame.fds)
             case FrameKind.RELEASES:
                 with self._lock:
-                    self._exports.release(frame.content)
+                    self._exports.release(_NUMBERS.decode(frame.content))
             case FrameKind.DROPS:
-                self._imports.drop(frame.content)
+                self._imports.drop(_IDENTITIES.decode(frame.content))
             case FrameKind.MESSAGE:
-                self._messages_received += 1
-                self._bytes_received += len(frame.content)
                 on_message(self._decoder.decode(frame.content))
 
     def _greet(self, content: bytes) -> None:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -96,9 +95,6 @@ def test_messages_cross_in_order_both_ways(pair: tuple[End, End]):
         right.channel.send(Note({"back": number}))
     assert [right.next().value for _ in range(100)] == [[n, "there"] for n in range(100)]
     assert [left.next().value for _ in range(100)] == [{"back": n} for n in range(100)]
-    sent, received = left.channel.counters, right.channel.counters
-    assert sent.messages_sent == received.messages_received == sent.messages_received == 100
-    assert sent.bytes_sent == received.bytes_received > 0
 
 
 def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tuple[End, End]):
@@ -109,10 +105,7 @@ def test_tensors_cross_in_shared_memory_and_small_ones_in_the_message(pair: tupl
     arrived = tensors_of(right.next())
     assert isinstance(arrived, SharedTensors)
     assert torch.equal(arrived["large"], large) and torch.equal(arrived["small"], small)
-    shared = large.nbytes
-    assert left.channel.counters.shared_bytes_sent == shared
-    assert right.channel.counters.shared_bytes_received == shared
-    assert left.channel.counters.bytes_sent < small.nbytes + 1000
+    assert left.channel.num_exports == 1 and left.pool.live_bytes == large.nbytes + 3 * 1024
 
 
 def test_every_form_of_array_crosses_in_shared_memory(pair: tuple[End, End]):
@@ -423,10 +416,6 @@ HELLO = msgspec.msgpack.encode({"protocol": channel_module.PROTOCOL_VERSION})
         ([(3, 5)], "did not say which version"),
         ([(1, None), (3, {"a": 1})], "a message that cannot be read"),
         ([(1, None), (3, ELSEWHERE)], "not announced"),
-        ([(1, None), (4, b"12345")], "5 bytes release"),
-        ([(1, None), (4, bytes(8))], "export 0 was released, and there is none"),
-        ([(1, None), (5, bytes(16))], "dropped that was not announced"),
-        ([(1, None), (2, bytes(24))], "24 bytes announce 0 segments"),
     ],
 )
 def test_nonsense_ends_the_channel_in_words(
@@ -453,8 +442,6 @@ def test_nonsense_ends_the_channel_in_words(
     [
         ((9, 0, 1), "9 is not a valid FrameKind"),
         ((3, 0, 2**40), "a frame of 1099511627776 bytes"),
-        ((2, 999, 0), "999 descriptors"),
-        ((2, 1, 0), "1 descriptors announced, 0 there"),
     ],
 )
 def test_a_frame_that_is_none_ends_the_channel(
@@ -464,19 +451,6 @@ def test_a_frame_that_is_none_ends_the_channel(
     end = End(ours, "peer")
     theirs.sendall(struct.pack("<BHQ", *header) + b"rest")
     assert told in end.reason()
-    theirs.close()
-    assert end.channel.join(PATIENCE_S)
-
-
-def test_descriptors_that_nobody_asked_for_are_closed(nothing_left: None):
-    ours, theirs = socket.socketpair()
-    end = End(ours, "peer")
-    writer = FrameWriter(theirs)
-    writer.put(FrameKind.HELLO, HELLO)
-    writer.put(FrameKind.MESSAGE, b"\x01", (theirs.fileno(),))
-    with suppress(OSError):
-        writer.flush()
-    assert "descriptors came with a frame of MESSAGE" in end.reason()
     theirs.close()
     assert end.channel.join(PATIENCE_S)
 
