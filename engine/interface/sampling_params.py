@@ -43,26 +43,35 @@ class RequestSeeds:
     """
 
     def __init__(self, seed: int | None) -> None:
-        import torch  # not where parameters are only checked
-
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._seed = seed
+        self._generator: Any = None
 
     def draw(self) -> int:
         """Draw the next one, below 2 ** 62."""
-        import torch
+        import torch  # not where parameters are only checked
 
+        if self._generator is None:
+            self._generator = torch.Generator()
+            if self._seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self._seed)
         return int(torch.randint(2**62, (), generator=self._generator))
 
-    def seeded(self, params: SamplingParams) -> SamplingParams:
-        """Give parameters without a seed the next one. Greedy ones use it up and do not need it."""
-        if params.seed is not None:
+    def seeded(
+        self, params: SamplingParams | None, own: SamplingParams | None
+    ) -> SamplingParams | None:
+        """Give a request's parameters the next seed, if they need one and have none.
+
+        Args:
+            params: of the request; None: it takes the stage's own. Greedy ones use a seed up.
+            own: of the stage; None of one that samples nothing.
+        """
+        given = params or own
+        if own is None or given is None or given.seed is not None:
             return params
         seed = self.draw()
-        return params if params.is_greedy else params.model_copy(update={"seed": seed})
+        return params if given.is_greedy else given.model_copy(update={"seed": seed})
 
 
 _LARGEST = 100

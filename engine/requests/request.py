@@ -415,7 +415,7 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return all([each.finish_reason is not None for each in self.completions])
 
     def finish(self, request: Request, reason: FinishReason, tensors: Mapping[str, Tensor]) -> None:
         """Record the end of one completion."""

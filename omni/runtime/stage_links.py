@@ -77,13 +77,13 @@ class StageLinks:
     @property
     def has_work(self) -> bool:
         """Whether any stage has work or events."""
-        return any(link.has_work for link in self._links.values())
+        return any([link.has_work for link in self._links.values()])
 
     @property
     def time_to_work(self) -> float | None:
         """Seconds after which :attr:`has_work` may change by itself; None if it will not."""
-        times = (link.time_to_work for link in self._links.values())
-        return min((time for time in times if time is not None), default=None)
+        times = [link.time_to_work for link in self._links.values()]
+        return min([time for time in times if time is not None], default=None)
 
     def flush(self) -> None:
         """Let all workers have what was sent."""

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
 from operator import lt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from engine import ChatPrompt, ExplicitEncoderDecoderPrompt, TextPrompt, TokensPrompt
 from engine.interface.outputs import OutputDelta
-from stages.remote.control import Built, Idle, NotBuilt, StageFacts
+from engine.interface.sampling_params import RequestSeeds
+from stages.remote.control import Built, Idle, NotBuilt
 from stages.remote.segments import SharedTensors
 from stages.remote.supervisor import Ended, WorkerGone, WorkerSupervisor
 from stages.stage_output import OutputAccumulator, StageOutput, delta_since
@@ -45,15 +46,11 @@ from stages.worker.messages import (
 )
 from stages.worker.stage_link import StageLink
 
-if TYPE_CHECKING:
-    from engine.interface.sampling_params import RequestSeeds
-
 __all__ = [
     "MOST_AHEAD",
     "Attempt",
     "PrefixRouter",
     "RemoteLink",
-    "SeededRuns",
 ]
 
 MOST_AHEAD = 4
@@ -146,35 +143,6 @@ def _content(prompt: object) -> bytes:
             return _content(prompt.encoder_prompt)
         case _:
             return b""
-
-
-class SeededRuns:
-    """Gives requests the seeds that their stage would have given them.
-
-    It must be known here: a second run, maybe in another worker, has to draw the same tokens.
-    """
-
-    def __init__(self) -> None:
-        self._seeds: RequestSeeds | None = None
-
-    def seeded(self, enter: Enter, facts: StageFacts | None) -> Enter:
-        """The same request, with a seed if tokens are drawn for it and it brings none.
-
-        Args:
-            enter: in the order in which they come.
-            facts: of the stage; None if it could never be built.
-        """
-        params = enter.sampling or (facts.sampling if facts is not None else None)
-        if params is None or params.seed is not None:
-            return enter
-        if self._seeds is None:
-            from engine.interface.sampling_params import RequestSeeds  # only who draws needs torch
-
-            self._seeds = RequestSeeds(None if facts is None else facts.seed)
-        seeded = self._seeds.seeded(params)
-        if seeded is params:
-            return enter
-        return msgspec.structs.replace(enter, sampling=seeded)
 
 
 @dataclass(slots=True, eq=False)
@@ -341,7 +309,9 @@ class RemoteLink(StageLink):
         self._attempts: dict[str, Attempt] = {}
         self._by_ticket: dict[int, Attempt] = {}
         self._tickets = count()
-        self._seeds = SeededRuns()
+        facts = (lives[0].facts or {}).get(name)
+        self._sampling = None if facts is None else facts.sampling
+        self._seeds = RequestSeeds(None if facts is None else facts.seed)
         self._events: list[Event] = []
         self._traces: list[Traced] = []
         # The stage is built by the time that a link is made.
@@ -443,7 +413,9 @@ class RemoteLink(StageLink):
 
     def _enter(self, enter: Enter) -> None:
         self._listen()  # a worker may be back, and nobody have asked for events since it was lost
-        enter = self._seeds.seeded(enter, (self._lives[0].facts or {}).get(self._name))
+        # Here, since a second run, maybe in another worker, has to draw the same tokens.
+        sampling = self._seeds.seeded(enter.sampling, self._sampling)
+        enter = msgspec.structs.replace(enter, sampling=sampling)
         attempt = Attempt.of(enter, next(self._tickets), self._name, self._edges)
         self._attempts[enter.request_id] = self._by_ticket[attempt.ticket] = attempt
         self._place(attempt)

@@ -118,7 +118,7 @@ class Preparations(Generic[OwnerT, T]):
         """Whether :meth:`take` would give anything now."""
         with self._lock:
             now = time.monotonic()
-            return any(self._is_ready(each, now) for each in self._done)
+            return bool(self._done) and any([self._is_ready(each, now) for each in self._done])
 
     @property
     def time_to_ready(self) -> float | None:

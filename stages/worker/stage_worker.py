@@ -9,7 +9,7 @@ from itertools import count
 
 import msgspec
 
-from engine import CodecPrompt, Prompt, SamplingParams, SpeechPrompt
+from engine import CodecPrompt, Prompt, SpeechPrompt
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import RequestSeeds
@@ -77,7 +77,7 @@ class StageWorker(StageLink):
         # However long requests are prepared, they run in the order in which they came, with the
         # same seeds in every run.
         self._orders = count()
-        self._seeds: RequestSeeds | None = None
+        self._seeds = RequestSeeds(stage.seed)
         self._states: dict[str, RequestState] = {}
         self._events: list[Event] = []
         self._preparations: Preparations[RequestState, Prepared] | None = None
@@ -205,7 +205,7 @@ class StageWorker(StageLink):
             state.request = StageRequest(
                 request_id=enter.request_id,
                 prompt=prompt,
-                sampling=self._seeded(enter.sampling),
+                sampling=self._seeds.seeded(enter.sampling, self.stage.sampling),
                 priority=enter.priority,
                 cache_salt=enter.cache_salt,
                 order=next(self._orders),
@@ -221,16 +221,6 @@ class StageWorker(StageLink):
                 self._preparations.submit(state, prepare, group=group, light=light)
         except ValueError as error:
             self._refuse(state, error)
-
-    def _seeded(self, params: SamplingParams | None) -> SamplingParams | None:
-        """A request's parameters, or the stage's own, with a seed if tokens are drawn for it."""
-        given = params or self.stage.sampling
-        if given is None or given.seed is not None or self.stage.sampling is None:
-            return params
-        if self._seeds is None:
-            self._seeds = RequestSeeds(self.stage.seed)
-        seeded = self._seeds.seeded(given)
-        return params if seeded is given else seeded
 
     def _admit_prepared(self) -> None:
         for state, done in [] if self._preparations is None else self._preparations.take():
