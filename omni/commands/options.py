@@ -458,7 +458,6 @@ class MadeUpFlags:
     endpoint: Annotated[
         Literal["chat", "completions", "speech", "embeddings", "transcriptions", "realtime"] | None,
         typer.Option(
-            show_default=False,
             metavar="NAME",
             help="Ask by chat messages, as is done if left out, or for completions, for models "
             "without a chat template; with --url also for speech, embeddings, transcriptions (of "
@@ -466,23 +465,16 @@ class MadeUpFlags:
         ),
     ] = None
     prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default=False, metavar="N", help="Of each prompt, about; else 128."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Of each prompt, about; else 128.")
     ] = None
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default=False, metavar="N", help="Of each answer at most; else 64."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Of each answer at most; else 64.")
     ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Let every answer have all of --max-tokens.")
     ] = False
     temperature: Annotated[
-        float | None,
-        typer.Option(metavar="NUMBER", show_default=False, help="0 is greedy; else the model's."),
+        float | None, typer.Option(metavar="NUMBER", help="0 is greedy; else the model's.")
     ] = None
     shared_prefix_tokens: Annotated[
         int,
@@ -506,16 +498,13 @@ class LoadFlags:
     concurrency: Annotated[
         str | None,
         typer.Option(
-            metavar="1,2,4",
-            show_default=False,
-            help="So many requests at once, one level after the other; else 1.",
+            metavar="1,2,4", help="So many requests at once, one level after the other; else 1."
         ),
     ] = None
     rate: Annotated[
         str | None,
         typer.Option(
             metavar="0.5,1,2",
-            show_default=False,
             help="Instead: so many a second arrive, by chance (Poisson), whether or not others "
             "are answered.",
         ),
@@ -525,19 +514,13 @@ class LoadFlags:
         typer.Option(
             min=1,
             metavar="N",
-            show_default=False,
             help="Of each level; else 32, or as many as the file has, or with --duration all that "
             "fit.",
         ),
     ] = None
     duration: Annotated[
         float | None,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            show_default=False,
-            help="After which a level sends no more.",
-        ),
+        typer.Option(min=0.001, metavar="SECONDS", help="After which a level sends no more."),
     ] = None
     warmup: Annotated[
         int, typer.Option(min=0, metavar="N", help="Requests before, which are not counted.")

@@ -68,9 +68,7 @@ class ServeOptions(RuntimeFlags, CommandOptions):
     max_running_requests: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            show_default=False,
-            help="Of each pipeline at once; else as many as its stages together can run.",
+            min=1, help="Of each pipeline at once; else as many as its stages together can run."
         ),
     ] = None
     max_waiting_requests: Annotated[
