@@ -21,11 +21,13 @@ from engine.interface.engine import Engine
 from engine.interface.outputs import (
     CompletionOutput,
     EncoderOutput,
+    EngineStats,
     FinishReason,
     GeneratorOutput,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
+    Waveform,
     WindowStart,
 )
 from engine.interface.prompts import (
@@ -47,8 +49,6 @@ from engine.interface.prompts import (
     VideoPrompt,
 )
 from engine.interface.sampling_params import SamplingParams
-from engine.interface.stats import EngineStats
-from engine.interface.waveform import Waveform
 
 if TYPE_CHECKING:
     from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart

@@ -6,10 +6,12 @@ tokenizer and no request queue.
 
 from __future__ import annotations
 
-from prefix_cache.blocks.block import IntegrityError, KVCacheBlock, LargePage
-from prefix_cache.blocks.block_hash import (
+from prefix_cache.blocks.block import (
     BlockHash,
     ContentSpan,
+    IntegrityError,
+    KVCacheBlock,
+    LargePage,
     content_hash,
     extend_block_hashes,
     whole_input_block_hashes,

@@ -18,9 +18,9 @@ import soundfile
 from PIL import Image
 
 from engine.interface.config import MediaLimits
-from engine.media.audio_samples import SampleReader
 from engine.media.image_file import open_image
 from engine.media.media_source import MediaSource
+from engine.media.sound_file import SampleReader
 from engine.media.video_file import probe_video, read_frames, read_soundtrack
 from tests.support.guarded_process import run_guarded
 from tests.support.outcome_table import Tally

@@ -21,7 +21,7 @@ from importlib import resources
 from pathlib import Path
 from random import Random
 
-from engine.text.chat_template import TemplateLimits, render_chat
+from engine.text.tokenizer import TemplateLimits, render_chat
 from omni import EngineConfig, Omni, OmniRequest, Pipeline, SamplingParams
 from omni.pipelines.config_file import shipped_configs
 from omni.pipelines.pipeline_config import PipelineConfig

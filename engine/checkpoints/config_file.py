@@ -7,35 +7,124 @@ name, whatever the family. Transformers checks types of its configs. What it let
 here: names that make it run code or build endless lists, sizes that are 0, negative or beyond all
 that fits into a machine, and factors that are no numbers. Whether sizes fit the weights is known
 when the weights are looked at.
+
+Activations by the names that configs of transformers give them.
+
+Importing transformers' own module of them takes a second; the usual ones are torch's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.utils.logging import set_tqdm_hook
 
-from engine.checkpoints.activation import check_activation
-from engine.checkpoints.quiet_transformers import quiet_config_log
 from engine.files.json_file import file_inside, read_json_object
 from engine.interface.sampling_params import checkpoint_defaults
 
 __all__ = [
     "CONFIG_FILE",
+    "activation_of",
+    "check_activation",
     "check_files",
     "describe",
+    "hidden_progress_bars",
     "load_config",
     "load_generation_config",
+    "quiet_config_log",
     "read_config_file",
 ]
+
+# transformers computes each of these by the same function of torch.
+_OF_TORCH: Mapping[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+}
+
+
+def check_activation(where: str, name: str) -> None:
+    """Check that transformers knows an activation.
+
+    Args:
+        where: what to call the place of the name in a message.
+
+    Raises:
+        ValueError: it does not; says which it knows.
+    """
+    if name in _OF_TORCH:
+        return
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        raise ValueError(f"{where} must be one of {', '.join(ACT2FN)}, got {name!r}")
+
+
+def activation_of(name: str) -> nn.Module:
+    """The activation of transformers' name.
+
+    Raises:
+        ValueError: transformers knows no such activation.
+    """
+    check_activation("activation", name)
+    if name in _OF_TORCH:
+        return _OF_TORCH[name]()
+    from transformers.activations import ACT2FN
+
+    activation: nn.Module = ACT2FN[name]
+    return activation
+
+
+_LOGGER = logging.getLogger("transformers.configuration_utils")
+# The config of a part may name tokens of another part's vocabulary, which is larger than its own.
+_EXPECTED = "within the vocabulary"
+
+
+@contextmanager
+def quiet_config_log() -> Iterator[None]:
+    """Drop remarks on ids that lie outside a config's own vocabulary; all others pass."""
+    _LOGGER.addFilter(_is_unexpected)
+    try:
+        yield
+    finally:
+        _LOGGER.removeFilter(_is_unexpected)
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return _EXPECTED not in str(record.msg)
+
+
+@contextmanager
+def hidden_progress_bars() -> Iterator[None]:
+    """Have transformers load and save in silence, for as long as the context lasts.
+
+    The switch that transformers offers also turns the download bars of the hub on or off, and
+    forgets how they were. The hook that makes its bars is put back as it was.
+    """
+    previous = set_tqdm_hook(_disabled)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
+
+
+def _disabled(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return make(*args, **kwargs | {"disable": True})
+
 
 Check: TypeAlias = Callable[[Any], bool]
 Kinds: TypeAlias = tuple[tuple[re.Pattern[str], str, Check], ...]

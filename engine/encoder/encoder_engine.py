@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.checkpoints.checkpoint import WeightFiles
-from engine.checkpoints.config_file import describe
-from engine.checkpoints.quiet_transformers import hidden_progress_bars
+from engine.checkpoints.config_file import describe, hidden_progress_bars
 from engine.encoder.sentence_layout import Pooling, pool, resolve_pooling
 from engine.inputs.prompt_processor import refuse_items
 from engine.inputs.prompt_tokens import InputLimits, check_whole_input, resolve_prompt, truncated
@@ -26,10 +25,9 @@ from engine.interface.arguments import check_argument, check_names
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import EncoderOutput, OutputDelta, RequestMetrics
+from engine.interface.outputs import EncoderOutput, EngineStats, OutputDelta, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
-from engine.interface.stats import EngineStats
 from engine.models.model_loader import open_checkpoint
 from engine.resources.device import on_device, require_finite, resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks

@@ -27,11 +27,15 @@ from engine.interface.arguments import check_argument
 from engine.interface.config import GeneratorConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import GeneratorOutput, OutputDelta, RequestMetrics
+from engine.interface.outputs import (
+    EngineStats,
+    GeneratorOutput,
+    OutputDelta,
+    RequestMetrics,
+    Waveform,
+)
 from engine.interface.placed_error import described
 from engine.interface.prompts import CodecPrompt, Prompt
-from engine.interface.stats import EngineStats
-from engine.interface.waveform import Waveform
 from engine.models.base import CodeChunk, GeneratorModel
 from engine.models.model_loader import load_generator, open_checkpoint
 from engine.resources.device import are_finite, on_device, resolve_device

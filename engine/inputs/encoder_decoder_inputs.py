@@ -2,45 +2,351 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import SupportsIndex
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from engine.inputs.encoder_inputs import (
-    EncoderInputMaker,
-    EncoderSide,
-    InputWindows,
-    TextEncoderInputs,
-    describe_prompt,
-)
 from engine.inputs.prompt_processor import (
     PromptContent,
     PromptProcessor,
     PromptSources,
+    items_of,
     refuse_items,
 )
 from engine.inputs.prompt_tokens import (
     InputLimits,
     WrittenPrompt,
+    check_encoder_prompt,
     check_token_ids,
     first_ids,
     tokenize,
 )
+from engine.interface.config import MediaLimits
+from engine.interface.ownership import turn_of
 from engine.interface.prompts import (
+    AudioPrompt,
     ChatPrompt,
     CodecPrompt,
     DecoderPrompt,
+    EmbedsPrompt,
     EncoderPrompt,
     ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
     Prompt,
     SpeechPrompt,
+    TextPrompt,
     TokensPrompt,
 )
-from engine.requests.encoder_input import Continuation, EncoderInput, PromptChoice, encoder_spans
+from engine.media.image_file import image_features
+from engine.media.sound_file import SampleReader, SpectrogramExtractor
+from engine.requests.encoder_input import (
+    Continuation,
+    EncoderInput,
+    EncoderView,
+    PromptChoice,
+    encoder_spans,
+)
 from engine.sampling.sampler import LogitsProcessor
+from prefix_cache import BlockHash, ContentSpan, content_hash, whole_input_hash
 
-__all__ = ["DecoderPromptRule", "EncoderDecoderPromptProcessor"]
+__all__ = [
+    "AudioEncoderInputs",
+    "DecoderPromptRule",
+    "EncoderDecoderPromptProcessor",
+    "ImageEncoderInputs",
+    "InputWindows",
+    "features_hash",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InputWindows:
+    """Features of the whole input, cut into windows where its reader wants one to begin.
+
+    Attributes:
+        features: ``(rows, frames)``.
+        make: from ``(rows, window)`` to an input.
+    """
+
+    features: Tensor
+    window: int
+    make: Callable[[Tensor], EncoderInput]
+
+    @property
+    def num_frames(self) -> int:
+        """Of the whole input."""
+        return int(self.features.shape[-1])
+
+    def at(self, begin: int) -> EncoderInput:
+        """The window that begins at a frame, filled up with zeros where the input ends in it."""
+        part = self.features[:, begin : begin + self.window]
+        filled = torch.nn.functional.pad(part, (0, self.window - part.shape[-1]))
+        return self.make(filled.contiguous())
+
+
+class EncoderSide(Protocol):
+    """What has to be known of a model's encoder before it runs."""
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most rows that the encoder gives for one request."""
+
+    @property
+    def input_vocab_size(self) -> int:
+        """Ids of prompts are below this; the head may choose from fewer."""
+
+    def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
+        """Say which rows the decoder sees; ``ValueError`` if the two do not go together."""
+
+
+class EncoderInputMaker(ABC):
+    """Turns prompts of one kind into encoder inputs."""
+
+    modality: str
+    takes: str
+
+    def __init__(self, encoder: EncoderSide) -> None:
+        self._encoder = encoder
+
+    @abstractmethod
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Make the input of one request.
+
+        Args:
+            prompt: what the user gave for the encoder; None is refused like any other kind.
+            cache_salt: part of the hash, as requests share cached blocks only within one salt.
+
+        Raises:
+            ValueError: the prompt is of another kind, empty, too long, or cannot be read.
+        """
+
+    def of_chat(self, chat: ChatPrompt) -> EncoderPrompt:
+        """What the encoder gets of a chat: by default its text.
+
+        Raises:
+            ValueError: the chat holds what the model cannot take.
+        """
+        return chat
+
+    def make_windows(
+        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
+    ) -> EncoderInput | InputWindows:
+        """Make the input of one request, or its windows if it is longer than one; see :meth:`make`.
+
+        By default there is one.
+        """
+        return self.make(prompt, cache_salt=cache_salt)
+
+    def _refuse(self, prompt: object) -> ValueError:
+        return ValueError(
+            f"this model's encoder takes {self.takes}, but the encoder prompt is "
+            f"{describe_prompt(prompt)}"
+        )
+
+    def _of_features(self, features: Mapping[str, Tensor], cache_salt: str | None) -> EncoderInput:
+        """Sound and images are padded to a window of fixed size, and all its rows are attended."""
+        num_tokens = self._encoder.max_encoder_len
+        return EncoderInput(
+            num_tokens, features_hash(features, num_tokens, cache_salt), features=features
+        )
+
+
+class TextEncoderInputs(EncoderInputMaker):
+    """Turns text or token ids into inputs of a text encoder.
+
+    Args:
+        sources: of an encoder-decoder model; text needs their tokenizer.
+    """
+
+    modality = "text"
+    takes = "text or token ids"
+
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources.model)
+        self._tokenizer = sources.tokenizer
+        self._limits = sources.limits
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Tokenize text, with the special tokens that the checkpoint's tokenizer adds."""
+        text: str | None = None
+        longest = self._encoder.max_encoder_len
+        if isinstance(prompt, TokensPrompt):
+            given = first_ids(prompt.prompt_token_ids, longest)
+        elif isinstance(prompt, WrittenPrompt):
+            given = tokenize(prompt, self._tokenizer, self._limits)
+            if not isinstance(prompt, ChatPrompt):
+                text = prompt if isinstance(prompt, str) else prompt.prompt
+        else:
+            raise self._refuse(prompt)
+        check_encoder_prompt(len(given), longest)
+        token_ids = check_token_ids(given, self._encoder.input_vocab_size)
+        return EncoderInput(
+            num_tokens=len(token_ids),
+            content_hash=whole_input_hash(token_ids, salt=cache_salt),
+            token_ids=tuple(token_ids),
+            text=text,
+        )
+
+
+class AudioEncoderInputs(EncoderInputMaker):
+    """Turns speech into the log-mel features of a fixed window.
+
+    ::
+
+        file ─► mono samples ─► the extractor's rate ─► silence up to the window ─► log-mel
+
+    A recording that is longer than the window becomes the features of all of it, of which windows
+    are cut. The loudest place of the whole sets what counts as silence, as in transformers.
+    """
+
+    modality = "audio"
+    takes = "audio (a file or samples)"
+
+    def __init__(
+        self,
+        encoder: EncoderSide,
+        extractor: SpectrogramExtractor,
+        limits: MediaLimits | None = None,
+    ) -> None:
+        super().__init__(encoder)
+        self._extractor = extractor
+        self._reader = SampleReader.of(extractor, limits)
+        self._window = int(extractor.n_samples)
+
+    def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
+        """The one sound of a chat without words."""
+        counts = {modality: len(items) for modality, items in items_of(chat).items() if items}
+        if _has_words(chat) or counts != {"audio": 1}:
+            got = [f"{count} {modality}" for modality, count in counts.items()]
+            got += ["text"] if _has_words(chat) else []
+            raise ValueError(
+                f"this model's encoder takes {self.takes}, of a chat one sound without words: one "
+                "message with that sound alone, no system message and no earlier turns; got "
+                f"{' and '.join(got) or 'nothing'}"
+            )
+        (sound,) = chat.multi_modal_data["audio"]
+        return sound if isinstance(sound, AudioPrompt) else AudioPrompt(sound)  # type: ignore[arg-type]
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Read, resample and extract."""
+        return self._of_samples(self._read(prompt, self._reader), cache_salt)
+
+    def make_windows(
+        self, prompt: EncoderPrompt | None, *, cache_salt: str | None
+    ) -> EncoderInput | InputWindows:
+        """Read, resample and extract, however long it is."""
+        samples = self._read(prompt, self._reader.of_any_length())
+        if len(samples) <= self._window:
+            return self._of_samples(samples, cache_salt)
+        whole = self._extract(samples, truncation=False, padding="longest")
+        window = self._window // int(self._extractor.hop_length)
+        windows = InputWindows(
+            whole,
+            window,
+            lambda part: self._of_features({"input_features": part}, cache_salt),
+        )
+        # A few samples more than a window are no frame more.
+        return windows if windows.num_frames > window else windows.at(0)
+
+    def _read(self, prompt: EncoderPrompt | None, reader: SampleReader) -> NDArray[np.float32]:
+        if not isinstance(prompt, AudioPrompt):
+            raise self._refuse(prompt)
+        return reader.read(prompt.audio, prompt.sampling_rate)
+
+    def _of_samples(self, samples: NDArray[np.float32], cache_salt: str | None) -> EncoderInput:
+        return self._of_features({"input_features": self._extract(samples)}, cache_salt)
+
+    def _extract(self, samples: NDArray[np.float32], **options: Any) -> Tensor:
+        with turn_of(self._extractor):
+            made = self._extractor(
+                samples, sampling_rate=self._reader.rate, return_tensors="pt", **options
+            )
+        features: Tensor = made["input_features"][0]
+        return features
+
+
+class ImageEncoderInputs(EncoderInputMaker):
+    """Turns one image into the tiles and their arrangement that a vision encoder takes.
+
+    Args:
+        processor: of the checkpoint: images to tensors with a batch dimension.
+        feature_names: which of the processor's tensors the encoder takes.
+        limits: how much of a file is read.
+    """
+
+    modality = "image"
+    takes = "an image"
+
+    def __init__(
+        self,
+        encoder: EncoderSide,
+        processor: Any,
+        feature_names: tuple[str, ...],
+        limits: MediaLimits | None = None,
+    ) -> None:
+        super().__init__(encoder)
+        self._limits = limits or MediaLimits()
+        self._processor = processor
+        self._feature_names = feature_names
+
+    def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
+        """Open the image and cut it into tiles."""
+        if not isinstance(prompt, ImagePrompt):
+            raise self._refuse(prompt)
+        features = image_features(self._processor, prompt.image, self._limits)
+        return self._of_features(
+            {name: features[name][0] for name in self._feature_names}, cache_salt
+        )
+
+
+def _has_words(chat: ChatPrompt) -> bool:
+    messages: Sequence[object] = chat.messages  # of a user, and may be anything
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else message
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        if any(str(text).strip() for text in texts if text is not None):
+            return True
+    return False
+
+
+def features_hash(
+    features: Mapping[str, Tensor], num_tokens: int, cache_salt: str | None
+) -> BlockHash:
+    """Hash features as content that lies over as many placeholder tokens as they will give rows."""
+    spans = [
+        ContentSpan(kind=name, offset=0, length=num_tokens, content_hash=content_hash(tensor))
+        for name, tensor in features.items()
+    ]
+    return whole_input_hash([0] * num_tokens, spans=spans, salt=cache_salt)
+
+
+def describe_prompt(prompt: object) -> str:
+    """Say in a word or two what kind of prompt this is."""
+    match prompt:
+        case str() | TextPrompt() | ChatPrompt():
+            return "text"
+        case TokensPrompt():
+            return "token ids"
+        case EmbedsPrompt():
+            return "embeddings"
+        case AudioPrompt():
+            return "audio"
+        case ImagePrompt():
+            return "an image"
+        case ExplicitEncoderDecoderPrompt():
+            return "itself a pair of prompts"
+        case None:
+            return "missing"
+        case _:
+            return f"a {type(prompt).__name__}"
 
 
 class DecoderPromptRule:

@@ -30,8 +30,7 @@ from engine.interface.prompts import (
 from engine.interface.sampling_params import SamplingParams
 from engine.requests.encoder_input import PromptPositions
 from engine.resources.memory_plan import format_bytes
-from engine.text.chat_template import TemplateLimits, render_chat
-from engine.text.tokenizer import token_ids
+from engine.text.tokenizer import TemplateLimits, render_chat, token_ids
 from prefix_cache import KVCacheManager
 
 __all__ = [

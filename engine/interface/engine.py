@@ -15,10 +15,9 @@ from engine.interface.placed_error import described
 if TYPE_CHECKING:
     import torch
 
-    from engine.interface.outputs import OutputDelta
+    from engine.interface.outputs import EngineStats, OutputDelta
     from engine.interface.prompts import Prompt
     from engine.interface.sampling_params import SamplingParams
-    from engine.interface.stats import EngineStats
 
 __all__ = ["Engine", "EngineBrokenError", "NewRequest", "PreparedRequest"]
 

@@ -2,25 +2,134 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import NamedTuple
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from engine.interface.hints import Tensors
-from engine.interface.waveform import Waveform
+from engine.interface.hints import Tensor, Tensors
+
+if TYPE_CHECKING:
+    from prefix_cache import EncoderCacheStats, KVCacheStats
 
 __all__ = [
     "CompletionDelta",
     "CompletionOutput",
     "EncoderOutput",
+    "EngineStats",
     "FinishReason",
     "GeneratorOutput",
     "OutputDelta",
     "RequestMetrics",
     "RequestOutput",
     "TokenLogprobs",
+    "Waveform",
     "WindowStart",
 ]
+
+_LOUDEST = 2**15 - 1
+"""Of samples of 16 bits."""
+
+_SUBTYPES = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS", "mp3": "MPEG_LAYER_III"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waveform:
+    """Mono samples.
+
+    Attributes:
+        samples: ``(num_samples,)`` float32 on the CPU, in -1 to 1.
+        sampling_rate: samples per second.
+    """
+
+    samples: Tensor
+    sampling_rate: int
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return self.samples.shape[0] / self.sampling_rate
+
+    def save(self, path: str | Path, format: str | None = None) -> None:
+        """Write a file: WAV of 16 bits, rounded; or FLAC, OGG or MP3.
+
+        What is beyond -1 to 1 is clipped, not wrapped.
+
+        Args:
+            path: of the file; one that exists is replaced.
+            format: ``wav``, ``flac``, ``ogg`` or ``mp3``; None takes the path's ending.
+
+        Raises:
+            ValueError: the format is another, or the samples are not ``(num_samples,)`` finite
+                floating point numbers. Nothing is written then.
+            OSError: the file cannot be written.
+        """
+        kind = (Path(path).suffix[1:] if format is None else format).lower()
+        if kind not in _SUBTYPES:
+            raise ValueError(
+                f"a waveform is written as {', '.join(_SUBTYPES)}, got {kind!r}; give the path one "
+                "of these endings"
+            )
+        Path(path).write_bytes(self.encoded(kind))
+
+    def encoded(self, format: str) -> bytes:
+        """What :meth:`save` would write into a file.
+
+        Args:
+            format: as there, or ``pcm16`` for the samples alone, little-endian.
+
+        Raises:
+            ValueError: as there.
+        """
+        # Not when prompts and settings are named.
+        import numpy
+        import torch
+
+        samples = self.samples
+        if samples.dtype is torch.bfloat16:  # which numpy does not have
+            samples = samples.float()
+        # By numpy: a server writes sound in pieces, for which torch takes three times as long, and
+        # lets another thread in at every step, which may keep all of the server's clients waiting.
+        values = samples.numpy(force=True)
+        if values.ndim != 1 or values.dtype.kind != "f" or not numpy.isfinite(values).all():
+            raise ValueError(
+                "a waveform must be (num_samples,) finite floating point numbers, "
+                f"got {tuple(samples.shape)} {self.samples.dtype}"
+            )
+        scaled = values.clip(-1.0, 1.0).astype(numpy.float32, copy=False) * numpy.float32(_LOUDEST)
+        rounded = numpy.rint(scaled, out=scaled).astype(numpy.int16)
+        if format == "pcm16":
+            return bytes(rounded.astype("<i2", copy=False).tobytes())
+        import soundfile
+
+        content = BytesIO()
+        try:
+            soundfile.write(
+                content, rounded, self.sampling_rate, _SUBTYPES[format], format=format.upper()
+            )
+        except soundfile.LibsndfileError as error:
+            raise ValueError(
+                f"{self.sampling_rate} samples per second cannot be written as {format}: {error}"
+            ) from error
+        return content.getvalue()
+
+    def followed_by(self, *others: Waveform) -> Waveform:
+        """Play one after the other.
+
+        Raises:
+            ValueError: their sampling rates differ.
+        """
+        import torch  # not when prompts and settings are named
+
+        for other in others:
+            if other.sampling_rate != self.sampling_rate:
+                raise ValueError(
+                    f"sound of {self.sampling_rate} samples per second cannot be followed by sound "
+                    f"of {other.sampling_rate}"
+                )
+        samples = torch.cat([self.samples, *(other.samples for other in others)])
+        return Waveform(samples, self.sampling_rate)
 
 
 class FinishReason(StrEnum):
@@ -292,3 +401,82 @@ class GeneratorOutput:
             num_prompt_tokens=self.num_codes,
             metrics=self.metrics,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A reading of one engine's counters, which begin at 0 when it is built.
+
+    Attributes:
+        num_steps: steps run. One that found nothing to do, since every request is paused or
+            waits for input, is not counted: the runtime sees by it whether anything moves.
+        busy_s: seconds spent in steps.
+        prompt_tokens: tokens of all inputs that began to run.
+        cached_tokens: of these, tokens that the cache saved.
+        generated_tokens: tokens sampled.
+        encoder_runs: inputs that were encoded: by a tower, an image, sound or video each; by an
+            encoder-decoder's encoder, a whole encoder prompt each. An encoder engine, which runs
+            no decoder, counts none.
+        encoder_hits: such inputs that were needed and whose rows were there. What a prefix of
+            cached tokens shows is not needed, and counts for neither.
+        num_preemptions: how often a request had to give its blocks back.
+        num_restarts: how often a stage's engine was rebuilt, or its worker started again; an
+            engine by itself has none.
+        num_transfers: outputs and chunks of other stages that were handed to a stage.
+        transferred_bytes: of the tensors in these.
+        num_running: requests in steps at the time of the reading.
+        num_waiting: requests that wait for a step then, preempted and resting ones included.
+        encoder_cache: towers' rows at the time of the reading; None for a model without towers.
+            The rows of an encoder-decoder's encoder are in blocks, and counted in ``kv``.
+        kv: the pool at the time of the reading; None for an engine without blocks.
+    """
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    encoder_runs: int = 0
+    encoder_hits: int = 0
+    num_preemptions: int = 0
+    num_restarts: int = 0
+    num_transfers: int = 0
+    transferred_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    encoder_cache: EncoderCacheStats | None = None
+    kv: KVCacheStats | None = None
+
+    def plus(self, **counts: float) -> EngineStats:
+        """The counters after some more work, given by their names."""
+        return replace(self, **{name: getattr(self, name) + n for name, n in counts.items()})
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """What was added since an earlier reading; what is of its time stays as read."""
+        return self.plus(**{name: -getattr(earlier, name) for name in _COUNTERS})
+
+    def following(self, earlier: EngineStats) -> EngineStats:
+        """Add both, as if one engine had gone on; what is of its time is as read here."""
+        return self.plus(**{name: getattr(earlier, name) for name in _COUNTERS})
+
+    def beside(self, other: EngineStats) -> EngineStats:
+        """Add both, of engines that run the same model beside each other."""
+        sums = {name: getattr(other, name) for name in (*_COUNTERS, *_COUNTS_OF_NOW)}
+        return replace(
+            self.plus(**sums),
+            encoder_cache=_beside(self.encoder_cache, other.encoder_cache),
+            kv=_beside(self.kv, other.kv),
+        )
+
+
+_COUNTS_OF_NOW = ("num_running", "num_waiting")
+_OF_NOW = (*_COUNTS_OF_NOW, "encoder_cache", "kv")
+_COUNTERS = tuple(each.name for each in fields(EngineStats) if each.name not in _OF_NOW)
+
+_PoolT = TypeVar("_PoolT", "EncoderCacheStats", "KVCacheStats")
+
+
+def _beside(one: _PoolT | None, other: _PoolT | None) -> _PoolT | None:
+    if one is None or other is None:
+        return one or other
+    return one.beside(other)

@@ -4,16 +4,18 @@ Imports attention, native, and the prefix cache.
 """
 
 from engine.layers.layer_ops import (
+    HeadNorm,
+    LayerNorm,
     LayerOps,
     MultiAxisRotaryEmbedding,
     NativeLayerOps,
+    RMSNorm,
     RotaryEmbedding,
     apply_rotary,
     rope_frequencies,
 )
 from engine.layers.linear import GatedMLP, Linear, PlainMLP, SparseMoE, can_pack
 from engine.layers.mamba import Mamba2Config, Mamba2Mixer, MambaConfig, MambaMixer, PackedLayout
-from engine.layers.norm import HeadNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "GatedMLP",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.checkpoints.activation import activation_of
+from engine.checkpoints.config_file import activation_of
 from engine.layers.layer_ops import LayerOps, PackedWeight
 
 __all__ = ["GatedMLP", "Linear", "PlainMLP", "SparseMoE", "can_pack"]

@@ -37,10 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer import AttentionStep, StateLayer
-from engine.checkpoints.activation import activation_of
-from engine.layers.layer_ops import LayerOps
+from engine.checkpoints.config_file import activation_of
+from engine.layers.layer_ops import LayerOps, RMSNorm
 from engine.layers.linear import Linear
-from engine.layers.norm import RMSNorm
 from engine.resources.device import are_finite
 from prefix_cache import MambaSpec, StateTensor
 

@@ -23,11 +23,10 @@ from engine.interface.arguments import check_argument, check_names, check_sampli
 from engine.interface.config import EngineConfig
 from engine.interface.engine import Engine, NewRequest
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import OutputDelta, RequestOutput
+from engine.interface.outputs import EngineStats, OutputDelta, RequestOutput
 from engine.interface.placed_error import described
 from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams, unsupported_generation
-from engine.interface.stats import EngineStats
 from engine.layers import LayerOps, NativeLayerOps
 from engine.llm.output_processor import OutputProcessor
 from engine.models.base import CausalModel, ModelSettings

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from engine.execution.model_runner import ModelRunner, SampledToken
 from engine.interface.log_fields import package_logger
-from engine.interface.outputs import FinishReason
+from engine.interface.outputs import EngineStats, FinishReason
 from engine.interface.placed_error import described
-from engine.interface.stats import EngineStats
 from engine.requests.encoder_input import Sequel
 from engine.requests.request import Request, RequestGroup, RequestStatus
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput

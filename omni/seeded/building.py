@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from engine.checkpoints.quiet_transformers import hidden_progress_bars
+from engine.checkpoints.config_file import hidden_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from engine.checkpoints.quiet_transformers import quiet_config_log
+from engine.checkpoints.config_file import quiet_config_log
 from omni.seeded.building import (
     ATTENTION_GAIN,
     DecoderSettings,

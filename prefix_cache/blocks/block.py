@@ -1,13 +1,198 @@
-"""One block (a small page), and the large page that it is part of."""
+"""One block (a small page), and the large page that it is part of.
+
+What identifies a block: everything that determines its content, chained from the first token.
+
+::
+
+    root ──► block 0 ──► block 1 ──► ...      block = SHA-256(parent, token ids, spans that overlap)
+     │                                        root  = SHA-256(cache salt, LoRA name)
+     └ differs per salt, so all blocks after it do
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NewType
 
-from prefix_cache.blocks.block_hash import BlockHash
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["EvictionKey", "IntegrityError", "KVCacheBlock", "LargePage"]
+__all__ = [
+    "BlockHash",
+    "ContentSpan",
+    "EvictionKey",
+    "IntegrityError",
+    "KVCacheBlock",
+    "LargePage",
+    "content_hash",
+    "extend_block_hashes",
+    "whole_input_block_hashes",
+    "whole_input_hash",
+]
+
+BlockHash = NewType("BlockHash", bytes)
+"""A SHA-256 digest, 32 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Positions of a sequence whose content their token ids do not state.
+
+    Attributes:
+        kind: what lies there ("image", "audio", "prompt_embeds", ...).
+        offset: first position of the span in the sequence, in tokens.
+        length: tokens covered.
+        content_hash: digest of the whole content, see :func:`content_hash`.
+    """
+
+    kind: str
+    offset: int
+    length: int
+    content_hash: bytes
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise ValueError(f"a content span cannot start before position 0, got {self.offset}")
+        if self.length < 1:
+            raise ValueError(f"a content span covers at least one token, got {self.length}")
+
+    @property
+    def end(self) -> int:
+        """First position after the span."""
+        return self.offset + self.length
+
+
+def content_hash(data: Tensor) -> bytes:
+    """SHA-256 over dtype, shape and bytes of a dense tensor of any type and device (32 bytes)."""
+    flat = data.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256()
+    digest.update(_length_prefixed(str(data.dtype).encode()))
+    digest.update(struct.pack(f"<Q{data.dim()}q", data.dim(), *data.shape))
+    # Seen as bytes because numpy has no bfloat16.
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def extend_block_hashes(
+    hashes: list[BlockHash],
+    token_ids: Sequence[int] | NDArray[np.integer],
+    block_size: int,
+    *,
+    spans: Sequence[ContentSpan] = (),
+    salt: str | None = None,
+    lora_name: str | None = None,
+) -> None:
+    """Append the hashes of the blocks that became full; the work is that of the new blocks only.
+
+    Args:
+        hashes: of the leading blocks of the same sequence; extended in place.
+        token_ids: the whole sequence so far, ``(num_tokens,)``. Token ids count everywhere, under
+            a span too: give placeholders a fixed id.
+        block_size: tokens per block.
+        spans: all content of the sequence that is not tokens, in any order. A block covers each
+            span that overlaps it with the span's place relative to the block, so the second half
+            of an image differs from its first half, and from the same image one token later.
+        salt: requests share blocks only under the same salt; ``None`` and ``""`` differ.
+        lora_name: the adapter that computed the blocks, if any.
+
+    Raises:
+        ValueError: if ``block_size`` is below 1, or ``hashes`` covers more than ``token_ids``.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    num_full_blocks = len(token_ids) // block_size
+    if len(hashes) > num_full_blocks:
+        raise ValueError(
+            f"got {len(hashes)} block hashes for {len(token_ids)} tokens, "
+            f"which fill only {num_full_blocks} blocks of {block_size}"
+        )
+    if len(hashes) == num_full_blocks:
+        return
+    parent = hashes[-1] if hashes else _root_hash(salt, lora_name)
+    # The order in which spans are listed says nothing about the content.
+    to_come = deque(
+        sorted(spans, key=lambda span: (span.offset, span.length, span.kind, span.content_hash))
+    )
+    overlapping: list[ContentSpan] = []
+    for start in range(len(hashes) * block_size, num_full_blocks * block_size, block_size):
+        end = start + block_size
+        while to_come and to_come[0].offset < end:
+            overlapping.append(to_come.popleft())
+        overlapping = [span for span in overlapping if span.end > start]
+        parent = _block_hash(parent, token_ids[start:end], start, overlapping)
+        hashes.append(parent)
+
+
+def whole_input_hash(
+    token_ids: Sequence[int] | NDArray[np.integer],
+    *,
+    spans: Sequence[ContentSpan] = (),
+    salt: str | None = None,
+) -> BlockHash:
+    """Hash of a whole input, as if it were one block: the key for bidirectional encoders.
+
+    Raises:
+        ValueError: for an empty input.
+    """
+    if len(token_ids) == 0:
+        raise ValueError("an empty input has no hash")
+    hashes: list[BlockHash] = []
+    extend_block_hashes(hashes, token_ids, len(token_ids), spans=spans, salt=salt)
+    return hashes[0]
+
+
+def whole_input_block_hashes(
+    input_hash: BlockHash, num_tokens: int, block_size: int
+) -> Iterator[BlockHash]:
+    """One key per block of a whole input, its partial last block included.
+
+    Made as they are asked for: a miss shows at the first.
+
+    Args:
+        input_hash: see :func:`whole_input_hash`.
+        num_tokens: rows of the input.
+        block_size: rows per block.
+    """
+    for index in range(-(-num_tokens // block_size)):
+        place = struct.pack("<QQ", index, num_tokens)
+        yield BlockHash(hashlib.sha256(b"whole" + input_hash + place).digest())
+
+
+def _block_hash(
+    parent: BlockHash,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    start: int,
+    spans: Sequence[ContentSpan],
+) -> BlockHash:
+    """Every field has a fixed size or its length before it, so no two contents encode alike."""
+    digest = hashlib.sha256(b"block")
+    digest.update(parent)
+    digest.update(struct.pack("<QQ", len(token_ids), len(spans)))
+    digest.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    for span in spans:
+        digest.update(_length_prefixed(span.kind.encode()))
+        digest.update(_length_prefixed(span.content_hash))
+        digest.update(struct.pack("<qq", span.offset - start, span.length))
+    return BlockHash(digest.digest())
+
+
+def _root_hash(salt: str | None, lora_name: str | None) -> BlockHash:
+    digest = hashlib.sha256(b"root")
+    for given in (salt, lora_name):
+        # Any str is a salt, half of a surrogate pair too.
+        name = None if given is None else given.encode("utf-8", "surrogatepass")
+        digest.update(b"\0" if name is None else b"\1" + _length_prefixed(name))
+    return BlockHash(digest.digest())
+
+
+def _length_prefixed(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
 
 
 class IntegrityError(RuntimeError):

@@ -44,8 +44,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from prefix_cache.blocks.block import EvictionKey, KVCacheBlock, LargePage
-from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block import BlockHash, EvictionKey, KVCacheBlock, LargePage
 from prefix_cache.specs.kv_cache_spec import KVCacheConfig
 
 __all__ = ["HIGH_PRIORITY", "LOW_PRIORITY", "BlockPool", "EvictionQueue", "GroupPages", "PageArena"]

@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from prefix_cache.blocks.block import IntegrityError, KVCacheBlock, LargePage
-from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block import BlockHash, IntegrityError, KVCacheBlock, LargePage
 from prefix_cache.blocks.block_pool import BlockPool, GroupPages, PageArena
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager
 from prefix_cache.specs.kv_cache_spec import (

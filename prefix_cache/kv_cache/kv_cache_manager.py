@@ -11,8 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from prefix_cache.blocks.block import KVCacheBlock
-from prefix_cache.blocks.block_hash import BlockHash, whole_input_block_hashes
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock, whole_input_block_hashes
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.layer_types.coordinator import ChunkStops, KVCacheCoordinator
 from prefix_cache.specs.kv_cache_spec import (

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from prefix_cache.blocks.block import KVCacheBlock
-from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock
 from prefix_cache.blocks.block_pool import BlockPool
 from prefix_cache.kv_cache.kv_cache_manager import KVCacheManager, SavedRows
 from prefix_cache.layer_types.coordinator import ChunkStops

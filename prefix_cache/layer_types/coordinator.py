@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from prefix_cache.blocks.block import KVCacheBlock, LargePage
-from prefix_cache.blocks.block_hash import BlockHash
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock, LargePage
 from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, BlockPool
 from prefix_cache.specs.kv_cache_spec import (
     ChunkedLocalAttentionSpec,

@@ -34,8 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefix_cache.blocks.block import KVCacheBlock
-from prefix_cache.blocks.block_hash import BlockHash, whole_input_block_hashes
+from prefix_cache.blocks.block import BlockHash, KVCacheBlock, whole_input_block_hashes
 from prefix_cache.blocks.block_pool import BlockPool
 
 __all__ = ["StageOutputCache", "WholeInputCache"]
@@ -322,7 +321,7 @@ class WholeInputCache:
         Takes a reference to each block: give them back with :meth:`release`.
 
         Args:
-            input_hash: see :func:`prefix_cache.blocks.block_hash.whole_input_hash`.
+            input_hash: see :func:`prefix_cache.blocks.block.whole_input_hash`.
             num_tokens: of the input.
         """
         blocks: list[KVCacheBlock] = []

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+import engine.interface.outputs as stats
 import engine.interface.prompts as prompts
-import engine.interface.stats as stats
 from engine.interface import hints
 from engine.interface.sampling_params import SamplingParams
 from prefix_cache import EncoderCacheStats, KVCacheStats

@@ -24,7 +24,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.interface.stats import EngineStats
+from engine.interface.outputs import EngineStats
 from tests.support.greedy_reference import NEAR_TIE
 
 __all__ = [

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from engine import ChatPrompt, VideoFeatures
-from engine.checkpoints.quiet_transformers import quiet_config_log
+from engine.checkpoints.config_file import quiet_config_log
 
 __all__ = ["Talk", "ThinkerAnswer", "ThinkerReference", "clip", "talkie", "tone"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniToken2WavModel
 
 from engine import GenerationParams
-from engine.checkpoints.quiet_transformers import hidden_progress_bars
+from engine.checkpoints.config_file import hidden_progress_bars
 
 __all__ = ["VocoderReference", "random_codes"]
 

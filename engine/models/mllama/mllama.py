@@ -31,8 +31,11 @@ from transformers import PreTrainedConfig
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
 from engine.attention.layer import Attention, AttentionStep
-from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecoderPromptProcessor
-from engine.inputs.encoder_inputs import ImageEncoderInputs
+from engine.inputs.encoder_decoder_inputs import (
+    DecoderPromptRule,
+    EncoderDecoderPromptProcessor,
+    ImageEncoderInputs,
+)
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
 from engine.layers import GatedMLP, Linear, RMSNorm

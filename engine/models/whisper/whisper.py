@@ -38,13 +38,17 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.encoder_decoder_inputs import DecoderPromptRule, EncoderDecoderPromptProcessor
-from engine.inputs.encoder_inputs import AudioEncoderInputs, InputWindows
+from engine.inputs.encoder_decoder_inputs import (
+    AudioEncoderInputs,
+    DecoderPromptRule,
+    EncoderDecoderPromptProcessor,
+    InputWindows,
+)
 from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
 from engine.interface.outputs import FinishReason
 from engine.interface.prompts import AudioPrompt, DecoderPrompt, EncoderPrompt
-from engine.media.audio_samples import load_extractor
+from engine.media.sound_file import load_extractor
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.family import ModelFamily

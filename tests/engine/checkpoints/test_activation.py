@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from engine.checkpoints.activation import activation_of, check_activation
+from engine.checkpoints.config_file import activation_of, check_activation
 
 
 @pytest.mark.parametrize("name", ACT2FN)

@@ -9,7 +9,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from transformers.utils import logging
 
 from engine import EncoderEngine, EngineConfig
-from engine.checkpoints.quiet_transformers import hidden_progress_bars
+from engine.checkpoints.config_file import hidden_progress_bars
 
 
 def test_an_encoder_loads_in_silence(

@@ -24,8 +24,8 @@ from engine import (
     Prompt,
     SamplingParams,
 )
-from engine.media.audio_samples import load_extractor
 from engine.media.image_file import load_image_processor
+from engine.media.sound_file import load_extractor
 from tests.support.encoder_decoder_requests import tone
 from tests.support.import_graph import modules
 

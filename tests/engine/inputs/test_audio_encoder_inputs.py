@@ -11,8 +11,8 @@ import torch
 from transformers import SeamlessM4TFeatureExtractor, WhisperFeatureExtractor
 
 from engine import AudioPrompt, ImagePrompt, TextPrompt, TokensPrompt
-from engine.inputs.encoder_inputs import AudioEncoderInputs
-from engine.media.audio_samples import SampleReader, load_extractor
+from engine.inputs.encoder_decoder_inputs import AudioEncoderInputs
+from engine.media.sound_file import SampleReader, load_extractor
 from tests.support.fixed_encoder import FixedEncoder
 
 RATE = 16_000

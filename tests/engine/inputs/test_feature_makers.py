@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
-from engine.inputs.feature_makers import AudioFeatureMaker
+from engine.inputs.multimodal_inputs import AudioFeatureMaker
 
 # As published: a window of five minutes. Shorter here, by its end only.
 EXTRACTOR = WhisperFeatureExtractor(feature_size=32, chunk_length=3)

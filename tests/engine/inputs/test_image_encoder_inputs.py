@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
 from engine import AudioPrompt, ImagePrompt
-from engine.inputs.encoder_inputs import ImageEncoderInputs
+from engine.inputs.encoder_decoder_inputs import ImageEncoderInputs
 from engine.media.image_file import load_image_processor
 from tests.support.fixed_encoder import FixedEncoder
 

@@ -26,7 +26,7 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from engine.inputs.encoder_inputs import InputWindows
+from engine.inputs.encoder_decoder_inputs import InputWindows
 from engine.interface.outputs import FinishReason
 from engine.models.whisper.whisper import SpeechWindows
 from engine.requests.encoder_input import EncoderInput

@@ -22,7 +22,7 @@ from engine import (
     VideoFeatures,
     VideoPrompt,
 )
-from engine.inputs.feature_makers import VideoFeatureMaker, VideoSampling
+from engine.inputs.multimodal_inputs import VideoFeatureMaker, VideoSampling
 from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
@@ -238,7 +238,7 @@ def test_wrong_settings_are_refused_by_file_and_key(tmp_path: Path, content: str
 def test_what_the_model_cannot_take_is_refused_before_all_of_it_is_decoded(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.inputs import feature_makers
+    from engine.inputs import multimodal_inputs
 
     decoded = []
 
@@ -247,7 +247,7 @@ def test_what_the_model_cannot_take_is_refused_before_all_of_it_is_decoded(
             decoded.append(frame)
             yield frame
 
-    monkeypatch.setattr(feature_makers, "read_frames", counting)
+    monkeypatch.setattr(multimodal_inputs, "read_frames", counting)
     long = video_file("mp4", moving_picture(240, (112, 112)), 2)
     with pytest.raises(ValueError, match="video 0: the prompt has 1920 tokens, but max_model_len"):
         engine.generate(shows(engine, 5, ("video", long), 6), GREEDY)

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface.config import MediaLimits
-from engine.media.audio_samples import SampleReader
 from engine.media.media_source import MediaSource
-from engine.media.sound_file import LongestSound, read_sound
+from engine.media.sound_file import LongestSound, SampleReader, read_sound
 
 RATE = 48_000
 KINDS = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.checkpoints.quiet_transformers import hidden_progress_bars, quiet_config_log
+from engine.checkpoints.config_file import hidden_progress_bars, quiet_config_log
 from engine.models.base import ModelSettings
 from engine.models.model_loader import is_supported, load_generator, load_model, open_checkpoint
 from tests.support.published_layout import publish

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.chat_template import (
+from engine.text.tokenizer import (
     TemplateLimitError,
     TemplateLimits,
     TemplateProcesses,
     _as_shown,
+    load_tokenizer,
     render_chat,
 )
-from engine.text.tokenizer import load_tokenizer
 from tests.support.tokenizers import byte_level
 
 MESSAGES = [{"role": "user", "content": "Hello, dog."}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.chat_template import (
+from engine.text.tokenizer import (
     TemplateLimitError,
     TemplateLimits,
     TemplateProcesses,

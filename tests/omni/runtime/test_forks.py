@@ -24,7 +24,7 @@ SCRIPT = """
 import os, sys, threading, warnings
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.interface import ownership
-from engine.text import chat_template
+from engine.text import tokenizer as chat_template
 from omni import Omni, Pipeline
 from tests.support.fake_stage import FakeStage
 
