@@ -24,7 +24,7 @@ SCRIPT = """
 import os, sys, threading, warnings
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt
 from engine.interface import ownership
-from engine.text import tokenizer as chat_template
+from engine.text import tokenizer as tokenizers
 from omni import Omni, Pipeline
 from tests.support.fake_stage import FakeStage
 
@@ -48,7 +48,7 @@ locks = [
     omni.pipeline.ownership._claiming,
     ownership._TURNS.lock_of(omni),
     ownership._TURNS._adding,
-    chat_template._PROCESSES._lock,
+    tokenizers._PROCESSES._lock,
 ]
 for lock in locks:
     threading.Thread(target=hold, args=(lock, is_held, may_go), daemon=True).start()
@@ -82,7 +82,7 @@ if not child:
     with ownership.turn_of(omni):
         stream.close()
     # All that is ours to end; what libraries do at the end of a fork is theirs.
-    chat_template._PROCESSES.close()
+    tokenizers._PROCESSES.close()
     os._exit(5)
 
 may_go.set()
