@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from omni.seeded.checkpoints import resolve_model
 from tests.support.guarded_process import Guarded, run_guarded
 from tests.support.hostile_checkpoints import Hostile, hostile_checkpoints
@@ -52,7 +54,11 @@ def judge(found: Guarded, folder: Path, names: tuple[str, ...]) -> tuple[str, st
 
 
 def warm_up() -> None:
-    """Import, once for all children, what running a model imports."""
+    """Import, once for all children, what running a model imports.
+
+    With one thread: a fork has none of a pool's other threads, and would wait for them.
+    """
+    torch.set_num_threads(1)
     for family in ("qwen2", "bert", "code2wav", "whisper", "llava", "mllama", "thinker"):
         TRIALS[family].run(resolve_model(f"seeded:{TRIALS[family].seeded}"))
 
