@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
+from stages.cluster.actor_messages import INLINE_BYTES, Bundle, Hello, Unconfirmed
 from stages.cluster.actor_worker import PROTOCOL_VERSION, machine_name
 from stages.cluster.object_bytes import Household, ObjectBytes, ObjectDecoder
-from stages.cluster.parcels import INLINE_BYTES, Bundle, Hello, Unconfirmed
 from stages.remote.codec import Reference, encode, plain_bytes
 from stages.remote.control import WorkerMessage
 from stages.remote.segments import RemoteBytes
@@ -34,9 +33,6 @@ __all__ = ["ActorConnection", "Listener"]
 
 _LOG = package_logger(__name__)
 _EXIT = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.\n]*)")
-_NUM_CALLS = 2
-"""Of ``say`` at once: the next one waits in the actor, so that nothing waits when one ends."""
-
 _LOST_AFTER_S = 3.0
 """A message that an actor which speaks has not got by then is sent again."""
 
@@ -91,7 +87,7 @@ class ActorConnection(Connection):
         self._unconfirmed: Unconfirmed[tuple[bytes, list[Any]]] = Unconfirmed(_LOST_AFTER_S)
         self._killed_for: str | None = None
         self._is_closed = self._is_over = self._is_killed = False
-        self._calls = deque(self._actor.say.remote(number) for number in range(_NUM_CALLS))
+        self._said: Any = self._actor.say.remote(0)
         self._thread = threading.Thread(
             target=self._listen, name=f"actor {label}"[:60], daemon=True
         )
@@ -172,13 +168,13 @@ class ActorConnection(Connection):
         if not is_closed:
             self._kill()
         self._is_over = True
-        self._calls.clear()
+        self._said = None
         if not is_closed:
             self._listener.on_end(self._killed_for or reason)
 
     def _hear_all(self) -> str:
         """Hear what the actor says until the last word; what ended it."""
-        while not ray.wait([self._calls[0]], timeout=_CHECKED_EACH_S)[0]:
+        while not ray.wait([self._said], timeout=_CHECKED_EACH_S)[0]:
             try:
                 self._listener.check_there()
             except NoPlaceError as error:
@@ -227,14 +223,13 @@ class ActorConnection(Connection):
     def _items(self) -> Iterator[Any]:
         """References to all that the actor yields, call after call."""
         for number in itertools.count():
-            yield from self._said(number)
-            self._calls.popleft()
-            self._calls.append(self._actor.say.remote(number + _NUM_CALLS))
+            yield from self._items_of(number)
+            self._said = self._actor.say.remote(number + 1)
 
-    def _said(self, number: int) -> Iterator[Any]:
+    def _items_of(self, number: int) -> Iterator[Any]:
         """The same of one call, which is made again if it was lost on its way."""
         for attempt in range(_MOST_RESENT):
-            items = iter(self._calls[0])
+            items = iter(self._said)
             first = next(items, None)
             if first is None:
                 return
@@ -243,7 +238,7 @@ class ActorConnection(Connection):
                 break
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(min(0.05 * 2**attempt, 1.0))
-                self._calls[0] = self._actor.say.remote(number)
+                self._said = self._actor.say.remote(number)
         yield first
         for item in items:  # noqa: UP028 - Ray's iterator cannot be closed
             yield item

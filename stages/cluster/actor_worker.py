@@ -18,17 +18,16 @@ from torch import Tensor
 
 from engine.interface.log_fields import package_logger
 from engine.interface.placed_error import described
-from stages.cluster.direct_transport import Offers
-from stages.cluster.object_bytes import ObjectDecoder
-from stages.cluster.parcels import (
+from stages.cluster.actor_messages import (
     INLINE_BYTES,
     Bundle,
     Hello,
     InOrder,
     Outbox,
-    Parcel,
-    Turns,
+    OutgoingMessage,
 )
+from stages.cluster.direct_transport import Offers
+from stages.cluster.object_bytes import ObjectDecoder
 from stages.remote.codec import Decoder, Reference, encode, plain_bytes
 from stages.remote.control import LinkMessage, StageSpec, WorkerMessage, WorkerSpec
 from stages.remote.segments import RemoteBytes
@@ -38,7 +37,7 @@ from stages.stage import Stage, Transform
 
 __all__ = ["PROTOCOL_VERSION", "ActorWorker", "machine_name"]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Of all that actors and their links say to each other. One that speaks another is refused."""
 
 _MOST_ITEMS = 4096
@@ -71,7 +70,8 @@ class ActorWorker:
         self._offers = None if spec.tensor_transport is None else Offers(spec.tensor_transport)
         self._is_shown = any(stage.is_shown for stage in spec.stages)
         self._loop = WorkerLoop(spec, self._send, self._build_checked)
-        self._turns = Turns()
+        self._lock = threading.Lock()  # over the next one
+        self._num_said = 0
         self._hello: Hello | None = Hello(PROTOCOL_VERSION, os.getpid(), machine_name())
         self._thread = threading.Thread(
             target=self._run, args=(spec,), name=f"stage {spec.label}", daemon=True
@@ -113,18 +113,24 @@ class ActorWorker:
         It ends after the last word, and after so many items that it is time for another call.
 
         Args:
-            number: of calls that were made before; they come to their end first.
+            number: of calls that came to their end before.
+
+        Raises:
+            RuntimeError: such a call was made before: it has been repeated, and both came.
         """
-        with self._turns.turn(number):
-            num_items = 0
-            ended = None
-            while num_items < _MOST_ITEMS and ended is None:
-                bundle, beside = self._next_bundle()
-                ended = bundle.ended
-                num_items += 1 + len(beside)
-                yield msgspec.msgpack.encode(bundle)
-                while beside:  # nothing is kept while the next ones are waited for
-                    yield beside.popleft()
+        with self._lock:
+            if number != self._num_said:
+                raise RuntimeError(f"call {number} came twice")
+            self._num_said += 1
+        num_items = 0
+        ended = None
+        while num_items < _MOST_ITEMS and ended is None:
+            bundle, beside = self._next_bundle()
+            ended = bundle.ended
+            num_items += 1 + len(beside)
+            yield msgspec.msgpack.encode(bundle)
+            while beside:  # nothing is kept while the next ones are waited for
+                yield beside.popleft()
 
     @ray.method(concurrency_group="hand over")
     def hand_over(self, count: int) -> list[Any]:
@@ -136,17 +142,14 @@ class ActorWorker:
         hello, self._hello = self._hello, None
         if hello is not None:
             return Bundle(hello=hello), deque()
-        parcels, ended = self._outbox.take()
+        messages, ended = self._outbox.take()
+        contents = [each for message in messages for each in message.beside]
         if self._offers is not None:
-            self._offers.add(
-                [each for parcel in parcels for each in parcel.beside if isinstance(each, Tensor)]
-            )
-        beside = deque(
-            each for parcel in parcels for each in parcel.beside if not isinstance(each, Tensor)
-        )
+            self._offers.add([each for each in contents if isinstance(each, Tensor)])
+        beside = deque(each for each in contents if not isinstance(each, Tensor))
         bundle = Bundle(
-            [parcel.content for parcel in parcels],
-            [[isinstance(each, Tensor) for each in parcel.beside] for parcel in parcels],
+            [message.content for message in messages],
+            [[isinstance(each, Tensor) for each in message.beside] for message in messages],
             num_taken=self._inbox.num_given,
             ended=ended,
         )
@@ -192,7 +195,7 @@ class ActorWorker:
             return Reference(len(beside) - 1, content.nbytes)
 
         encoded = encode(message, share)
-        self._outbox.put(Parcel(encoded, tuple(beside)))
+        self._outbox.put(OutgoingMessage(encoded, tuple(beside)))
 
 
 def machine_name() -> str:

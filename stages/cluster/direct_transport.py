@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.interface.placed_error import described
-from stages.cluster.parcels import INLINE_BYTES
+from stages.cluster.actor_messages import INLINE_BYTES
 from stages.remote.codec import plain_bytes
 from stages.remote.segments import RemoteBytes
 

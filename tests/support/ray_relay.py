@@ -15,9 +15,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stages.cluster.actor_connection import ActorConnection, Listener
+from stages.cluster.actor_messages import Hello
 from stages.cluster.actor_worker import PROTOCOL_VERSION, ActorWorker
 from stages.cluster.object_bytes import Household
-from stages.cluster.parcels import Hello, Turns
 from stages.remote.codec import encode
 from stages.remote.control import WorkerSpec
 from stages.remote.supervisor import Connection
@@ -35,7 +35,6 @@ class Relay:
         self._early: defaultdict[str, dict[int, list[Any]]] = defaultdict(dict)
         self._next: defaultdict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
-        self._turns: defaultdict[str, Turns] = defaultdict(Turns)
 
     @ray.method(concurrency_group="put", num_returns=0)
     def put(self, box: str, number: int, items: list[Any]) -> None:
@@ -57,12 +56,11 @@ class Relay:
 
     @ray.method(concurrency_group="give", num_returns="streaming")
     def give(self, box: str, number: int) -> Iterator[Any]:
-        """Yield what is placed in a box, as this actor's own; a second call waits for the first."""
+        """Yield what is placed in a box, as this actor's own."""
         with self._lock:  # or two calls may make them at once
-            turns, items = self._turns[box], self._boxes[box]
-        with turns.turn(number):
-            while (item := items.get()) is not None:
-                yield ray.get(item) if isinstance(item, ray.ObjectRef) else item
+            items = self._boxes[box]
+        while (item := items.get()) is not None:
+            yield ray.get(item) if isinstance(item, ray.ObjectRef) else item
 
     @ray.method(concurrency_group="put", num_returns="streaming")
     def fail(self) -> Iterator[Any]:
@@ -162,8 +160,7 @@ class _FarEnd:
         while not self._worker.is_over:
             for said in self._worker.say(next(calls)):
                 self.up.put(ray.put(said) if isinstance(said, np.ndarray) else said)
-        # Two calls wait for what the worker says.
-        self.up.put(None, None)
+        self.up.put(None)
         self.down.put(None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,8 +19,7 @@ __all__ = [
     "Hello",
     "InOrder",
     "Outbox",
-    "Parcel",
-    "Turns",
+    "OutgoingMessage",
     "Unconfirmed",
 ]
 
@@ -34,7 +32,7 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class OutgoingMessage:
     """An encoded message.
 
     Attributes:
@@ -80,14 +78,14 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Parcels that wait to be taken. Safe to use from any thread."""
+    """Messages that wait to be taken. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._parcels: deque[Parcel] = deque()
+        self._messages: deque[OutgoingMessage] = deque()
         self._ended: str | None = None
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, message: OutgoingMessage) -> None:
         """Add one.
 
         Raises:
@@ -96,7 +94,7 @@ class Outbox:
         with self._changed:
             if self._ended is not None:
                 raise ConnectionError(f"nobody listens any more: {self._ended}")
-            self._parcels.append(parcel)
+            self._messages.append(message)
             self._changed.notify()
 
     def end(self, reason: str) -> None:
@@ -105,13 +103,13 @@ class Outbox:
             self._ended = self._ended or reason
             self._changed.notify()
 
-    def take(self) -> tuple[list[Parcel], str | None]:
-        """Wait for parcels, and take what is there; and the reason, once nothing else comes."""
+    def take(self) -> tuple[list[OutgoingMessage], str | None]:
+        """Wait for messages, and take what is there; and the reason, once nothing else comes."""
         with self._changed:
-            self._changed.wait_for(lambda: self._parcels or self._ended is not None)
-            count = min(len(self._parcels), _MOST_AT_ONCE)
-            taken = [self._parcels.popleft() for _ in range(count)]
-            return taken, None if self._parcels else self._ended
+            self._changed.wait_for(lambda: self._messages or self._ended is not None)
+            count = min(len(self._messages), _MOST_AT_ONCE)
+            taken = [self._messages.popleft() for _ in range(count)]
+            return taken, None if self._messages else self._ended
 
 
 class InOrder(Generic[_Item]):
@@ -180,32 +178,3 @@ class Unconfirmed(Generic[_Item]):
     def num_overdue(self) -> int:
         """How often in a row something was overdue, and nothing came."""
         return self._num_overdue
-
-
-class Turns:
-    """Lets numbered callers in one after another, whichever thread comes first, and each once."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._come: set[int] = set()
-
-    @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Wait for the end of the turn before; the numbers begin at 0.
-
-        Raises:
-            RuntimeError: somebody has come with this number before.
-        """
-        with self._changed:
-            if number < self._next or number in self._come:
-                raise RuntimeError(f"turn {number} was taken before")
-            self._come.add(number)
-            self._changed.wait_for(lambda: self._next == number)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._come.remove(number)
-                self._next += 1
-                self._changed.notify_all()

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from stages.cluster.parcels import InOrder, Outbox, Parcel, Turns, Unconfirmed
+from stages.cluster.actor_messages import InOrder, Outbox, OutgoingMessage, Unconfirmed
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
@@ -47,52 +47,26 @@ def test_what_was_sent_is_overdue_until_it_is_confirmed() -> None:
 
 def test_an_outbox_gives_all_that_it_has_before_its_end() -> None:
     outbox = Outbox()
-    parcels = [Parcel(bytes([number])) for number in range(100)]
-    for parcel in parcels:
-        outbox.put(parcel)
+    messages = [OutgoingMessage(bytes([number])) for number in range(100)]
+    for message in messages:
+        outbox.put(message)
     outbox.end("it was enough")
     outbox.end("another reason")
-    taken: list[Parcel] = []
+    taken: list[OutgoingMessage] = []
     ended = None
     while ended is None:
         some, ended = outbox.take()
         taken += some
-    assert (taken, ended) == (parcels, "it was enough")
+    assert (taken, ended) == (messages, "it was enough")
     with pytest.raises(ConnectionError, match="nobody listens any more: it was enough"):
-        outbox.put(parcels[0])
+        outbox.put(messages[0])
 
 
 def test_an_outbox_is_waited_for() -> None:
     outbox = Outbox()
-    taken: list[tuple[list[Parcel], str | None]] = []
+    taken: list[tuple[list[OutgoingMessage], str | None]] = []
     waiting = threading.Thread(target=lambda: taken.append(outbox.take()))
     waiting.start()
-    outbox.put(Parcel(b"late"))
+    outbox.put(OutgoingMessage(b"late"))
     waiting.join()
-    assert taken == [([Parcel(b"late")], None)]
-
-
-def test_turns_are_taken_by_number_whoever_comes_first() -> None:
-    turns = Turns()
-    said: list[int] = []
-
-    def speak(number: int) -> None:
-        with turns.turn(number):
-            said.append(number)
-
-    threads = [threading.Thread(target=speak, args=(number,)) for number in (2, 1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert said == [0, 1, 2]
-
-
-def test_a_turn_is_taken_once() -> None:
-    turns = Turns()
-    with turns.turn(0), pytest.raises(RuntimeError, match="turn 0 was taken before"), turns.turn(0):
-        pass
-    with pytest.raises(RuntimeError, match="turn 0 was taken before"), turns.turn(0):
-        pass
-    with turns.turn(1):
-        pass
+    assert taken == [([OutgoingMessage(b"late")], None)]
