@@ -17,15 +17,15 @@ from stages.trace_events import Traced
 from stages.worker.messages import Command, Event, StreamedEdge
 
 __all__ = [
-    "Beat",
     "Built",
     "Call",
+    "Commands",
+    "Events",
     "GaveUp",
+    "Heartbeat",
     "Idle",
     "LinkMessage",
-    "News",
     "NotBuilt",
-    "Orders",
     "Returned",
     "StageFacts",
     "StageSpec",
@@ -178,14 +178,14 @@ class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error_place: KeyPath = ()
 
 
-class Orders(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Commands(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Commands to one stage, which arrive together."""
 
     stage: str
     commands: tuple[Command, ...]
 
 
-class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Events(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What happened in one turn of a worker, by stage."""
 
     events: Mapping[str, tuple[Event | Traced, ...]]
@@ -197,8 +197,8 @@ class Idle(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_commands: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A sign of life.
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A sign of life, with counters.
 
     Attributes:
         stats: what stages of the worker have counted.
@@ -207,8 +207,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stats: Mapping[str, StageStats]
 
 
-LinkMessage: TypeAlias = Orders | Call
+LinkMessage: TypeAlias = Commands | Call
 """All that is said to a worker."""
 
-WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | News | Idle | Beat | Logged
+WorkerMessage: TypeAlias = Built | NotBuilt | GaveUp | Returned | Events | Idle | Heartbeat | Logged
 """All that a worker says."""

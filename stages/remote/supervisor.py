@@ -22,13 +22,13 @@ from engine.interface.placed_error import PlacedError, described
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.codec import encode
 from stages.remote.control import (
-    Beat,
     Built,
     Call,
+    Commands,
+    Events,
     GaveUp,
-    News,
+    Heartbeat,
     NotBuilt,
-    Orders,
     Returned,
     StageFacts,
     WorkerMessage,
@@ -339,7 +339,7 @@ class StagePort:
             ValueError: they hold what cannot be sent.
             MemoryError: there is no room for their tensors.
         """
-        self._supervisor.send(self._seen, Orders(self._stage, commands))
+        self._supervisor.send(self._seen, Commands(self._stage, commands))
 
 
 class WorkerSupervisor:
@@ -455,12 +455,12 @@ class WorkerSupervisor:
             except TimeoutError:  # one that hangs says nothing for ever
                 self.check_alive()
 
-    def send(self, generation: int, orders: Orders) -> None:
+    def send(self, generation: int, commands: Commands) -> None:
         """Send commands to a worker.
 
         Args:
             generation: the number of the worker that they are for.
-            orders: the commands.
+            commands: them.
 
         Raises:
             WorkerGone: it has ended.
@@ -469,8 +469,8 @@ class WorkerSupervisor:
         """
         with self._lock:
             connection = self._connection if generation == self._generation else None
-        self._send_over(connection, orders)
-        self._num_commands += len(orders.commands)
+        self._send_over(connection, commands)
+        self._num_commands += len(commands.commands)
 
     def _send_over(self, connection: Connection | None, message: Any) -> None:
         if connection is None or not self._is_up:
@@ -596,7 +596,7 @@ class WorkerSupervisor:
             case Returned():
                 self._calls.resolve(message)
                 return
-            case Beat():
+            case Heartbeat():
                 for name, stats in message.stats.items():
                     self._counts[name].latest = stats
                 return
@@ -608,7 +608,7 @@ class WorkerSupervisor:
             case Logged():
                 relay(message)
                 return
-            case News():
+            case Events():
                 for name, events in message.events.items():
                     self.ports[name].put(generation, events)
                 self._on_event()

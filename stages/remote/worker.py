@@ -21,15 +21,15 @@ from stages.portable import load_by_name
 from stages.remote.channel import Channel, ChannelClosed
 from stages.remote.codec import Decoder
 from stages.remote.control import (
-    Beat,
     Built,
     Call,
+    Commands,
+    Events,
     GaveUp,
+    Heartbeat,
     Idle,
     LinkMessage,
-    News,
     NotBuilt,
-    Orders,
     Returned,
     StageFacts,
     StageSpec,
@@ -113,7 +113,7 @@ def _facts_of(stage: Stage) -> StageFacts:
 
 _logger = logging.getLogger(f"omni.{__name__}")
 
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 _EXIT_PATIENCE_S = 5.0
 # How long a worker sleeps whose requests all wait for something: longer and longer.
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.05
@@ -136,7 +136,7 @@ def build_stage(spec: StageSpec) -> tuple[Stage, Transform | None]:
 
 
 @contextmanager
-def _alive(send: Callable[[Beat], None]) -> Iterator[None]:
+def _alive(send: Callable[[Heartbeat], None]) -> Iterator[None]:
     """Give signs of life while this thread cannot: to load a model may take minutes.
 
     Args:
@@ -146,9 +146,9 @@ def _alive(send: Callable[[Beat], None]) -> Iterator[None]:
 
     def beat() -> None:
         with suppress(ConnectionError):
-            send(Beat({}))
-            while not is_over.wait(_BEAT_S):
-                send(Beat({}))
+            send(Heartbeat({}))
+            while not is_over.wait(_HEARTBEAT_S):
+                send(Heartbeat({}))
 
     thread = threading.Thread(target=beat, name="signs of life", daemon=True)
     thread.start()
@@ -194,7 +194,7 @@ class WorkerLoop:
             self._send(self._calls.answer(message))
             return
         with self._changed:
-            if isinstance(message, Orders):
+            if isinstance(message, Commands):
                 self._inbox.extend((message.stage, command) for command in message.commands)
             else:
                 self._inbox.append(message)
@@ -275,7 +275,7 @@ class WorkerLoop:
                 self._send(Idle(self._num_commands))
             self._sleep(self._nap_s)
             self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S)
-        if time.monotonic() - self._counted_at > _BEAT_S:
+        if time.monotonic() - self._counted_at > _HEARTBEAT_S:
             self._send_counts(self._workers)
 
     def _give_up(self, reason: str) -> None:
@@ -305,7 +305,7 @@ class WorkerLoop:
             self._send_counts(ended)
         names = [name for name in self._workers if name in traces or name in events]
         try:
-            self._send(News({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}))
+            self._send(Events({n: (*traces.get(n, ()), *events.get(n, ())) for n in names}))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or is no type that can be sent.
             for name, of_stage in events.items():
@@ -314,7 +314,7 @@ class WorkerLoop:
 
     def _emit_alone(self, name: str, event: Event) -> None:
         try:
-            self._send(News({name: (event,)}))
+            self._send(Events({name: (event,)}))
         except (MemoryError, ValueError) as error:
             message = (
                 f"stage {name!r}: its output cannot be handed on: {type(error).__name__}: {error}"
@@ -324,15 +324,15 @@ class WorkerLoop:
                 parts = (event.delta, *(chunk.output for chunk in event.chunks))
                 request_id = next(part.request_id for part in parts if part is not None)
                 self._workers[name].send(Abort(request_id))
-            self._send(News({name: (Failed(event.ticket, message),)}))
+            self._send(Events({name: (Failed(event.ticket, message),)}))
 
     def _send_counts(self, names: Iterable[str]) -> None:
         self._counted_at = time.monotonic()
-        self._send(Beat({name: self._workers[name].stage.stats() for name in names}))
+        self._send(Heartbeat({name: self._workers[name].stage.stats() for name in names}))
 
     def _sleep(self, longest_s: float | None) -> None:
         """Sleep until something comes, or it is time for a sign of life."""
-        longest_s = _BEAT_S if longest_s is None else min(longest_s, _BEAT_S)
+        longest_s = _HEARTBEAT_S if longest_s is None else min(longest_s, _HEARTBEAT_S)
         with self._changed:
             if not self._has_changed:
                 self._changed.wait(longest_s)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stages import Stage, StageRequest
 from stages.remote import supervisor, worker
-from stages.remote.control import Beat, StageSpec
+from stages.remote.control import Heartbeat, StageSpec
 from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
@@ -255,13 +255,13 @@ def test_what_is_asked_of_a_stage_without_a_worker_is_an_error(
 
 
 def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_BEAT_S", 0.001)
+    monkeypatch.setattr(worker, "_HEARTBEAT_S", 0.001)
     heard = threading.Semaphore(0)
     receive = WorkerSupervisor._receive
 
     def receiving(supervisor: WorkerSupervisor, number: int, message: Any) -> None:
         receive(supervisor, number, message)
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             heard.release()
 
     monkeypatch.setattr(WorkerSupervisor, "_receive", receiving)

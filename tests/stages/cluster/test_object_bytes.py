@@ -12,7 +12,7 @@ import ray
 
 from stages.cluster.actor_connection import ActorConnection, Listener
 from stages.cluster.object_bytes import Household, ObjectBytes
-from stages.remote.control import Orders
+from stages.remote.control import Commands
 
 
 def reference() -> Any:
@@ -63,4 +63,4 @@ def test_a_message_without_room_in_the_store_is_no_end_of_its_actor(
     listener = Listener(lambda _: None, lambda _: None)
     connection = ActorConnection(_FullStore(), Household(), "stage", listener)
     with pytest.raises(MemoryError, match="Ray's object store has no room for"):
-        connection.send(Orders("s", ()))
+        connection.send(Commands("s", ()))

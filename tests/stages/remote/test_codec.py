@@ -47,15 +47,15 @@ from prefix_cache import EncoderCacheStats, GroupStats, KVCacheStats
 from stages.remote import codec
 from stages.remote.codec import Decoder, encode
 from stages.remote.control import (
-    Beat,
     Built,
     Call,
+    Commands,
+    Events,
     GaveUp,
+    Heartbeat,
     Idle,
     LinkMessage,
-    News,
     NotBuilt,
-    Orders,
     Returned,
     StageFacts,
     WorkerMessage,
@@ -143,7 +143,7 @@ def arrived(value: object) -> Any:
 
 
 def arrived_prompt(prompt: Any) -> Any:
-    (enter,) = Decoder(LinkMessage).decode(encode(Orders("s", (Enter(1, "r", prompt),)))).commands
+    (enter,) = Decoder(LinkMessage).decode(encode(Commands("s", (Enter(1, "r", prompt),)))).commands
     return enter.prompt
 
 
@@ -317,8 +317,8 @@ facts = st.builds(
 )
 messages = (
     st.builds(Note, plain)
-    | st.builds(Orders, texts, st.lists(commands, max_size=2).map(tuple))
-    | st.builds(News, st.dictionaries(texts, st.lists(events, max_size=2).map(tuple), max_size=2))
+    | st.builds(Commands, texts, st.lists(commands, max_size=2).map(tuple))
+    | st.builds(Events, st.dictionaries(texts, st.lists(events, max_size=2).map(tuple), max_size=2))
     | st.builds(Call, integers, st.none() | texts, texts, st.tuples(samplings | scalars))
     | st.builds(Returned, integers, plain, error=st.none() | texts)
     | st.builds(Logged, texts, integers, texts, st.none() | texts)
@@ -337,15 +337,15 @@ messages = (
     )
 )
 @example(Note(struct.unpack("d", b"\x01\x23\x45\x67\x89\xab\xf0\x7f")[0]))
-@example(Orders("s", (Enter(0, "r", ImagePrompt("x")), Enter(1, "r", TextPrompt("", True, {})))))
+@example(Commands("s", (Enter(0, "r", ImagePrompt("x")), Enter(1, "r", TextPrompt("", True, {})))))
 def test_what_goes_in_comes_out(message: object):
     assert same(message, there_and_back(message))
 
 
 def test_every_kind_of_message_is_tried():
     """Whoever adds one adds it above."""
-    tried = {Note, Beat, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
-    tried |= {Traced, Orders, News, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
+    tried = {Note, Heartbeat, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
+    tried |= {Traced, Commands, Events, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
     known = {*get_args(LinkMessage), *get_args(WorkerMessage), *get_args(Command), *get_args(Event)}
     assert known <= tried
 
@@ -376,7 +376,7 @@ def test_stats_survive():
         encoder_cache=EncoderCacheStats(1, 2, 3, 4, 5, 6, 7),
         kv=KVCacheStats(1, 2, 3, 4, 5, 6, 7, 8, 9, (GroupStats("recurrent", 1, 2, 3),)),
     )
-    assert there_and_back(Beat({"s": stats})).stats == {"s": stats}
+    assert there_and_back(Heartbeat({"s": stats})).stats == {"s": stats}
 
 
 def test_a_parameter_arrives_as_its_values():
@@ -459,8 +459,8 @@ UNKNOWN: Any = object()
     [
         (Note(UNKNOWN), r"Note\.value cannot be sent to another process: .* builtins.object"),
         (
-            Orders("s", (Abort("r"), Enter(1, "r", TextPrompt("a", True, {"image": [UNKNOWN]})))),
-            r"Orders\.commands\[1\]\.prompt\.multi_modal_data\['image'\]\[0\] .*object",
+            Commands("s", (Abort("r"), Enter(1, "r", TextPrompt("a", True, {"image": [UNKNOWN]})))),
+            r"Commands\.commands\[1\]\.prompt\.multi_modal_data\['image'\]\[0\] .*object",
         ),
         (Note([(1, {2: 1j})]), r"Note\.value\[0\]\[1\]\[2\] .*complex"),
         (Note(lambda: 1), "function"),
@@ -487,7 +487,7 @@ def test_a_circle_is_told():
         encode(circle)
 
 
-REQUEST = Orders(
+REQUEST = Commands(
     "s",
     (Enter(1, "r", EmbedsPrompt(torch.ones(2, 3)), sampling=SamplingParams(seed=4)), Abort("r")),
 )
@@ -515,8 +515,8 @@ def test_a_garbled_message_is_a_message_or_a_value_error(data: st.DataObject):
     [
         (["Popen", "sh"], "Popen"),
         (["Abort", "r"], "Abort"),
-        (["Orders", "s", [["Abort"]]], "length 2, got 1"),
-        (["Orders", "s", [["Abort", 5]]], "Expected `str`, got `int`"),
+        (["Commands", "s", [["Abort"]]], "length 2, got 1"),
+        (["Commands", "s", [["Abort", 5]]], "Expected `str`, got `int`"),
         ({"a": 1}, "Expected `array`"),
         (["Note", Ext(1, pack(["float32", [2**40, 2**40], b"abcd"]))], "invalid for input"),
         (["Note", Ext(1, pack(["float32", [1], [0, 4]]))], "nothing is shared"),

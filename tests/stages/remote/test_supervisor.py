@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages.remote import supervisor
-from stages.remote.control import Built, Idle, Orders, StageFacts, WorkerSpec
+from stages.remote.control import Built, Commands, Idle, StageFacts, WorkerSpec
 from stages.remote.supervisor import Connection, WorkerGone, WorkerSupervisor
 from stages.worker.messages import Abort
 from tests.support.patience import wait_for
@@ -18,7 +18,7 @@ from tests.support.remote_stages import one_stage
 
 BUILT = Built({"a": StageFacts(None, None, None, None, False, False, None, True, True, (), {})})
 
-FOR_THE_NEXT = Orders("a", (Abort("for the next one"),))
+FOR_THE_NEXT = Commands("a", (Abort("for the next one"),))
 
 
 class Noted(Connection):
