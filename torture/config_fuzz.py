@@ -16,8 +16,8 @@ from pathlib import Path
 from omni.seeded.checkpoints import resolve_model
 from tests.support.config_changes import ConfigChange, config_changes
 from tests.support.model_trial import TRIALS
-from tests.support.outcome_table import Tally
 from torture.hostile_checkpoints import try_one, warm_up
+from torture.outcome_table import Tally
 
 __all__ = ["main"]
 

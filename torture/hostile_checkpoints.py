@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from omni.seeded.checkpoints import resolve_model
-from tests.support.guarded_process import Guarded, run_guarded
 from tests.support.hostile_checkpoints import Hostile, hostile_checkpoints
 from tests.support.model_trial import TRIALS
-from tests.support.outcome_table import Tally
+from torture.guarded_process import Guarded, run_guarded
+from torture.outcome_table import Tally
 
 __all__ = ["judge", "main"]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from tests.support.disturbed_pipeline import DisturbedPipeline
-from tests.support.outcome_table import Tally
 from tests.support.speech_pipeline import PROMPTS, speech_stages
+from torture.outcome_table import Tally
 
 
 def interrupt(what: str, traces: Path | None, repeats: int) -> Tally:

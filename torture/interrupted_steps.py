@@ -27,8 +27,8 @@ import torch
 from omni.seeded.checkpoints import SEEDED_PREFIX, resolve_model
 from tests.support.disturbed_run import Subject, disturbed_run, events_of_steps
 from tests.support.line_faults import LineFault, choose_events
-from tests.support.outcome_table import Tally
 from tests.support.subjects import SUBJECTS, subject_of
+from torture.outcome_table import Tally
 
 ERRORS: tuple[type[BaseException], ...] = (MemoryError, KeyboardInterrupt)
 

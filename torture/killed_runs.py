@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.support.outcome_table import Tally
+from torture.outcome_table import Tally
 
 _JOURNAL = "outputs.partial.jsonl"
 _VARYING = ("metrics", "num_cached_tokens")

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.support.outcome_table import Tally
+from torture.outcome_table import Tally
 
 _SILENCE_S = 60.0
 _MOST_MB = 1500.0

@@ -22,9 +22,9 @@ from engine.media.image_file import open_image
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import SampleReader
 from engine.media.video_file import probe_video, read_frames, read_soundtrack
-from tests.support.guarded_process import run_guarded
-from tests.support.outcome_table import Tally
 from tests.support.videos import FORMATS, moving_picture, video_file
+from torture.guarded_process import run_guarded
+from torture.outcome_table import Tally
 
 __all__ = ["READERS", "damaged", "main", "outcomes", "whole_files"]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.outcome_table import Tally
+from torture.outcome_table import Tally
 
 __all__ = ["main"]
 

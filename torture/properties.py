@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.outcome_table import Tally
+from torture.outcome_table import Tally
 
 __all__ = ["main"]
 

@@ -25,9 +25,9 @@ import torch
 from engine import EngineConfig, LLMEngine, RequestOutput, TokensPrompt
 from omni.seeded.checkpoints import SEEDED_PREFIX, resolve_model
 from prefix_cache import IntegrityError
-from tests.support.outcome_table import Tally
 from tests.support.poisoned_tokens import POISON, poison_embeddings
 from tests.support.request_stream import BLOCK_SIZE, Alone, Ask, assert_same
+from torture.outcome_table import Tally
 
 # Blocks with which a few requests fill the pool, and the longest still fits.
 POOLS = {"qwen2": 20, "gemma2": 36, "mistral-sliding": 30, "jamba": 8, "bamba": 8, "bart": 34}

@@ -1,6 +1,6 @@
 """Feeds hostile pipelines' files, request lines, requests and chat templates to what reads them.
 
-Every input is made from its number (``tests/support/hostile_inputs.py``), and taken in a process of
+Every input is made from its number (``torture/hostile_inputs.py``), and taken in a process of
 its own kind, which is watched: one that says nothing for two minutes hangs. An input must be taken,
 or be refused alone by an error of ours; in requests that run, good neighbours must come out as they
 do alone.
@@ -29,7 +29,7 @@ from omni.pipelines.yaml_document import ConfigError
 from omni.requests.request_file import RequestError, read_requests
 from omni.seeded.checkpoints import resolve_model
 from stages import AutoregressiveStage
-from tests.support.hostile_inputs import (
+from torture.hostile_inputs import (
     hostile_line,
     hostile_prompt,
     hostile_sampling,
@@ -37,7 +37,7 @@ from tests.support.hostile_inputs import (
     hostile_yaml,
     make_traps,
 )
-from tests.support.outcome_table import Tally
+from torture.outcome_table import Tally
 
 KINDS = {"yaml": 6000, "lines": 3000, "requests": 1500, "templates": 500}
 """How many inputs of each kind are taken, unless it is said otherwise."""
