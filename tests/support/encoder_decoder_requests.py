@@ -215,4 +215,6 @@ class Oracle:
             decoder_start_token_id=own.decoder_start_token_id,
             suppress_tokens=own.suppress_tokens,
             begin_suppress_tokens=own.begin_suppress_tokens,
+            # T5's cache has no more layers than the encoder.
+            use_cache=self.reference.config.model_type != "t5",
         )

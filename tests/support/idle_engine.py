@@ -1,4 +1,4 @@
-"""An engine that several tests share, without what the test before has left in it."""
+"""An engine that several tests share, driven until nothing is left in it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from typing import Any
 
 from engine import Engine
 
-__all__ = ["drop_all"]
+__all__ = ["drop_all", "finish"]
 
 
 def drop_all(engine: Engine[Any]) -> None:
     """Abort every request."""
     for request_id in engine.live_request_ids:
         engine.abort(request_id)
+
+
+def finish(engine: Engine[Any]) -> dict[str, Any]:
+    """Step until all requests have finished, in order after every step; the last outputs by id."""
+    done: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    return done

@@ -1,4 +1,4 @@
-"""Request streams that show pictures, sound and videos to a thinker, and what counts its towers."""
+"""Request streams that show pictures, sound and videos, and what counts a thinker's towers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _talkie(sound: NDArray[np.float32]) -> VideoFeatures:
     return VideoFeatures(pixels, (3, 2, 2), 1.0, sound)
 
 
-# Six placeholders each, but for the last of every kind, and the video with its sound.
+# Six placeholders each, but for the last ones of every kind, and the video with its sound.
 _SHOWN: dict[Modality, list[Any]] = {
-    "image": [picture(0), picture(1), picture(3)],
+    "image": [picture(0), picture(1), picture(3), picture(2)],
     "audio": [tone(0.25), tone(0.25, 2000.0), tone(0.1)],
     "video": [
         clip(0, grids=1),
@@ -92,7 +92,8 @@ class ThinkerAsk(Ask):
     """A request of a stream that shows items among its tokens.
 
     Attributes:
-        placeholders: ids of the tokens that stand for them, in the order of ``KINDS``.
+        placeholders: ids of the tokens that stand for them, in the order of ``KINDS``; of the first
+            kinds alone where the model takes no more.
         shown: before which of the family's tokens, which item of which kind.
     """
 
@@ -116,7 +117,8 @@ class ThinkerAsk(Ask):
 
 def thinker_scripts(placeholders: tuple[int, ...], max_text: int) -> st.SearchStrategy[Script]:
     """Streams in which items return at the same and at other places, and others at theirs."""
-    item = st.tuples(st.sampled_from([0, 2, 2, 9]), st.integers(0, 2), st.integers(0, 4))
+    kinds = st.integers(0, len(placeholders) - 1)
+    item = st.tuples(st.sampled_from([0, 2, 2, 9]), kinds, st.integers(0, 4))
     shown = st.lists(item, max_size=2).map(tuple)
     asks = asks_of(ThinkerAsk, max_text, placeholders=st.just(placeholders), shown=shown)
     return streams_of(asks, max_size=24)

@@ -7,29 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from engine import (
     AudioPrompt,
     EngineConfig,
-    ExplicitEncoderDecoderPrompt,
-    ImagePrompt,
     LLMEngine,
-    Prompt,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
 )
 from engine.models.encoder_module import EncoderDecoderModel
 from engine.requests.encoder_input import EncoderInput
+from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
 from tests.support.encoder_decoder_requests import (
     Case,
     Oracle,
@@ -38,6 +37,7 @@ from tests.support.encoder_decoder_requests import (
     write_wav,
 )
 from tests.support.greedy_reference import GreedyAnswer, assert_greedy
+from tests.support.idle_engine import finish
 from tests.support.native_kernels import needs_kernels
 
 FAMILIES = ("bart", "t5", "t5-gated", "whisper", "mllama")
@@ -63,10 +63,8 @@ class Family:
     expected: Callable[[Case], Expected]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Family:
-    folder = seeded(request.param)
-    oracle = Oracle(folder)
+def family_of(name: str, folder: str) -> Family:
+    oracle, kind = Oracle(folder), name.split()[0]
 
     @cache  # of the same few cases, with which a dozen tests compare
     def expected(case: Case) -> Expected:
@@ -74,7 +72,12 @@ def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Fami
         rows = torch.empty(0) if entry is None else oracle.reference.encode(entry)
         return Expected(oracle.answer(case, NUM_TOKENS), entry, rows)
 
-    return Family(request.param, folder, cases(request.param, folder), expected)
+    return Family(kind, folder, cases(kind, folder), expected)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Family:
+    return family_of(request.param, seeded(request.param))
 
 
 def build(folder: str, *, outputs: Sequence[str] = OUTPUTS, **settings: Any) -> LLMEngine:
@@ -85,7 +88,10 @@ def build(folder: str, *, outputs: Sequence[str] = OUTPUTS, **settings: Any) -> 
         "max_num_seqs": 3,
         "max_num_batched_tokens": 16,
     }
-    return LLMEngine(EngineConfig(model=folder, **chosen | settings), output_names=outputs)
+    engine = LLMEngine(EngineConfig(model=folder, **chosen | settings), output_names=outputs)
+    memory = engine._runner._memory
+    memory.buffer[memory.config.large_page_bytes :] = 0xFF  # NaN until it is written
+    return engine
 
 
 def assert_parity(family: Family, case: Case, output: RequestOutput) -> None:
@@ -133,31 +139,113 @@ def counted_encodes(engine: LLMEngine) -> Iterator[Encodes]:
         yield encodes
 
 
-def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.check_integrity()
-    return done
-
-
-@pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_a_mixed_batch_equals_transformers(family: Family, block_size: int, budget: int) -> None:
-    """Chunked decoder prompts and whole ones, more requests than seats."""
-    engine = build(family.folder, block_size=block_size, max_num_batched_tokens=budget)
+def assert_all_equal_transformers(family: Family, engine: LLMEngine) -> None:
     outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
     for case, output in zip(family.cases, outputs, strict=True):
         assert_parity(family, case, output)
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_kernels)])
-def test_every_backend_equals_transformers(family: Family, backend: str) -> None:
-    engine = build(family.folder, attention_backend=backend)
-    outputs = engine.generate([case.prompt for case in family.cases], GREEDY)
-    for case, output in zip(family.cases, outputs, strict=True):
-        assert_parity(family, case, output)
+@pytest.mark.parametrize(
+    ("block_size", "budget", "backend"),
+    [
+        (1, 64, "reference"),
+        (4, 3, "torch"),
+        (16, 64, "torch"),
+        pytest.param(4, 64, "native", marks=needs_kernels),
+        pytest.param(16, 3, "native", marks=needs_kernels),
+    ],
+)
+def test_a_mixed_batch_equals_transformers(
+    family: Family, block_size: int, budget: int, backend: Any
+) -> None:
+    """Chunked decoder prompts and whole ones, more requests than seats."""
+    settings = {"max_num_batched_tokens": budget, "attention_backend": backend}
+    assert_all_equal_transformers(family, build(family.folder, block_size=block_size, **settings))
+
+
+VARIANTS: dict[str, Callable[[Path], Path]] = {
+    "bart scaled, of uneven halves": partial(
+        build_bart,
+        scale_embedding=True,
+        decoder_layers=3,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=96,
+        activation_function="relu",
+    ),
+    "t5 of uneven halves": partial(build_t5, num_decoder_layers=3, num_layers=1),
+    "t5 with few buckets": partial(
+        build_t5, relative_attention_num_buckets=8, relative_attention_max_distance=9
+    ),
+    "t5 gated by silu, with long distances": partial(
+        build_t5, feed_forward_proj="gated-silu", relative_attention_max_distance=128
+    ),
+    "whisper of uneven halves": partial(build_whisper, decoder_layers=1, decoder_ffn_dim=64),
+    # Dimensions of size 1 change strides, and kernels read those.
+    "bart with one head": partial(build_bart, num_heads=1),
+    "t5 with one head": partial(build_t5, num_heads=1),
+    "whisper with one head": partial(
+        build_whisper, decoder_attention_heads=1, encoder_attention_heads=1
+    ),
+    "mllama with one key head": partial(build_mllama, num_key_value_heads=1),
+    "mllama with one head": partial(
+        build_mllama, num_key_value_heads=1, num_attention_heads=1, hidden_size=16
+    ),
+    "mllama with llama3 rope": partial(
+        build_mllama,
+        cross_attention_layers=[0, 2],
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = str(VARIANTS[name](tmp_path))
+    assert_all_equal_transformers(family_of(name, folder), build(folder))
+
+
+def _add_own_head(weights: dict[str, Tensor]) -> None:
+    """T5 1.1 stores one, although transformers' config says that all T5s are tied."""
+    weights["lm_head.weight"] = weights["shared.weight"].flip(0).contiguous()
+
+
+def _name_the_embedding_head(weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = weights.pop("model.shared.weight")
+
+
+def _drop_the_bias_of_logits(weights: dict[str, Tensor]) -> None:
+    del weights["final_logits_bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "change"),
+    [
+        ("t5", partial(build_t5, gated=True), _add_own_head),
+        ("bart", build_bart, _name_the_embedding_head),
+        ("bart", build_bart, _drop_the_bias_of_logits),
+    ],
+    ids=["own head", "head alone", "no bias on logits"],
+)
+def test_weights_stored_otherwise_equal_transformers(
+    name: str,
+    make: Callable[[Path], Path],
+    change: Callable[[dict[str, Tensor]], None],
+    tmp_path: Path,
+) -> None:
+    file = make(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    family = family_of(name, str(tmp_path))
+    assert_all_equal_transformers(family, build(family.folder))
 
 
 def test_a_second_round_encodes_nothing_and_says_the_same(family: Family) -> None:
@@ -226,20 +314,6 @@ def test_encoder_rows_are_kept_only_when_asked_for(family: Family) -> None:
     assert output.outputs[0].tensors.keys() == {"hidden_states"}
 
 
-@pytest.mark.parametrize("abort_after", [0, 1, 2, 4])
-def test_abort_and_finish_give_both_tables_back(family: Family, abort_after: int) -> None:
-    engine = build(family.folder, max_num_batched_tokens=4, enable_prefix_caching=False)
-    for number, case in enumerate(family.cases):
-        engine.add_request(str(number), case.prompt, GREEDY)
-    for _ in range(abort_after):
-        engine.step()
-    engine.abort("0")
-    engine.abort("3")
-    assert finish(engine).keys() == {str(i) for i in range(len(family.cases))} - {"0", "3"}
-    kv = engine.stats().kv
-    assert kv is not None and kv.free == kv.num_blocks - 1
-
-
 @pytest.mark.parametrize("limit", [1, 40, 150, None])
 def test_a_step_encodes_no_more_than_its_budget(family: Family, limit: int | None) -> None:
     """Unless a single input is longer: that one runs by itself."""
@@ -269,37 +343,6 @@ def test_parallel_completions_share_the_input_and_differ(family: Family) -> None
 
 
 TEXT = "The rain in spain falls mainly on the"
-BART_PROMPTS: dict[str, tuple[Prompt, tuple[int, ...] | None, tuple[int, ...]]] = {
-    "text": (TEXT, None, (2, 0)),
-    "tokens": (TokensPrompt((2, 0, 171, 5, 2)), (2, 0, 171, 5, 2), (2, 0)),
-    "explicit": (
-        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((2, 0, 51, 178, 2))),
-        None,
-        (2, 0, 51, 178, 2),
-    ),
-    "start token is put before": (
-        ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((0, 51, 178, 2))),
-        None,
-        (2, 0, 51, 178, 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BART_PROMPTS)
-def test_barts_prompts_are_those_of_the_design(name: str, seeded: Callable[[str], str]) -> None:
-    prompt, encoder_ids, decoder_ids = BART_PROMPTS[name]
-    engine = build(seeded("bart"))
-    (output,) = engine.generate(prompt, GREEDY)
-    assert engine.tokenizer is not None
-    assert output.encoder_prompt_token_ids == (
-        encoder_ids or tuple(engine.tokenizer(TEXT).input_ids)
-    )
-    assert output.prompt_token_ids == decoder_ids
-    assert output.num_prompt_tokens == len(decoder_ids)
-    assert len(output.outputs[0].token_ids) == NUM_TOKENS
-    rows = output.outputs[0].tensors
-    assert len(rows["hidden_states"]) == len(decoder_ids) + NUM_TOKENS - 1
-    assert len(rows["encoder_hidden_states"]) == len(output.encoder_prompt_token_ids)
 
 
 def test_whisper_hears_a_file_as_its_own_generate_does(
@@ -342,32 +385,6 @@ def heard(oracle: Oracle, path: Path) -> Tensor:
     return entry.features["input_features"]
 
 
-BAD_FOR_BART: dict[str, tuple[Prompt, str]] = {
-    "audio": (AudioPrompt(tone(0.5)), "encoder takes text or token ids.* is audio"),
-    "too long": (TokensPrompt((7,) * 257), "257 tokens"),
-    "empty": (TokensPrompt(()), "empty|at least"),
-    "unknown id": (TokensPrompt((5, 10_000)), "10000|768"),
-    "long decoder": (
-        ExplicitEncoderDecoderPrompt("Hm", TokensPrompt((7,) * 64)),
-        "max_model_len is 64",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FOR_BART)
-def test_a_bad_prompt_fails_alone(case: str, seeded: Callable[[str], str]) -> None:
-    prompt, message = BAD_FOR_BART[case]
-    engine = build(seeded("bart"))
-    (expected,) = engine.generate(TEXT, GREEDY)
-    engine.add_request("good", TEXT, GREEDY)
-    engine.step()
-    with pytest.raises(ValueError, match=message):
-        engine.add_request("bad", prompt, GREEDY)
-    done = finish(engine)
-    assert done["good"].outputs[0].token_ids == expected.outputs[0].token_ids
-    assert done.keys() == {"good"}
-
-
 def test_bad_sound_fails_alone(tmp_path: Path, seeded: Callable[[str], str]) -> None:
     engine = build(seeded("whisper"))
     (tmp_path / "no.wav").write_text("this is no sound")
@@ -385,25 +402,6 @@ def test_bad_sound_fails_alone(tmp_path: Path, seeded: Callable[[str], str]) -> 
     assert finish(engine)["good"].error is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (ExplicitEncoderDecoderPrompt("a", "b"), "this model has no encoder beside its decoder"),
-        (AudioPrompt(tone(0.5)), "this model reads text and takes no sound"),
-        (ImagePrompt("missing.png"), "this model reads text and takes no images"),
-    ],
-    ids=["pair", "audio", "image"],
-)
-def test_a_decoder_only_model_has_no_use_for_an_encoders_prompt(
-    prompt: Prompt, message: str, qwen2_checkpoint: str
-) -> None:
-    engine = build(qwen2_checkpoint, outputs=["hidden_states"])
-    engine.add_request("good", "Hm", GREEDY)
-    with pytest.raises(ValueError, match=message):
-        engine.add_request("bad", prompt, GREEDY)
-    assert finish(engine).keys() == {"good"}
-
-
 def test_a_decoder_only_model_has_no_encoder_rows(qwen2_checkpoint: str) -> None:
     with pytest.raises(ValueError, match="no per-token output 'encoder_hidden_states'"):
         build(qwen2_checkpoint)
@@ -419,13 +417,6 @@ def test_the_encoders_rows_are_reserved_and_told_at_the_start(
     (output,) = engine.generate(family.cases[0].prompt, GREEDY)
     assert output.error is None
     assert engine._kv.outputs.nbytes_by_name == told
-
-
-def test_a_lone_text_has_no_rows_of_an_encoder(seeded: Callable[[str], str]) -> None:
-    (output,) = build(seeded("mllama")).generate("no image", GREEDY)
-    rows = output.outputs[0].tensors["encoder_hidden_states"]
-    assert output.error is None
-    assert rows.shape[0] == 0 and rows.ndim == 2
 
 
 def test_what_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:
