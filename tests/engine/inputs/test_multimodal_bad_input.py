@@ -16,12 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine import AudioPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
-from engine.inputs.multimodal_inputs import MultiModalPromptProcessor
-from engine.inputs.prompt_processor import PromptSources
-from engine.inputs.prompt_tokens import InputLimits
-from engine.models.base import ModelSettings
-from engine.models.model_loader import load_model, open_checkpoint
-from engine.models.multimodal import MultiModalModel
 from engine.requests.encoder_input import Modality
 from tests.support.pictures import picture
 from tests.support.thinker_asks import TowerRuns, shows
@@ -106,11 +100,6 @@ def test_an_item_without_a_placeholder_is_refused(
 ) -> None:
     message = f"0 {kind} placeholders .* but 1 {kind} items were given; write a placeholder where"
     refuse(engine, TokensPrompt((5, 6), {kind: [item]}), message)
-
-
-def test_a_placeholder_of_another_kind_is_no_place(engine: LLMEngine) -> None:
-    sound = replace(shows(engine, 5, ("image", None)), multi_modal_data={"audio": [tone(0.25)]})
-    refuse(engine, sound, "image placeholders .* 0 image items were given")
 
 
 @pytest.mark.parametrize(
@@ -312,35 +301,6 @@ def test_a_soundtrack_too_large_for_the_encoder_cache_is_refused(checkpoint: str
         engine.generate(shows(engine, 5, ("video", talking), 6), GREEDY)
 
 
-def test_soundtracks_come_in_every_form_of_sound(engine: LLMEngine, tmp_path: Path) -> None:
-    file = write_wav(tmp_path / "a.wav", tone(0.25))
-    samples = np.round(tone(0.25) * 32767).astype(np.float32) / 32768
-    video = clip(0, grids=1)
-    prompt = shows(engine, ("video", replace(video, audio=samples)), 25)
-    engine.generate(prompt, GREEDY)
-    for audio in (file, str(file), torch.from_numpy(samples), AudioPrompt(samples, RATE)):
-        prompt = shows(engine, ("video", replace(video, audio=audio)), 25)
-        (output,) = engine.generate(prompt, GREEDY)
-        assert output.num_cached_tokens == 12
-
-
-def test_a_model_that_takes_no_sound_in_videos_says_so(checkpoint: str) -> None:
-    whole = open_checkpoint(checkpoint, part="thinker")
-    settings = ModelSettings(torch.float32, torch.device("cpu"), block_size=4, max_model_len=64)
-    model = load_model(whole, settings)
-    assert isinstance(model, MultiModalModel)
-    model.audio_in_video = None
-    sizes = (model.hidden_size, model.input_vocab_size, model.vocab_size)
-    limits = InputLimits(64, *sizes, block_size=4, usable_tokens=64, dtype=torch.float32)
-    sources = PromptSources(whole, model, None, limits, encoder_cache_bytes=1 << 20)
-    processor = MultiModalPromptProcessor(sources)
-    ids = (model.placeholders["video"],)
-    processor.process(TokensPrompt(ids, {"video": [clip(0)]}))
-    talking = TokensPrompt(ids, {"video": [replace(clip(0), audio=tone(0.25))]})
-    with pytest.raises(ValueError, match="video 0: this model takes no video with its own sound"):
-        processor.process(talking)
-
-
 def test_items_beyond_every_budget_take_turns(
     checkpoint: str, shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,28 +317,6 @@ def test_items_beyond_every_budget_take_turns(
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert set(towers.heard) == set(towers.seen) == {1}
     engine.check_integrity()
-
-
-def test_a_tower_that_fails_leaves_nothing_behind(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from engine.models.qwen2_5_omni.thinker import AudioTower
-
-    def fail(tower: AudioTower, inputs: object) -> None:
-        raise RuntimeError("out of memory")
-
-    prompt = shows(engine, ("image", picture(0)), ("audio", tone(0.25)), 25)
-    (expected,) = engine.generate(prompt, GREEDY)
-    engine.reset_prefix_cache()
-    with monkeypatch.context() as patch:
-        patch.setattr(AudioTower, "forward", fail)
-        (output,) = engine.generate(prompt, GREEDY)
-    assert output.error is not None and "out of memory" in output.error
-    stats = engine.stats()
-    assert stats.encoder_cache is not None and stats.encoder_cache.num_items == 0
-    assert stats.kv is not None and stats.kv.cached == 0
-    (output,) = engine.generate(prompt, GREEDY)
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_checkpoint_without_processors_still_runs_text(checkpoint: str, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,50 +106,6 @@ def hidden_states(engine: LLMEngine, prompt: TokensPrompt) -> Tensor:
     return engine.generate(prompt, NOTHING)[0].outputs[0].tensors["hidden_states"]
 
 
-def test_an_image_that_straddles_a_block_border(engine: LLMEngine, eyes: Eyes) -> None:
-    """The design document's example::
-
-    [ Im0 Im1 Im2 Im3 ] [ Im4 Im5 foo <empty> ]     first: only block 1 is full and cached
-    [ Im0 Im1 Im2 Im3 ] [ Im4 Im5 bar   baz   ]     second: 4 tokens hit, 4 are prefilled,
-                                                    Im4 and Im5 from the encoder cache
-    """
-    foo, bar, baz = 101, 102, 103
-    second = shows(engine, picture(0), bar, baz)
-    engine.enable_prefix_caching = False
-    expected = hidden_states(engine, second)
-    engine.enable_prefix_caching = True
-    eyes.encoded.clear()
-    eyes.scheduled.clear()
-
-    first_output = engine.generate(shows(engine, picture(0), foo), NOTHING)[0]
-    assert len(first_output.prompt_token_ids) == 7
-    assert first_output.num_cached_tokens == 0
-    assert (eyes.encoded, eyes.scheduled) == ([1], [7])
-    kv = engine.stats().kv
-    assert kv is not None and kv.cached == 1
-    assert (encoder_stats(engine).num_items, encoder_stats(engine).nbytes) == (1, 6 * ROW_BYTES)
-
-    hits = encoder_stats(engine).hits
-    output = engine.generate(second, NOTHING)[0]
-    assert len(output.prompt_token_ids) == 8
-    assert output.num_cached_tokens == 4
-    assert (eyes.encoded, eyes.scheduled) == ([1], [7, 4])
-    assert encoder_stats(engine).hits == hits + 1
-    rows = output.outputs[0].tensors["hidden_states"]
-    assert rows.shape == (8, 64)
-    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
-
-
-def test_equal_placeholders_of_different_images_never_hit(engine: LLMEngine) -> None:
-    one, other = picture(0), picture(1)
-    engine.generate(shows(engine, one, 7, 8, 9), NOTHING)
-    output = engine.generate(shows(engine, other, 7, 8, 9), NOTHING)[0]
-    assert output.num_cached_tokens == 0
-    again = engine.generate(shows(engine, one, 7, 8, 9), NOTHING)[0]
-    assert again.num_cached_tokens == 8
-    assert output.prompt_token_ids == again.prompt_token_ids
-
-
 def test_an_image_whose_blocks_all_hit_is_not_encoded(engine: LLMEngine, eyes: Eyes) -> None:
     prompt = shows(engine, picture(0), 7, 8, 9, 10)
     engine.generate(prompt, NOTHING)
@@ -159,28 +115,6 @@ def test_an_image_whose_blocks_all_hit_is_not_encoded(engine: LLMEngine, eyes: E
     assert eyes.encoded == [1]
     # In the middle of the image it has to be, as its other rows are needed.
     assert engine.generate(shows(engine, picture(0), 11), NOTHING)[0].num_cached_tokens == 4
-    assert eyes.encoded == [1, 1]
-
-
-def test_an_image_at_another_place_is_encoded_once(engine: LLMEngine, eyes: Eyes) -> None:
-    both = shows(engine, picture(0), 5, picture(0), 6)
-    engine.generate(both, NOTHING)
-    output = engine.generate(shows(engine, 5, 6, picture(0)), NOTHING)[0]
-    assert output.num_cached_tokens == 0
-    assert eyes.encoded == [1]
-
-
-def test_requests_of_one_step_share_an_image(engine: LLMEngine, eyes: Eyes) -> None:
-    prompts = [shows(engine, start, picture(0), 7) for start in (1, 2, 3)]
-    engine.generate(prompts, NOTHING)
-    assert eyes.encoded == [1]
-    assert encoder_stats(engine).num_items == 1
-
-
-def test_salts_share_no_image(engine: LLMEngine, eyes: Eyes) -> None:
-    for name, salt in [("a", None), ("b", "x"), ("c", "x")]:
-        engine.add_request(name, shows(engine, picture(0), 7), NOTHING, cache_salt=salt)
-        engine.step()
     assert eyes.encoded == [1, 1]
 
 
@@ -213,24 +147,6 @@ def test_the_encoder_budget_cuts_chunks(checkpoint: str, eyes: Eyes) -> None:
     assert eyes.scheduled == [7, 6, 7]
 
 
-def test_an_image_longer_than_the_budget_is_encoded_alone(checkpoint: str, eyes: Eyes) -> None:
-    engine = build(checkpoint, max_num_encoder_tokens=2)
-    prompts = [shows(engine, 5, picture(0), 7), shows(engine, 6, picture(1), 7)]
-    assert all(output.error is None for output in engine.generate(prompts, GREEDY))
-    assert eyes.encoded == [1, 1]
-
-
-def test_requests_whose_images_do_not_fit_at_once_take_turns(checkpoint: str, eyes: Eyes) -> None:
-    engine = build(checkpoint, encoder_cache_bytes=6 * ROW_BYTES, max_num_batched_tokens=8)
-    prompts = [shows(engine, 5, picture(n), 7, picture(n + 1), n) for n in range(3)]
-    roomy = build(checkpoint)
-    expected = [list(output.outputs[0].token_ids) for output in roomy.generate(prompts, GREEDY)]
-    outputs = engine.generate(prompts, GREEDY)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-    engine.check_integrity()
-    assert encoder_stats(engine).nbytes <= 6 * ROW_BYTES
-
-
 def test_an_aborted_request_gives_its_image_back(checkpoint: str) -> None:
     engine = build(checkpoint, max_num_batched_tokens=4)
     engine.add_request("one", shows(engine, picture(0), 7), GREEDY)
@@ -239,22 +155,6 @@ def test_an_aborted_request_gives_its_image_back(checkpoint: str) -> None:
     engine.abort("one")
     assert encoder_stats(engine).held_bytes == 0
     engine.check_integrity()
-
-
-def test_a_tower_that_fails_leaves_nothing_behind(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(model: MultiModalModel, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
-        raise RuntimeError("out of memory")
-
-    prompt = shows(engine, picture(0), 7)
-    with monkeypatch.context() as patch:
-        patch.setattr(MultiModalModel, "encode_multimodal", fail)
-        (output,) = engine.generate(prompt, GREEDY)
-    assert output.error is not None and "out of memory" in output.error
-    assert encoder_stats(engine).num_items == 0
-    engine.check_integrity()
-    assert engine.generate(prompt, GREEDY)[0].error is None
 
 
 def test_placeholders_are_expanded_as_transformers_does(seeded: Callable[[str], str]) -> None:
@@ -288,66 +188,6 @@ def test_files_and_pillow_images_are_the_same(engine: LLMEngine, tmp_path: Path)
     for form in (file, str(file), pixels, torch.from_numpy(pixels.copy())):
         (output,) = engine.generate(TokensPrompt(ids, {"image": [form]}), NOTHING)
         assert output.num_cached_tokens == 8
-
-
-@pytest.mark.parametrize(
-    ("num_places", "data", "message"),
-    [
-        (1, {}, "1 image placeholders .* but 0 image items were given"),
-        (
-            0,
-            {"image": [picture(0)]},
-            r"0 image placeholders \(<\S+>, token \d+\), but 1 image items were given; write a "
-            "placeholder where each image belongs",
-        ),
-        (2, {"image": [picture(0)] * 3}, "2 image placeholders .* but 3 image items were given"),
-        (1, {"image": ["no such file.png"]}, "image 0: image 'no such file.png' cannot be read"),
-        (1, {"image": [object()]}, "image 0: image must be a file, an image of Pillow"),
-        (1, {"image": [np.zeros((3, 8, 8), np.uint8)]}, r"must be \(height, width, 3\) of uint8"),
-        (1, {"image": [torch.zeros(8, 8, 3)]}, r"image 0: .* got \(8, 8, 3\) of float32"),
-        (1, {"image": "picture.png"}, "must be a list of items, each image one, got str"),
-        (1, {"image": picture(0)}, "must be a list of items, each image one, got Image"),
-        (1, {"audio": []}, "has 'audio'; what can be shown is 'image', 'video'"),
-        (
-            1,
-            {"image": [picture(0, (1, 4000))]},
-            "image 0: it has 1 x 4000 pixels, and one side",
-        ),
-    ],
-)
-def test_bad_prompts_are_refused_for_that_request_alone(
-    engine: LLMEngine, num_places: int, data: Mapping[str, Any], message: str
-) -> None:
-    good = shows(engine, picture(0), 7)
-    engine.add_request("good", good, GREEDY)
-    with pytest.raises(ValueError, match=message):
-        engine.add_request("bad", TokensPrompt((5, *[placeholder(engine)] * num_places), data))
-    while engine.has_unfinished_requests:
-        outputs = engine.step()
-    assert [(output.request_id, output.error) for output in outputs] == [("good", None)]
-    assert encoder_stats(engine).num_items == 1
-
-
-def test_a_broken_file_is_refused(engine: LLMEngine, tmp_path: Path) -> None:
-    file = tmp_path / "broken.png"
-    picture(0).save(file)
-    file.write_bytes(file.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"broken\.png' cannot be read"):
-        engine.add_request("bad", TokensPrompt((placeholder(engine),), {"image": [file]}))
-    assert not engine.has_unfinished_requests
-
-
-def test_an_image_of_one_pixel_is_seen(engine: LLMEngine) -> None:
-    (output,) = engine.generate(shows(engine, 5, picture(0, (1, 1)), 7), GREEDY)
-    assert output.error is None and len(output.outputs[0].token_ids) == 6
-
-
-def test_an_image_too_large_for_the_encoder_cache_is_refused(checkpoint: str) -> None:
-    engine = build(checkpoint, encoder_cache_bytes=5 * ROW_BYTES)
-    with pytest.raises(
-        ValueError, match="image 0: 6 rows take .* room for 5 rows; raise encoder_cache"
-    ):
-        engine.generate(shows(engine, picture(0)), GREEDY)
 
 
 def test_models_that_see_no_images_say_so(

@@ -5,42 +5,27 @@ All three tensors that it hands on are mirrored, integers among them.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, TokensPrompt
 from engine.requests.encoder_input import Modality
 from prefix_cache import EncoderCacheStats
-from tests.support.examples import examples
 from tests.support.pictures import picture
 from tests.support.request_stream import (
     BLOCK_SIZE,
-    Alone,
-    Script,
-    alone_with,
-    assert_busy,
-    run_stream,
 )
 from tests.support.thinker_asks import (
     KINDS,
-    PLACEHOLDERS,
-    ThinkerAsk,
     TowerRuns,
     shows,
-    thinker_scripts,
 )
 from tests.support.thinker_reference import Talk, clip, talkie, tone
 
 ROW_BYTES = 64 * 4
-NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 # Six rows each, as alike as two of a kind can be.
 PAIRS: dict[Modality, tuple[Any, Any]] = {
@@ -192,14 +177,6 @@ def test_one_run_of_a_tower_takes_the_items_of_all_requests(
     assert (towers.heard, towers.seen) == ([2], [2])
 
 
-def test_salts_share_no_sound(engine: LLMEngine, towers: TowerRuns) -> None:
-    for name, salt in [("a", None), ("b", "x"), ("c", "x")]:
-        prompt = shows(engine, ("audio", tone(0.25)), 7)
-        engine.add_request(name, prompt, NOTHING, cache_salt=salt)
-        engine.step()
-    assert towers.heard == [1, 1]
-
-
 # Three chunks: rows of video and sound are 12 and 50, 12 and 50, 6 and 2.
 LONG_TALKIE = talkie(2, tone(4.1), grids=5, seconds=1.0)
 
@@ -312,72 +289,3 @@ def test_a_reply_after_a_video_with_sound_is_found_as_prompt(
     assert output.num_cached_tokens is not None
     assert output.num_cached_tokens > len(said.prompt_token_ids)
     assert_same(output, expected)
-
-
-@dataclass(frozen=True)
-class Stream:
-    engine: LLMEngine
-    alone: Alone
-    placeholders: tuple[int, ...]
-
-
-@pytest.fixture(scope="module")
-def short_chunks(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four places to a chunk, so that short videos and sounds come in several pieces."""
-    folder = tmp_path_factory.mktemp("short_chunks") / "omni"
-    shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["thinker_config"]["position_id_per_seconds"] = 2
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-@pytest.fixture(scope="module", params=["recompute", "swap"])
-def stream(request: pytest.FixtureRequest, short_chunks: str) -> Stream:
-    preemption: Literal["recompute", "swap"] = request.param
-    engine = build(
-        short_chunks,
-        num_blocks=14,
-        max_model_len=52,  # the longest: 16 tokens, a tail of 2, two videos of 12, 9 generated
-        max_num_batched_tokens=16,
-        max_num_encoder_tokens=13,
-        encoder_cache_bytes=18 * ROW_BYTES,
-        preemption=preemption,
-    )
-    assert engine.tokenizer is not None
-    ids = engine.tokenizer.convert_tokens_to_ids([PLACEHOLDERS[kind] for kind in KINDS])
-    return Stream(engine, alone_with(short_chunks, part="thinker"), tuple(ids))
-
-
-@settings(max_examples=examples(40))
-@given(data=st.data())
-def test_random_streams_equal_uncached_and_conserve_items(
-    stream: Stream, data: st.DataObject
-) -> None:
-    run_stream(stream.engine, data.draw(thinker_scripts(stream.placeholders, 16)), stream.alone)
-    assert encoder_stats(stream.engine).held_bytes == 0
-
-
-def test_streams_do_hit_evict_and_preempt(stream: Stream) -> None:
-    """Else the property above would prove nothing."""
-
-    def ask(number: int, max_tokens: int) -> ThinkerAsk:
-        kind = number % 3
-        return ThinkerAsk(
-            family=number % 2,
-            length=4 + number % 8,
-            tail=number,
-            max_tokens=max_tokens,
-            as_embeds=False,
-            seeded=False,
-            priority=0,
-            salt=None,
-            placeholders=stream.placeholders,
-            shown=((2, kind, number % 5), (6, (kind + 1) % 3, 0)),
-        )
-
-    script: Script = [("add", ask(number // 2, 9)) for number in range(12)]
-    growing: Script = [("add", ask(number, 20)) for number in range(8)]
-    before = stream.engine.stats()
-    run_stream(stream.engine, [*script, *script, *growing], stream.alone)
-    assert_busy(before, stream.engine.stats())

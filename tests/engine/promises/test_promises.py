@@ -20,6 +20,7 @@ from engine import (
 )
 from engine.text.stop_checker import CompletionText
 from tests.support.examples import examples
+from tests.support.idle_engine import finish
 from tests.support.request_stream import (
     BLOCK_SIZE,
     Alone,
@@ -98,9 +99,7 @@ def test_promise_2_a_request_waits_for_the_prefix_another_is_computing(
     second = Ask(0, 24, 2, 4, False, False, 0, None)
     engine.add_request("first", first.prompt, first.params)
     engine.add_request("second", second.prompt, second.params)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+    done = finish(engine)
     assert done["first"].num_cached_tokens == 0
     assert done["second"].num_cached_tokens == 24, "computed twice, or hit too late"
     assert_same(done["second"], alone.answer(second))
@@ -277,10 +276,7 @@ def test_promise_7_a_request_with_broken_logits_fails_alone(
     well, ill = (Ask(family, 6, 0, 5, False, False, 0, None) for family in (0, 1))
     engine.add_request("well", well.prompt, well.params)
     engine.add_request("ill", ill.prompt, ill.params)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.check_integrity()
+    done = finish(engine)
     assert done["ill"].outputs[0].finish_reason is FinishReason.ERROR
     assert done["ill"].error is not None and "NaN" in done["ill"].error
     assert_same(done["well"], alone.answer(well))
@@ -322,10 +318,7 @@ def test_promise_7_a_request_whose_text_breaks_fails_alone(
         return append(self, token_id)
 
     monkeypatch.setattr(CompletionText, "append", breaks_for_one)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.check_integrity()
+    done = finish(engine)
     assert done["ill"].error is not None and "no such piece" in done["ill"].error
     assert_same(done["well"], alone.answer(well))
 
