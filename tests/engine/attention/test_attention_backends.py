@@ -1,23 +1,41 @@
-"""Every backend against the reference, and the reference against transformers' attention."""
+"""Every backend against the reference: windows, chunks, soft caps and biases by distance.
+
+The reference itself against transformers: its masks, its attention of Gemma 2 and of T5. xformers'
+own biases are materialised on a CPU; its kernels run where there is a GPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
+from transformers import T5Config
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.attention.metadata import LayerCall, Scoring
+from engine.attention.backend import AttentionBackend, LayerCall
+from engine.attention.layer import Attention, AttentionStep
+from engine.attention.metadata import Scoring, first_visible
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
-from engine.attention.torch_backend import bucket_by_length
-from tests.support.attention_steps import BOUNDS, NUM_LAYERS, SHAPES, Bounds, run_steps
+from engine.attention.torch_backend import QueryTile, TileMask, TorchBackend, bucket_by_length
+from prefix_cache import FullAttentionSpec
+from tests.support.attention_steps import BOUNDS, SHAPES, Bounds, Shape, run_steps
+from tests.support.examples import examples
 from tests.support.materialised_xformers import MaterialisedXformers
 from tests.support.native_kernels import needs_kernels
 from tests.support.paged_batch import (
+    cross_metadata_for,
     layer_of,
     metadata_for,
     paged_memory,
@@ -26,65 +44,255 @@ from tests.support.paged_batch import (
 )
 
 CPU = torch.device("cpu")
-ON_A_CPU = pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_kernels)])
+NATIVE = pytest.param("native", marks=needs_kernels)
+ON_A_CPU = pytest.mark.parametrize("name", ["torch", NATIVE])
+WITH_XFORMERS = pytest.mark.parametrize("name", ["torch", NATIVE, "xformers"])
+ALL_BOUNDS = pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
 
 
-XFORMERS_SHAPES = [
-    "prefill",
-    "decodes of very unequal length",
-    "mixed",
-    "long prefills beside short",
-]
-
-
-@pytest.mark.parametrize("name", XFORMERS_SHAPES)
-@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
-@pytest.mark.parametrize("softcap", [None, 30.0], ids=["uncapped", "capped"])
-def test_xformers_biases_and_rows_equal_the_reference(
-    name: str, bounds: Bounds, softcap: float | None
-):
+def backend_of(name: str, block_size: int) -> AttentionBackend:
+    if name != "xformers":
+        return get_backend(name, CPU, torch.float32, block_size)
     pytest.importorskip("xformers", exc_type=ImportError)
-    shape = SHAPES[name].with_block_size(16)
-    expected, expected_memory = run_steps(ReferenceBackend(), shape, bounds, softcap)
-    backend = MaterialisedXformers(CPU, torch.float32, block_size=16)
-    output, memory = run_steps(backend, shape, bounds, softcap)
+    return MaterialisedXformers(CPU, torch.float32, block_size=block_size)
+
+
+def random_bias(num_heads: int, num_distances: int | None) -> Tensor | None:
+    if num_distances is None:
+        return None
+    generator = torch.Generator().manual_seed(num_distances)
+    return 2.0 * torch.randn(num_heads, num_distances, generator=generator)
+
+
+@lru_cache(maxsize=256)  # every backend is compared with it
+def reference_steps(
+    shape: Shape, bounds: Bounds, softcap: float | None, num_distances: int | None
+) -> tuple[Tensor, Tensor]:
+    bias = random_bias(shape.num_heads, num_distances)
+    expected, memory = run_steps(ReferenceBackend(), shape, bounds, softcap, bias=bias)
+    assert expected.isfinite().all()
+    return expected, memory
+
+
+def assert_equals_the_reference(
+    name: str,
+    shape: Shape,
+    bounds: Bounds = BOUNDS["all"],
+    softcap: float | None = None,
+    num_distances: int | None = None,
+) -> None:
+    if name == "xformers":
+        shape = shape.with_block_size(16)
+    expected, expected_memory = reference_steps(shape, bounds, softcap, num_distances)
+    bias = random_bias(shape.num_heads, num_distances)
+    backend = backend_of(name, shape.block_size)
+    output, memory = run_steps(backend, shape, bounds, softcap, bias=bias)
+    # Capped scores are ten times as large, and rounded as much more.
     tolerance = 1e-5 if softcap is None else 5e-5
     torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(memory, expected_memory)
 
 
-def test_reference_equals_transformers_attention_of_one_whole_sequence():
-    generator = torch.Generator().manual_seed(1)
-    memory = paged_memory(
-        num_blocks=8, block_size=4, num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=8
-    )
-    table = random_block_table([11], 4, 8, generator)
-    metadata = metadata_for(memory, [11], [11], table)
-    query, key, value = (torch.randn(11, heads, 8, generator=generator) for heads in (6, 2, 2))
-    layer = layer_of(memory, 1)
-    output = ReferenceBackend().forward(
-        LayerCall(query, key, value, layer, metadata, Scoring(0.35))
-    )
+@WITH_XFORMERS
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_backend_equals_the_reference_and_reads_nothing_hidden(name: str, shape: Shape):
+    for bounds in BOUNDS.values():
+        for softcap in (None, 30.0):
+            assert_equals_the_reference(name, shape, bounds, softcap)
+    for which in ("all", "window of 16", "chunks of 7", "windows in chunks"):
+        assert_equals_the_reference(name, shape, BOUNDS[which], num_distances=33)
 
-    module = torch.nn.Module()
-    module.num_key_value_groups = 3  # type: ignore[assignment]
-    module.is_causal = True  # type: ignore[assignment]
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    expected, _ = sdpa_attention_forward(module, q, k, v, attention_mask=None, scaling=0.35)
-    torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=1e-5)
+
+@WITH_XFORMERS
+def test_distances_past_the_last_column_take_it(name: str):
+    # Of one distance only, ending inside and at the end of a tile of sixteen keys, never ending.
+    for num_distances in (1, 5, 16, 33, 2000):
+        shape = SHAPES["long prefills beside short"]
+        assert_equals_the_reference(name, shape, num_distances=num_distances)
+    biased, unbiased = (reference_steps(shape, BOUNDS["all"], None, n)[0] for n in (33, None))
+    assert not torch.allclose(biased, unbiased, atol=1e-3)
+
+
+@WITH_XFORMERS
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_backend_equals_the_reference_on_any_batch(name: str, data: st.DataObject):
+    query_lens = sorted(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=6)))
+    seq_lens = tuple(query_len + data.draw(st.integers(0, 60)) for query_len in query_lens)
+    num_kv_heads, group = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1)]))
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    shape = Shape(tuple(query_lens), seq_lens, block_size, num_kv_heads * group, num_kv_heads, 8)
+    length = st.none() | st.integers(1, 50)
+    bounds = Bounds(window=data.draw(length), chunk_size=data.draw(length))
+    softcap = data.draw(st.sampled_from([None, 5.0, 30.0]))
+    num_distances = data.draw(st.none() | st.integers(1, 90)) if softcap != 30.0 else None
+    assert_equals_the_reference(name, shape, bounds, softcap, num_distances)
 
 
 @needs_kernels
-def test_native_answers_do_not_depend_on_the_number_of_threads():
-    shape = SHAPES["few long decodes"]
-    expected, _ = run_steps(ReferenceBackend(), shape)
+def test_threads_that_share_a_sequence_count_distances_from_its_end():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 2)  # parts of sequences, more than there are requests
-        output, _ = run_steps(get_backend("native", CPU, torch.float32, 16), shape)
+        for num_distances in (None, 300):
+            shape = SHAPES["few long decodes"]
+            assert_equals_the_reference("native", shape, num_distances=num_distances)
     finally:
         torch.set_num_threads(before)
+
+
+def transformers_mask(bounds: Bounds, query_len: int, seq_len: int) -> Tensor:
+    queries = torch.arange(seq_len - query_len, seq_len)[:, None]
+    keys = torch.arange(seq_len)[None, :]
+    batch = torch.zeros(1, 1, dtype=torch.int64)
+    mask = torch.ones(query_len, seq_len, dtype=torch.bool)
+    window = bounds.window or seq_len
+    mask &= sliding_window_causal_mask_function(window)(batch, batch, queries, keys)
+    chunk_size = bounds.chunk_size or seq_len
+    no_padding = torch.zeros(1, dtype=torch.int64)
+    return mask & chunked_causal_mask_function(chunk_size, no_padding)(batch, batch, queries, keys)
+
+
+@ALL_BOUNDS
+@pytest.mark.parametrize(("query_len", "seq_len"), [(1, 1), (1, 40), (30, 30), (5, 70)])
+def test_masks_equal_transformers(bounds: Bounds, query_len: int, seq_len: int):
+    expected = transformers_mask(bounds, query_len, seq_len)
+    mask = visibility_mask(query_len, seq_len, bounds.window, bounds.chunk_size)
+    assert torch.equal(mask, expected)
+    positions = torch.arange(seq_len - query_len, seq_len)
+    firsts = first_visible(positions, bounds.window, bounds.chunk_size)
+    assert torch.equal(firsts, expected.int().argmax(1))
+
+
+@ALL_BOUNDS
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_reference_equals_attention_of_gemma2(bounds: Bounds, softcap: float | None):
+    generator = torch.Generator().manual_seed(1)
+    memory = paged_memory(
+        num_blocks=20, block_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float64
+    )
+    table = random_block_table([61], 4, 20, generator)
+    metadata = metadata_for(
+        memory, [61], [61], table, window=bounds.window, chunk_size=bounds.chunk_size
+    )
+    query, key, value = (
+        torch.randn(61, heads, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2)
+    )
+    layer = layer_of(memory, 1)
+    output = ReferenceBackend().forward(
+        LayerCall(query, key, value, layer, metadata, Scoring(0.9, softcap))
+    )
+
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups = 3
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mask = torch.zeros(61, 61, dtype=torch.float64)
+    mask.masked_fill_(~transformers_mask(bounds, 61, 61), float("-inf"))
+    expected, _ = eager_attention_forward(
+        module.eval(), q, k, v, mask, scaling=0.9, softcap=softcap
+    )
+    # Its softmax is in float32.
+    torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [[61], [20, 15, 26], [20, 15, *[1] * 26], [1] * 61], ids=str)
+@pytest.mark.parametrize(
+    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
+)
+def test_backend_equals_attention_of_t5s_decoder_in_chunks_and_token_by_token(
+    name: str, steps: list[int]
+):
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=24,
+        d_kv=8,
+        num_heads=3,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        is_decoder=True,
+    )
+    config._attn_implementation = "eager"
+    attention = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
+    hidden = torch.randn(1, 61, 24)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(0.0, 0.5)
+        future = torch.full((61, 61), float("-inf")).triu(1)
+        expected = attention(hidden, mask=future[None, None])[0][0]
+        q, k, v = (
+            projection(hidden)[0].view(61, 3, 8)
+            for projection in (attention.q, attention.k, attention.v)
+        )
+        # Of the last of 21 tokens, whose keys are 20, 19, ... 0 behind it.
+        scoring = Scoring(1.0, bias=attention.compute_bias(21, 21)[0, :, -1].flip(-1))
+    memory = paged_memory(num_blocks=20, block_size=4, num_layers=1, num_kv_heads=3, head_dim=8)
+    table = random_block_table([61], 4, 20, torch.Generator().manual_seed(1))
+    backend = get_backend(name, CPU, torch.float32, 4)
+    outputs, end = [], 0
+    for length in steps:
+        new = slice(end, end + length)
+        end += length
+        metadata = metadata_for(memory, [length], [end], table)
+        backend.begin_step(metadata)
+        layer = layer_of(memory, 0)
+        outputs.append(backend.forward(LayerCall(q[new], k[new], v[new], layer, metadata, scoring)))
+    with torch.no_grad():
+        output = attention.o(torch.cat(outputs).flatten(1))
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scored", ["capped", "biased"])
+def test_scores_in_half_precision_are_as_near_as_its_rounding(dtype: torch.dtype, scored: str):
+    is_capped, generator = scored == "capped", torch.Generator().manual_seed(0)
+    memory = paged_memory(
+        num_blocks=12, block_size=4, num_layers=1, num_kv_heads=2, head_dim=16, dtype=dtype
+    )
+    table = random_block_table([21, 9], 4, 12, generator)
+    metadata = metadata_for(memory, [1, 5], [21, 9], table, window=8 if is_capped else None)
+    qkv = torch.randn(6, 8, 16, generator=generator) * (4 if is_capped else 1)
+    query, key, value = qkv.to(dtype).split((4, 2, 2), dim=1)
+    memory.buffer.view(dtype).copy_(torch.randn(memory.buffer.numel() // 2, generator=generator))
+    scoring = Scoring(0.5, 20.0) if is_capped else Scoring(0.25, bias=random_bias(4, 12))
+    outputs = []
+    for backend in (get_backend("torch", CPU, dtype, 4), ReferenceBackend()):
+        backend.begin_step(metadata)
+        layer = layer_of(memory, 0)
+        outputs.append(backend.forward(LayerCall(query, key, value, layer, metadata, scoring)))
+    # One rounding of the output; a bias is rounded as scores are.
+    tolerance = (1 if is_capped else 4) * torch.finfo(dtype).eps
+    torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
+
+
+def test_tile_masks_follow_a_change_of_window():
+    masks = TileMask(CPU, torch.float32)
+    tile = QueryTile(slice(0, 2), slice(0, 4))
+    seen = [(masks.corner(tile, window) == 0).sum().item() for window in (None, 2, 1, None)]
+    assert seen == [7, 4, 2, 7]
+
+
+def test_decodes_gather_a_window_and_not_the_sequence(monkeypatch: pytest.MonkeyPatch):
+    gathered = []
+    gather = TorchBackend._gather
+
+    def watch(self: TorchBackend, pages: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        gathered.append(len(pages))
+        return gather(self, pages, *args)
+
+    monkeypatch.setattr(TorchBackend, "_gather", watch)
+    shape = Shape((1, 1), (700, 90), 4)
+    run_steps(get_backend("torch", CPU, torch.float32, 4), shape, Bounds(window=16))
+    # The last 16 of 700 positions are 4 blocks, of 90 they touch 5: one bucket of two rows.
+    assert set(gathered) == {2 * 5}
+
+
+@given(st.lists(st.integers(1, 500), max_size=30))
+def test_buckets_hold_every_sequence_once_and_waste_at_most_a_quarter(lengths: list[int]):
+    buckets = bucket_by_length(lengths)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        members = [lengths[index] for index in bucket]
+        assert min(members) >= 0.75 * max(members)
 
 
 @needs_kernels
@@ -113,10 +321,6 @@ def test_native_backend_follows_no_table_out_of_its_memory(
         backend.forward(LayerCall(rows, rows, rows, layer_of(memory, 0), metadata, Scoring(1.0)))
 
 
-def test_causal_mask_is_aligned_to_the_last_token():
-    assert visibility_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
-
-
 @ON_A_CPU
 def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
     shape = SHAPES["mixed"]
@@ -139,13 +343,23 @@ def test_rows_of_other_layers_and_requests_are_left_alone(name: str):
     assert changed.tolist() == sorted(rows.tolist())
 
 
-@given(st.lists(st.integers(1, 500), max_size=30))
-def test_buckets_hold_every_sequence_once_and_waste_at_most_a_quarter(lengths: list[int]):
-    buckets = bucket_by_length(lengths)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
-    for bucket in buckets:
-        members = [lengths[index] for index in bucket]
-        assert min(members) >= 0.75 * max(members)
+def test_layers_refuse_a_bias_that_fits_no_head_or_no_distance():
+    spec = FullAttentionSpec(4, 2, 8, torch.float32)
+    memory = paged_memory(num_blocks=4, block_size=4, num_layers=1, num_kv_heads=2, head_dim=8)
+    table = random_block_table([3], 4, 4, torch.Generator().manual_seed(0))
+    metadata = metadata_for(memory, [3], [3], table)
+    backend = get_backend("torch", CPU, torch.float32, 4)
+    backend.begin_step(metadata)
+    layer = Attention("decoder.0.self", spec, 1.0)
+    layer.bind(layer_of(memory, 0), 0)
+    rows = torch.zeros(3, 2, 8)
+    step = AttentionStep([backend], [metadata])
+    for bias in (torch.zeros(3, 5), torch.zeros(2, 0), torch.zeros(5), torch.zeros(2, 5).double()):
+        with pytest.raises(ValueError, match=r"float32 bias \(2, distances\)"):
+            layer(rows, rows, rows, step, bias)
+    across = cross_metadata_for(memory, [3], [3], [True], table)
+    with pytest.raises(ValueError, match="needs causal attention"):
+        layer(rows, rows, rows, dataclasses.replace(step, metadata=[across]), torch.zeros(2, 5))
 
 
 def test_auto_is_torch_on_a_cpu_without_kernels(monkeypatch: pytest.MonkeyPatch):

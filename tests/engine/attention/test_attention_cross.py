@@ -29,6 +29,9 @@ CPU = torch.device("cpu")
 ON_A_CPU = pytest.mark.parametrize(
     "name", ["reference", "torch", pytest.param("native", marks=needs_kernels)]
 )
+WITH_XFORMERS = pytest.mark.parametrize(
+    "name", ["reference", "torch", pytest.param("native", marks=needs_kernels), "xformers"]
+)
 
 
 def lengths_around(block_size: int) -> tuple[int, ...]:
@@ -55,32 +58,31 @@ def shapes(block_size: int) -> dict[str, CrossShape]:
     }
 
 
+def assert_equals_brute_force(
+    name: str, shape: CrossShape, *, softcap: float | None = None
+) -> None:
+    if name != "xformers":
+        backend = get_backend(name, CPU, torch.float32, shape.block_size)
+        assert_steps_equal_brute_force(backend, shape, softcap=softcap)
+        return
+    pytest.importorskip("xformers", exc_type=ImportError)
+    shape = dataclasses.replace(shape, block_size=16)
+    backend = MaterialisedXformers(CPU, torch.float32, block_size=16)
+    # Whose request has nothing to see looks at the null page, which memory keeps at zero.
+    assert_steps_equal_brute_force(backend, shape, softcap=softcap, null_page=0.0)
+
+
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("shape", shapes(4))
-@ON_A_CPU
+@WITH_XFORMERS
 def test_backend_equals_brute_force_and_reads_nothing_of_others(
     name: str, shape: str, block_size: int
 ):
-    backend = get_backend(name, CPU, torch.float32, block_size)
-    assert_steps_equal_brute_force(backend, shapes(block_size)[shape])
+    assert_equals_brute_force(name, shapes(block_size)[shape])
+    assert_equals_brute_force(name, shapes(block_size)[shape], softcap=2.0)
 
 
-@pytest.mark.parametrize("shape", ["decodes", "prefills", "mixed", "nothing to see at all"])
-@ON_A_CPU
-def test_soft_caps_need_no_causality(name: str, shape: str):
-    backend = get_backend(name, CPU, torch.float32, 4)
-    assert_steps_equal_brute_force(backend, shapes(4)[shape], softcap=2.0)
-
-
-@pytest.mark.parametrize("shape", shapes(16))
-def test_xformers_biases_and_rows_equal_brute_force(shape: str):
-    pytest.importorskip("xformers", exc_type=ImportError)
-    backend = MaterialisedXformers(CPU, torch.float32, block_size=16)
-    # Whose request has nothing to see looks at the null page, which memory keeps at zero.
-    assert_steps_equal_brute_force(backend, shapes(16)[shape], null_page=0.0)
-
-
-@ON_A_CPU
+@WITH_XFORMERS
 @given(st.data())
 @settings(max_examples=examples(40))
 def test_backend_equals_brute_force_on_any_batch(name: str, data: st.DataObject):
@@ -96,7 +98,7 @@ def test_backend_equals_brute_force_on_any_batch(name: str, data: st.DataObject)
         num_kv_heads,
         8,
     )
-    assert_steps_equal_brute_force(get_backend(name, CPU, torch.float32, block_size), shape)
+    assert_equals_brute_force(name, shape)
 
 
 @needs_kernels

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Collection
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.attention.xformers_backend import XformersBackend
-from engine.llm import llm_engine
+from engine.llm import engine_builder
+from tests.support.import_graph import ROOT
 from tests.support.materialised_xformers import MaterialisedXformers
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,8 +76,38 @@ def test_an_engine_asks_again_for_the_heads_of_its_model(
         asked.append(needs[4] if len(needs) > 4 else ())  # type: ignore[arg-type]
         return "torch" if len(needs) > 4 else "xformers"
 
-    monkeypatch.setattr(llm_engine, "resolve_backend_name", resolve)
+    monkeypatch.setattr(engine_builder, "resolve_backend_name", resolve)
     engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))
     head_dims = {layer.spec.head_dim for layer in engine._runner._model.attention_layers}
     assert asked == [(), head_dims]
     assert engine.generate("a b", SamplingParams(max_tokens=2))[0].error is None
+
+
+RUN = """
+import sys
+sys.modules["xformers"] = None  # whoever imports it from now on gets an ImportError
+from engine import EngineConfig, LLMEngine, SamplingParams
+config = EngineConfig(model={model!r}, num_blocks=16, device="cpu")
+LLMEngine(config).generate("a b c", SamplingParams(max_tokens=2))
+try:
+    LLMEngine(config.model_copy(update=dict(attention_backend="xformers")))
+except ValueError as error:
+    assert "the xformers backend runs on CUDA devices only" in str(error), error
+else:
+    raise AssertionError("it was taken")
+"""
+
+
+def test_a_cpu_runs_without_it_and_asking_for_it_says_what_it_needs(
+    seeded: Callable[[str], str],
+) -> None:
+    code = RUN.format(model=seeded("qwen2"))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_warning_of_triton_at_the_import_of_xformers_fails_no_test() -> None:
+    message = (
+        "warmup, rep, and use_cuda_graph parameters are deprecated. "
+        "See https://github.com/triton-lang/triton/pull/4496 for details."
+    )
+    warnings.warn(message, DeprecationWarning, stacklevel=1)
