@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prefix_cache import BlockHash, BlockPool, KVCacheBlock, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, EvictionQueue, PageArena
-from tests.support.tiny_kv_cache import cached_ids
+from prefix_cache import BlockHash, BlockPool, KVCacheBlock, KVCacheManager, check_pool_integrity
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
+from prefix_cache.blocks.page_arena import EvictionQueue, PageArena
+from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
 
 
 def digest(index: int) -> BlockHash:
@@ -15,15 +18,6 @@ def digest(index: int) -> BlockHash:
 
 def ids(blocks) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-def cache_blocks(pool: BlockPool, num_blocks: int) -> list[KVCacheBlock]:
-    """Allocate, publish under digest(block id) and release, in order of ids."""
-    blocks = pool.allocate({0: num_blocks})[0]
-    for block in blocks:
-        pool.publish(block, digest(block.block_id))
-    pool.release(blocks)
-    return blocks
 
 
 def test_queue_goes_by_priority_then_time_and_removes_from_anywhere():
@@ -63,15 +57,6 @@ def test_the_null_block_is_never_handed_out_nor_held():
     check_pool_integrity(pool, [[*blocks[1:], null]])
 
 
-def test_too_large_an_allocation_changes_nothing():
-    pool = BlockPool.uniform(4)
-    cache_blocks(pool, 2)
-    with pytest.raises(ValueError, match=r"wanted per group \{0: 4\}, free are at most \{0: 3\}"):
-        pool.allocate({0: 4})
-    assert pool.num_free() == 3 and len(pool.hash_tables[0]) == 2
-    check_pool_integrity(pool, [])
-
-
 def test_every_hand_out_is_a_new_generation():
     pool = BlockPool.uniform(3)
     for generation in (1, 2, 3):
@@ -79,42 +64,6 @@ def test_every_hand_out_is_a_new_generation():
         assert (block.generation, other.generation) == (generation, generation)
         assert pool.generations(0).tolist() == [0, generation, generation]
         pool.release([block, other])
-
-
-def test_blocks_without_content_go_first_then_the_least_recently_used():
-    pool = BlockPool.uniform(6)
-    cached = cache_blocks(pool, 3)
-    (bare,) = pool.allocate({0: 1})[0]
-    assert bare.block_id == 4, "untouched blocks are taken before cached ones"
-    pool.release([bare])
-    # Used again: block 1 is now the most recently used of the cached.
-    pool.touch(cached[0])
-    pool.release([cached[0]])
-    assert ids(pool.allocate({0: 5})[0]) == [4, 5, 2, 3, 1]
-    assert pool.num_evictions == 3 and not pool.hash_tables[0]
-
-
-def test_released_in_reverse_the_tail_is_evicted_first():
-    pool = BlockPool.uniform(4)
-    table = pool.allocate({0: 3})[0]
-    for block in table:
-        pool.publish(block, digest(block.block_id))
-    pool.release(reversed(table))
-    pool.allocate({0: 1})
-    assert [pool.lookup(0, digest(i)) is not None for i in (1, 2, 3)] == [True, True, False]
-
-
-def test_a_shared_block_waits_for_its_last_holder():
-    pool = BlockPool.uniform(3)
-    (block,) = pool.allocate({0: 1})[0]
-    pool.publish(block, digest(1))
-    pool.touch(block)
-    pool.release([block])
-    assert block.ref_cnt == 1 and cached_ids(pool) == []
-    pool.release([block])
-    assert cached_ids(pool) == [1]
-    with pytest.raises(ValueError, match="block 1 is released, but not held"):
-        pool.release([block])
 
 
 def test_a_free_block_without_content_cannot_be_shared():
@@ -125,65 +74,11 @@ def test_a_free_block_without_content_cannot_be_shared():
         pool.touch(block)
 
 
-def test_lookup_keeps_groups_apart():
-    pool = BlockPool([PageArena(3, {0: 1, 7: 1})])
-    (block,) = pool.allocate({7: 1})[7]
-    pool.publish(block, digest(1))
-    assert pool.lookup(7, digest(1)) is block
-    assert pool.lookup(0, digest(1)) is None
-
-
-@pytest.mark.parametrize("older_is_held", [True, False])
-def test_the_newest_block_of_a_hash_wins(older_is_held):
-    pool = BlockPool.uniform(5)
-    older, newer = pool.allocate({0: 2})[0]
-    pool.publish(older, digest(1))
-    if not older_is_held:
-        pool.release([older])
-    pool.publish(newer, digest(1))
-    assert pool.lookup(0, digest(1)) is newer
-    assert older.block_hash == (digest(1) if older_is_held else None)
-    check_pool_integrity(pool, [[older, newer]] if older_is_held else [[newer]])
-    if not older_is_held:
-        # It holds what is found elsewhere: it goes before blocks never used.
-        assert ids(pool.allocate({0: 1})[0]) == ids([older])
-
-
 def several_of_one_content(pool: BlockPool, count: int) -> list[KVCacheBlock]:
     blocks = pool.allocate({0: count})[0]
     for block in blocks:
         pool.publish(block, digest(1))
     return blocks
-
-
-def test_an_older_block_that_is_held_is_found_again_when_the_newest_is_evicted():
-    pool = BlockPool.uniform(4)
-    oldest, older, newest = several_of_one_content(pool, 3)
-    held = {oldest, older, newest}
-    for gone, found in ((newest, older), (older, oldest)):
-        pool.release([gone])
-        assert pool.lookup(0, digest(1)) is gone, "cached, until its place is needed"
-        (other,) = pool.allocate({0: 1})[0]
-        assert other.block_id == gone.block_id and pool.lookup(0, digest(1)) is found
-        pool.publish(found, digest(1))  # that it is found already changes nothing
-        held = held - {gone} | {other}
-        check_pool_integrity(pool, [list(held)])
-    pool.release([oldest])
-    assert cached_ids(pool) == ids([oldest]) and not pool.older
-
-
-def test_content_that_no_table_holds_is_kept_once_and_counts_as_used_when_the_last_let_it_go():
-    pool = BlockPool.uniform(5)
-    older, newest = several_of_one_content(pool, 2)
-    (other,) = pool.allocate({0: 1})[0]
-    pool.publish(other, digest(2))
-    pool.release([newest, other])
-    assert cached_ids(pool) == ids([newest, other])
-    pool.release([older])
-    assert older.block_hash is None and not pool.older
-    assert cached_ids(pool) == ids([other, newest]), "it was in use longer than the other"
-    assert ids(pool.allocate({0: 3})[0]) == [older.block_id, 4, other.block_id]
-    assert pool.lookup(0, digest(1)) is newest
 
 
 def test_a_copy_that_was_worth_more_keeps_its_priority():
@@ -210,16 +105,130 @@ def test_publishing_twice_is_once_and_another_hash_is_an_error():
     pool.release([block])
     with pytest.raises(ValueError, match="block 1 is published, but not held"):
         pool.publish(block, digest(1))
+    with pytest.raises(ValueError, match="block 1 is released, but not held"):
+        pool.release([block])
 
 
-def test_reset_forgets_content_and_keeps_references():
-    pool = BlockPool.uniform(6)
-    cache_blocks(pool, 2)
-    held = pool.allocate({0: 1})[0]
-    pool.publish(held[0], digest(9))
-    twins = several_of_one_content(pool, 2)
-    pool.reset()
-    assert not pool.hash_tables[0] and not pool.older and cached_ids(pool) == []
-    assert pool.num_free() == 2 and held[0].ref_cnt == 1
-    check_pool_integrity(pool, [held, twins])
-    assert pool.num_evictions == 0
+BLOCK_SIZE = 4
+
+
+def put(pool: BlockPool, group_id: int, indices: list[int], priority: int = HIGH_PRIORITY) -> None:
+    """Cache blocks under these digests, the first of them to be evicted first."""
+    blocks = pool.allocate({group_id: len(indices)})[group_id]
+    for index, block in zip(indices, blocks, strict=True):
+        pool.publish(block, digest(index))
+    pool.release(blocks, priority)
+
+
+def found(pool: BlockPool, num_groups: int) -> set[tuple[int, int]]:
+    return {(g, i) for g in range(num_groups) for i in range(99) if pool.lookup(g, digest(i))}
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["use", "demote"]),
+        st.integers(0, 11),
+        st.sampled_from([LOW_PRIORITY, HIGH_PRIORITY]),
+    ),
+    max_size=30,
+)
+
+
+@given(events=EVENTS, takers=st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_pages_of_one_block_go_in_exactly_one_order_whoever_takes_them(events, takers):
+    pool = BlockPool([PageArena(13, {0: 1, 1: 1, 2: 1})])
+    order: dict[tuple[int, int], tuple[int, int]] = {}  # content to (priority, time of last use)
+    for index in range(12):
+        put(pool, index % 3, [index])
+        order[index % 3, index] = (HIGH_PRIORITY, index)
+    for time, (event, index, priority) in enumerate(events, start=12):
+        block = pool.lookup(index % 3, digest(index))
+        if event == "use":
+            pool.touch(block)
+            pool.release([block], priority)
+            order[index % 3, index] = (priority, time)
+        else:
+            pool.demote(block)
+            if order[index % 3, index][0] == HIGH_PRIORITY:
+                order[index % 3, index] = (LOW_PRIORITY, time)
+    blocks = []
+    for count, group_id in enumerate(takers, start=1):
+        blocks += pool.allocate({group_id: 1})[group_id]
+        survivors = sorted(order, key=order.__getitem__)[count:]
+        assert found(pool, 3) == set(survivors)
+        assert pool.num_evictions == count
+    check_pool_integrity(pool, [blocks])
+
+
+def test_a_group_gives_up_its_own_block_or_another_groups_page_whichever_is_older():
+    pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
+    put(pool, 0, [1, 2])
+    put(pool, 1, [11, 12, 13])
+    assert not pool.arenas[0].free_pages
+    block = pool.allocate({1: 1})[1]
+    assert found(pool, 2) == {(1, 11), (1, 12), (1, 13)}, "the page of group 0 was older"
+    pool.release(block)
+    # It was given back whole.
+    put(pool, 0, [1, 2])
+    block = pool.allocate({0: 1})[0]
+    assert found(pool, 2) == {(0, 1), (0, 2)}, "the page of group 1 was older"
+    pool.release(block)
+    put(pool, 1, [11, 12, 13])
+    pool.release([*pool.allocate({0: 1})[0]])
+    assert found(pool, 2) == {(0, 2), (1, 11), (1, 12), (1, 13)}, "its own was the oldest"
+    check_pool_integrity(pool, [])
+
+
+def test_free_blocks_go_before_content_and_half_used_pages_before_whole_ones():
+    pool = BlockPool([PageArena(4, {0: 3, 1: 2})])
+    put(pool, 0, [1])
+    assert pool.arenas[0].num_available == 3 and len(pool.arenas[0].free_pages) == 2
+    blocks = pool.allocate({0: 2})[0]
+    assert [block.block_id for block in blocks] == [4, 5], "beside the content of page 1"
+    assert found(pool, 1) == {(0, 1)} and len(pool.arenas[0].free_pages) == 2
+    more = pool.allocate({1: 4})[1]
+    assert [block.large_page.page_id for block in more] == [2, 2, 3, 3]
+    assert pool.num_free(0) == 1 and pool.num_free(1) == 0
+    assert not pool.can_allocate({1: 1})
+    assert pool.allocate({0: 1})[0][0].block_id == 3 and not found(pool, 1)
+
+
+def test_a_demoted_page_goes_before_an_older_one():
+    pool = BlockPool([PageArena(3, {0: 2, 1: 3})])
+    put(pool, 0, [1, 2])
+    put(pool, 1, [11, 12, 13])
+    for index in (11, 12):
+        pool.demote(pool.lookup(1, digest(index)))
+    assert [page.page_id for page in pool.arenas[0].unheld] == [1, 2], "13 is still worth keeping"
+    pool.demote(pool.lookup(1, digest(13)))
+    assert [page.page_id for page in pool.arenas[0].unheld] == [2, 1]
+    pool.allocate({0: 1})
+    assert found(pool, 2) == {(0, 1), (0, 2)}
+
+
+def test_what_a_window_has_left_behind_goes_before_anything_a_request_kept():
+    config = mixed_config({"full": 1, "sliding": 1}, 40, BLOCK_SIZE, reach=6)
+    manager = KVCacheManager(config)
+    old, new = list(range(24)), list(range(50, 74))
+    for token_ids in (old, new):
+        hashes = hashes_of(token_ids, BLOCK_SIZE)
+        for end in range(4, 25, 4):
+            assert manager.allocate_slots("a", end, num_computed_tokens=end - 4)
+            manager.publish("a", hashes, end)
+        manager.free("a")
+    pool = manager.pool
+
+    def left(token_ids: list[int], group_id: int) -> list[int]:
+        hashes = enumerate(hashes_of(token_ids, BLOCK_SIZE))
+        return [i for i, block_hash in hashes if pool.lookup(group_id, block_hash) is not None]
+
+    assert len(cached_ids(pool, 0)) == len(cached_ids(pool, 1)) == 12
+    # At 20 computed tokens the window had left blocks 0 to 2; 3 to 5 were held to the end.
+    num_free = len(pool.arenas[0].free_pages)
+    blocks = pool.allocate({0: num_free + 6})[0]
+    assert [left(t, 0) for t in (old, new)] == [[0, 1, 2, 3, 4, 5]] * 2
+    assert [left(t, 1) for t in (old, new)] == [[3, 4, 5]] * 2
+    # Next is the older request, from its tail.
+    blocks += pool.allocate({0: 2})[0]
+    assert [left(old, 0), left(old, 1)] == [[0, 1, 2, 3], [3, 4, 5]]
+    pool.release(blocks)

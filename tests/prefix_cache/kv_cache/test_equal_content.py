@@ -14,7 +14,7 @@ from prefix_cache import (
     check_integrity,
     check_pool_integrity,
 )
-from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config, tiny_config
+from tests.support.tiny_kv_cache import GROUP_MIXES, hashes_of, mixed_config
 
 BLOCK_SIZE = 4
 PROMPT = list(range(20))
@@ -35,35 +35,6 @@ def begin(manager: KVCacheManager, name: str) -> None:
     hashes = hashes_of(PROMPT, BLOCK_SIZE)
     assert manager.allocate_slots(name, len(PROMPT), prefix=prefix, block_hashes=hashes)
     manager.publish(name, hashes, len(PROMPT))
-
-
-def fill(manager: KVCacheManager, first: int) -> None:
-    """Evict all that no request holds."""
-    while manager.pool.num_free():
-        first += 1
-        name = f"filler {first}"
-        assert manager.allocate_slots(name, BLOCK_SIZE)
-        manager.publish(name, hashes_of([1000 + first] * BLOCK_SIZE, BLOCK_SIZE), BLOCK_SIZE)
-
-
-@pytest.mark.parametrize("has_twin", [True, False])
-def test_the_next_turn_hits_all_that_a_running_request_held(has_twin: bool) -> None:
-    """A and B get the same prompt and say the same; B ends first, and its blocks are evicted."""
-    manager = KVCacheManager(tiny_config(40, BLOCK_SIZE), output_names=())
-    begin(manager, "A")
-    if has_twin:
-        begin(manager, "B")
-    grow(manager, "A", PROMPT + ANSWER, len(PROMPT))
-    if has_twin:
-        grow(manager, "B", PROMPT + ANSWER, len(PROMPT))
-        manager.free("B")
-    fill(manager, 0)
-    prefix = manager.find_cached_prefix(hashes_of(NEXT_TURN, BLOCK_SIZE), len(NEXT_TURN))
-    assert (prefix.num_tokens, len(NEXT_TURN)) == (48, 55)
-    manager.free("A")
-    check_integrity(manager)
-    prefix = manager.find_cached_prefix(hashes_of(NEXT_TURN, BLOCK_SIZE), len(NEXT_TURN))
-    assert prefix.num_tokens == 48
 
 
 @pytest.mark.parametrize("mix", sorted(GROUP_MIXES))

@@ -100,25 +100,6 @@ def test_states_are_worth_keeping_where_all_other_groups_hit(mix, data):
     assert coordinator.longest_hit_but_for_states(HASHES, cap) == longest * BLOCK_SIZE
 
 
-def test_a_window_hits_with_its_last_blocks_only():
-    coordinator, ids = coordinator_with({"sliding": 1}, 5, [{6, 7}])
-    # Token 16 sees 12 to 15; token 14 sees 10 to 13, of which 10 and 11 are gone.
-    hit = coordinator.find_longest_cache_hit(HASHES, 20)
-    assert table(hit[0]) == [0] * 6 + [ids[0][6], ids[0][7]]
-    assert coordinator.find_longest_cache_hit(HASHES, 15) == ((),)
-
-
-def test_a_chunk_that_begins_behind_the_hit_needs_nothing():
-    coordinator, _ = coordinator_with({"chunked": 1}, 8, [set()])
-    assert table(coordinator.find_longest_cache_hit(HASHES, 19)[0]) == [0] * 8
-
-
-def test_two_groups_agree_on_a_length_that_neither_named_first():
-    # Alone the states serve 9 blocks and the window 7; the longest that both serve is 4.
-    coordinator, _ = coordinator_with({"mamba": 1, "sliding": 1}, 5, [{3, 8}, {2, 3, 5, 6, 9}])
-    assert len(coordinator.find_longest_cache_hit(HASHES, 20)[0]) == 4
-
-
 @given(size=st.integers(1, 7), missing=st.sets(st.integers(0, 3)))
 def test_an_encoder_output_is_found_whole_or_not_at_all(size, missing):
     config = mixed_config({"cross": 1, "full": 1}, 9, BLOCK_SIZE)

@@ -113,30 +113,6 @@ def test_the_equations_of_a_request_with_both_tables() -> None:
     pools.check()
 
 
-def test_the_equations_of_a_request_on_the_host() -> None:
-    pools = Pools(bart_like())
-    total = pools.free
-    assert pools.manager.allocate_slots("a", 10, encoder=encoder_of(7))
-    assert pools.swap_out("a", 10)
-    assert pools.free == (total[0], total[1] - 5)
-    pools.swap.free("a")
-    assert pools.free == total
-    pools.check()
-
-
-def test_a_reset_frees_every_block_of_both_pools() -> None:
-    pools = Pools(bart_like())
-    total = pools.free
-    for number, name in enumerate("abc"):
-        assert pools.manager.allocate_slots(name, 6, encoder=encoder_of(5, number))
-    pools.manager.publish("a", hashes_of(range(6), BLOCK_SIZE), 6)
-    assert pools.swap_out("b", 6)
-    pools.free_all()
-    assert pools.free == total
-    assert len(pools.manager.pool.arenas[0].free_pages) == total[0], "no content is kept either"
-    pools.check()
-
-
 def test_shared_cross_attention_blocks_stay_for_the_others() -> None:
     """On the host a request has its own; here the other's are still in use."""
     pools = Pools(bart_like())
@@ -156,33 +132,6 @@ def test_shared_cross_attention_blocks_stay_for_the_others() -> None:
     assert pools.free == (before[0] - 3, before[1])
     assert not set(pools.manager.block_ids("b", CROSS)) & set(table)
     pools.check()
-
-
-def test_pages_come_back_bit_for_bit() -> None:
-    """Cross-attention's too, and although others wrote to the device in between."""
-    pools = Pools(bart_like(num_pages=8))
-    generator = torch.Generator().manual_seed(0)
-
-    def fill(memory: PagedMemory) -> None:
-        memory.buffer.random_(0, 256, generator=generator)
-
-    def content(request_id: str) -> list[Tensor]:
-        return [
-            pools.page(pools.device, group_id, block_id).clone()
-            for group_id in (SELF, CROSS)
-            for block_id in pools.manager.block_ids(request_id, group_id)
-        ]
-
-    fill(pools.device)
-    assert pools.manager.allocate_slots("a", 10, encoder=encoder_of(7))
-    before = content("a")
-    places = [pools.manager.block_ids("a", group) for group in (SELF, CROSS)]
-    assert pools.swap_out("a", 10)
-    fill(pools.device)
-    assert pools.manager.allocate_slots("other", 4, encoder=encoder_of(4, 1))
-    assert pools.swap_in("a")
-    assert [pools.manager.block_ids("a", group) for group in (SELF, CROSS)] != places
-    assert all(torch.equal(x, y) for x, y in zip(before, content("a"), strict=True))
 
 
 def test_output_rows_come_back_of_both_sequences() -> None:
@@ -207,29 +156,6 @@ def test_output_rows_come_back_of_both_sequences() -> None:
     assert manager.gather_outputs("a", 10) == {}
     gathered = manager.gather_encoder_outputs("a", 7)[ENCODER_HIDDEN_STATES]
     assert torch.equal(gathered, encoder_rows)
-
-
-@pytest.mark.parametrize(("kind", "held"), [("sliding", [2, 3, 4]), ("mamba", [4])])
-def test_gaps_in_a_table_take_no_host_blocks_and_come_back(kind: str, held: list[int]) -> None:
-    """What a window has passed, and the states that a recurrence has moved on from."""
-    config = mixed_config({"full": 2, kind: 2}, 30, BLOCK_SIZE, reach=9)
-    pools = Pools(config)
-    for end in range(4, 21, 4):
-        assert pools.manager.allocate_slots("a", end, num_computed_tokens=end - 4)
-    assert pools.manager.allocate_slots("a", 20, num_computed_tokens=19)
-
-    def gaps() -> list[int]:
-        return [i for i, block in enumerate(pools.manager.block_ids("a", 1)) if block]
-
-    assert gaps() == held
-    host_free = pools.free[1]
-    assert pools.swap_out("a", 19)
-    assert host_free - pools.free[1] == 5 + len(held)
-    assert pools.swap_in("a")
-    assert gaps() == held
-    # It goes on as if nothing had been: the table grows, and lets go of what is not needed.
-    assert pools.manager.allocate_slots("a", 24, num_computed_tokens=20)
-    pools.check()
 
 
 def test_what_comes_back_is_published_when_it_grows() -> None:

@@ -112,15 +112,6 @@ def test_the_least_recently_used_item_goes_first() -> None:
     assert cache.stats().evictions == 1
 
 
-def test_what_is_held_is_not_evicted() -> None:
-    cache = EncoderCache(4 * ROW_BYTES)
-    put(cache, KEYS[2])
-    assert not cache.has_room(2 * ROW_BYTES)
-    with pytest.raises(ValueError, match="does not fit beside 96 bytes that are held"):
-        cache.reserve(KEYS[1], 2 * ROW_BYTES)
-    assert torch.equal(cache.rows(KEYS[2]), rows_of(KEYS[2]))
-
-
 def test_rows_of_a_batch_do_not_keep_the_batch_alive() -> None:
     cache = EncoderCache(100 * ROW_BYTES)
     batch = torch.randn(50, 8)

@@ -53,28 +53,6 @@ def test_every_token_of_every_layer_has_its_own_row_for_key_and_value():
     assert (memory.buffer.view(torch.float32) != 0).all()
 
 
-def test_the_row_formula_of_the_layout():
-    memory = new_memory()
-    for page, offset in ((0, 0), (1, 0), (3, 2)):
-        slot = torch.tensor([page * BLOCK_SIZE + offset])
-        assert memory.row_mapping(0, slot).item() == page * 2 * NUM_LAYERS * BLOCK_SIZE + offset
-
-
-def test_chunks_are_the_same_rows_by_page_layer_and_kind():
-    memory = new_memory()
-    slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-    rows = memory.row_mapping(0, slots)
-    for index in range(NUM_LAYERS):
-        layer = memory.layer(0, index)
-        layer.keys[rows] = torch.randn(len(slots), KV_HEADS, HEAD_DIM)
-        layer.values[rows] = torch.randn(len(slots), KV_HEADS, HEAD_DIM)
-        for page in range(NUM_BLOCKS):
-            first = page * layer.chunks_per_page + 2 * layer.layer_index
-            of_page = rows[page * BLOCK_SIZE : (page + 1) * BLOCK_SIZE]
-            assert torch.equal(layer.chunks[first], layer.keys[of_page])
-            assert torch.equal(layer.chunks[first + 1], layer.values[of_page])
-
-
 def test_clearing_a_page_clears_its_rows_in_every_layer_and_no_others():
     memory = new_memory()
     memory.buffer.fill_(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from prefix_cache import BlockPool, StageOutputCache
@@ -40,29 +38,6 @@ def test_rows_come_back_by_block_table_whatever_the_order_of_blocks():
     assert torch.equal(cache.gather(ids, 8, start=4)["h"], rows[4:8])
     assert cache.gather(ids, 5, start=5)["h"].shape == (0, 3)
     assert cache.num_valid_rows(ids) == 10 and cache.num_valid_blocks(ids) == 2
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=3, max_size=3),
-    steps=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), max_size=4),
-)
-def test_rows_written_in_any_chunks_equal_rows_written_at_once(lengths, steps):
-    pool, cache = new_cache(num_blocks=12)
-    tables = [
-        [block.block_id for block in pool.allocate({0: -(-length // BLOCK_SIZE)})[0]]
-        for length in lengths
-    ]
-    expected = [torch.randn(length, 2) for length in lengths]
-    done = [0, 0, 0]
-    for chunks in [*steps, lengths]:
-        spans = [(i, done[i], min(done[i] + chunk, lengths[i])) for i, chunk in enumerate(chunks)]
-        cache.write(
-            torch.cat([slots_of(tables[i], start, end) for i, start, end in spans]),
-            {"h": torch.cat([expected[i][start:end] for i, start, end in spans])},
-        )
-        done = [end for _, _, end in spans]
-    for table, rows in zip(tables, expected, strict=True):
-        assert torch.equal(cache.gather(table, len(rows))["h"], rows)
 
 
 def test_stores_have_the_stated_shape_and_each_name_its_own_type():
@@ -102,32 +77,6 @@ def test_gathered_rows_share_no_memory_with_the_store():
     first = cache.gather(ids, 4)["h"]
     first.zero_()
     assert torch.equal(cache.gather(ids, 4)["h"], numbered(4))
-
-
-def test_rows_of_a_recycled_block_are_a_miss():
-    pool, cache = new_cache(num_blocks=2)
-    (block,) = pool.allocate({0: 1})[0]
-    cache.write(slots_of([1], 0, 4), {"h": numbered(4), "k": numbered(4)})
-    assert cache.gather([1], 4).keys() == {"h", "k"}
-    pool.release([block])
-    pool.allocate({0: 1})
-    assert cache.gather([1], 4) == {} and cache.num_valid_rows([1]) == 0
-    cache.write(slots_of([1], 0, 4), {"h": numbered(4, first=50.0)})
-    gathered = cache.gather([1], 4)
-    assert gathered.keys() == {"h"}, "k is of the block's earlier owner"
-    assert torch.equal(gathered["h"], numbered(4, first=50.0))
-    assert cache.num_valid_blocks([1]) == 0
-    assert cache.num_valid_blocks([1], names=["h"]) == 1
-
-
-def test_one_missing_row_makes_a_tensor_absent_but_only_where_it_is_asked_for():
-    pool, cache = new_cache()
-    ids = [block.block_id for block in pool.allocate({0: 3})[0]]
-    cache.write(slots_of(ids, 0, 5), {"h": numbered(5)})
-    cache.write(slots_of(ids, 6, 12), {"h": numbered(6)})
-    assert cache.gather(ids, 12) == {} and cache.gather(ids, 6, start=5) == {}
-    assert cache.gather(ids, 5).keys() == cache.gather(ids, 12, start=6).keys() == {"h"}
-    assert cache.num_valid_rows(ids) == 5 and cache.num_valid_blocks(ids) == 1
 
 
 def test_blocks_that_were_never_handed_out_hold_no_rows():
