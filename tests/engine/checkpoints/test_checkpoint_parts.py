@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from engine import EngineConfig, LLMEngine
-from engine.checkpoints import checkpoint
+from engine import ChatPrompt, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from engine.checkpoints import weight_files
 from engine.generator.generator_engine import GeneratorEngine
 from engine.interface.config import GeneratorConfig
 from engine.models.model_loader import open_checkpoint
+from engine.text.tokenizer import eos_token_ids, load_tokenizer
+from tests.support.published_layout import publish
 
 PREFIXES = {"thinker": "thinker.", "talker": "talker.", "code2wav": "token2wav."}
 EMBEDDING = "thinker.model.embed_tokens.weight"
@@ -68,9 +71,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Count
     """How often each tensor was read whole, and how many single rows of each."""
     whole: Counter[str] = Counter()
     rows: Counter[str] = Counter()
-    plain = checkpoint.open_safetensors
+    plain = weight_files.open_safetensors
     monkeypatch.setattr(
-        checkpoint, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
+        weight_files, "open_safetensors", lambda path: _CountingFile(plain(path), whole, rows)
     )
     yield whole, rows
 
@@ -154,3 +157,41 @@ def test_one_model_has_no_parts(qwen2_checkpoint: str):
 def test_rows_that_are_not_there_are_refused(folder: str, name: str, index: int):
     with pytest.raises(ValueError, match=r"lacks the weights|in .* has rows 0 to 767"):
         open_checkpoint(folder, part="talker").rows_of_whole(name, [index])
+
+
+MODELS = [("llava", None), ("qwen2_5_vl", None), ("qwen2_5_omni", "thinker")]
+MESSAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}
+
+
+def answer(folder: str | Path, part: str | None) -> RequestOutput:
+    chat = ChatPrompt((MESSAGE,), {"image": [Image.new("RGB", (60, 40), "teal")]})
+    config = EngineConfig(model=str(folder), part=part, num_blocks=64, max_model_len=256)
+    engine = LLMEngine(config)
+    try:
+        (output,) = engine.generate([chat], SamplingParams(max_tokens=16, ignore_eos=True))
+    finally:
+        engine.close()
+    return output
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+def test_the_published_layout_changes_no_token(
+    name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = seeded(name)
+    here, there = answer(folder, part), answer(publish(folder, tmp_path / "model"), part)
+    assert here.prompt_token_ids == there.prompt_token_ids, "the chat template is the processor's"
+    assert here.outputs[0].token_ids == there.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("name", "part"), MODELS)
+def test_the_published_layout_ends_replies_by_the_same_tokens(
+    name: str, part: str | None, seeded: Callable[[str], str], tmp_path: Path
+):
+    folder = seeded(name)
+    found = []
+    for each in (folder, publish(folder, tmp_path / "model")):
+        checkpoint = open_checkpoint(each, part=part)
+        tokenizer = load_tokenizer(each)
+        found.append(eos_token_ids(checkpoint.config, checkpoint.generation_config, tokenizer))
+    assert found[0] == found[1] != frozenset()

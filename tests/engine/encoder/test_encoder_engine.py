@@ -23,9 +23,10 @@ from engine import (
     TextPrompt,
     TokensPrompt,
 )
+from engine.encoder.encoder_engine import EncoderQueue, EncoderRequest
 from omni.seeded.language_models import build_causal_lm, build_text_encoder
+from prefix_cache import whole_input_hash
 from tests.support.examples import examples
-from tests.support.idle_engine import drop_all
 
 HIDDEN = 64
 VOCAB = 768
@@ -327,26 +328,12 @@ def test_an_input_that_cannot_run_is_refused_and_changes_nothing(
     assert run(engine, [TokensPrompt(token_ids(24))])[0].error is None
 
 
-def test_a_live_request_id_is_refused(bert_engine: EncoderEngine):
-    bert_engine.add_request("same", TokensPrompt((5,)))
-    with pytest.raises(ValueError, match="'same' is already in use"):
-        bert_engine.add_request("same", TokensPrompt((6,)))
-    drop_all(bert_engine)
-    assert not bert_engine.has_unfinished_requests
-
-
 def test_roberta_counts_positions_from_after_its_padding_id(checkpoint: Callable[[str], str]):
     engine = engine_of(checkpoint("roberta"), max_num_batched_tokens=128)
     assert engine.max_model_len == 63  # 64 positions, padding id 0
     assert run(engine, [TokensPrompt(token_ids(63))])[0].error is None
     with pytest.raises(ValueError, match="max_model_len is 63"):
         engine.add_request("long", TokensPrompt(token_ids(64)))
-
-
-def test_a_step_without_requests_does_nothing(bert_engine: EncoderEngine):
-    before = bert_engine.stats().num_steps
-    assert bert_engine.step() == []
-    assert bert_engine.stats().num_steps == before
 
 
 def test_a_failing_input_fails_alone(bert: str, monkeypatch: pytest.MonkeyPatch):
@@ -480,3 +467,70 @@ def spy_on_forward(engine: EncoderEngine) -> list[int]:
 
     engine._model.forward = forward  # type: ignore[method-assign]
     return lengths
+
+
+MAX_SEQS = 3
+BUDGET = 24
+
+
+def request(index: int, length: int, priority: int = 0, embeds: bool = False) -> EncoderRequest:
+    return EncoderRequest(
+        request_id=f"r{index}",
+        content=torch.zeros(length, 2) if embeds else torch.zeros(length, dtype=torch.int64),
+        input_hash=whole_input_hash([length, int(embeds)]),
+        priority=priority,
+        arrival_index=index,
+    )
+
+
+def queue_of(*requests: EncoderRequest) -> EncoderQueue:
+    queue = EncoderQueue(MAX_SEQS, BUDGET)
+    for item in requests:
+        queue.add(item)
+    return queue
+
+
+def ids(batch: list[EncoderRequest]) -> list[str]:
+    return [item.request_id for item in batch]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, BUDGET), st.integers(0, 2), st.booleans()), min_size=1, max_size=20
+    )
+)
+def test_every_batch_keeps_the_limits_and_starts_with_the_first_in_the_order(specs):
+    requests = [request(i, *spec) for i, spec in enumerate(specs)]
+    queue = queue_of(*requests)
+    order = sorted(requests, key=lambda r: (r.priority, r.arrival_index))
+    while queue.waiting():
+        batch = queue.next_batch(share=False)
+        assert batch[0] is order[0]
+        cells = max(r.num_tokens for r in batch) * len(batch)
+        assert cells <= BUDGET and len(batch) <= MAX_SEQS
+        assert cells <= 2 * sum(r.num_tokens for r in batch)
+        assert len({r.is_embeds for r in batch}) == 1
+        for item in batch:
+            queue.remove(item)
+            order.remove(item)
+    assert not order
+
+
+def test_mates_are_those_nearest_in_length():
+    queue = queue_of(request(0, 6), request(1, 3), request(2, 7), request(3, 6))
+    assert ids(queue.next_batch(share=False)) == ["r0", "r3", "r2"]
+
+
+def test_a_mate_of_higher_priority_goes_before_a_nearer_one():
+    queue = queue_of(request(0, 6), request(1, 6, 2), request(2, 6, 2), request(3, 8, 1))
+    assert ids(queue.next_batch(share=False)) == ["r0", "r3", "r1"]
+
+
+def test_equal_inputs_share_only_where_they_may():
+    queue = queue_of(request(0, 6), request(1, 6), request(2, 5))
+    assert ids(queue.next_batch(share=True)) == ["r0", "r2"]
+    assert ids(queue.next_batch(share=False)) == ["r0", "r1", "r2"]
+
+
+def test_an_empty_queue_gives_no_batch():
+    assert queue_of().next_batch(share=True) == []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,25 +214,6 @@ def test_of_several_processes_one_builds_and_all_find_it_whole(
     racers = [subprocess.Popen(command) for _ in range(6)]
     assert [racer.wait() for racer in racers] == [0] * 6
     assert log.read_text() == "built\n"
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_builders_killed_at_any_moment_leave_the_others_a_whole_entry(
-    cache: DiskCache, tmp_path: Path
-) -> None:
-    """The moments are chosen by chance; what has to hold does not depend on them."""
-    chance = random.Random(0)
-    command = [sys.executable, "-c", RACING, str(cache.root), str(tmp_path / "log")]
-    racers = [subprocess.Popen(command) for _ in range(4)]
-    for _ in range(8):
-        time.sleep(chance.uniform(0.0, 0.1))
-        victim = racers.pop(0)
-        victim.kill()
-        victim.wait()
-        racers.append(subprocess.Popen(command))
-    assert [racer.wait() for racer in racers] == [0] * 4
-    # A folder of one that was killed at the very end may be left, which nobody reads.
-    assert [path.name for path in cache.root.glob("[!.]*")] == ["one"]
 
 
 @pytest.mark.parametrize("reason", [NotImplementedError("no locks here"), OSError(37, "no locks")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine import (
     StreamWindow,
     TokensPrompt,
 )
+from engine.generator.generator_engine import GeneratorRequest, WindowGathering, WindowSizes
 from engine.models.qwen2_5_omni.code2wav import flow_times
 from prefix_cache import IntegrityError
 from tests.support.examples import examples
@@ -129,11 +131,6 @@ def test_whole_utterances_are_those_of_transformers_and_run_together_where_lengt
     assert not engine.has_unfinished_requests
 
 
-def test_equal_utterances_in_a_row_are_equal_to_the_bit(engine: GeneratorEngine) -> None:
-    first = whole(engine, random_codes(17))
-    assert all(torch.equal(whole(engine, random_codes(17)), first) for _ in range(8))
-
-
 @pytest.fixture(scope="module", params=[PARAMS, GROWING], ids=["even windows", "growing windows"])
 def windowed(folder: str, request: pytest.FixtureRequest) -> GeneratorEngine:
     return open_engine(folder, request.param)
@@ -233,17 +230,6 @@ def test_input_is_needed_exactly_when_nothing_can_run(engine: GeneratorEngine) -
     assert engine.needs_input("s") and engine.has_unfinished_requests
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_no_codes_give_an_empty_waveform(engine: GeneratorEngine, chunks: int) -> None:
-    engine.add_request("s", CodecPrompt((), is_last=chunks == 0))
-    for chunk in range(chunks):
-        engine.extend_request("s", CodecPrompt((), is_last=chunk == chunks - 1))
-    (output,) = drain(engine)["s"]
-    assert output.finished and output.error is None
-    assert output.waveform.samples.shape == (0,)
-    assert output.waveform.samples.dtype == torch.float32
-
-
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "code beyond the codec": (CodecPrompt((1, 264)), "code 1 is 264, but .* codes 0 to 263"),
     "negative code": (CodecPrompt((-1,)), "code 0 is -1"),
@@ -284,17 +270,6 @@ def test_a_bad_chunk_leaves_the_stream_as_it_was(engine: GeneratorEngine) -> Non
         engine.extend_request("s", CodecPrompt((1,)))
     (output,) = drain(engine)["s"]
     assert torch.equal(output.waveform.samples, expected)
-
-
-def test_a_request_that_is_not_live_is_ignored_and_one_that_is_keeps_its_name(
-    engine: GeneratorEngine,
-) -> None:
-    engine.abort("gone")
-    engine.extend_request("gone", CodecPrompt((1,)))
-    assert not engine.needs_input("gone") and not engine.has_unfinished_requests
-    engine.add_request("here", CodecPrompt((1,), is_last=False))
-    with pytest.raises(ValueError, match="already in use"):
-        engine.add_request("here", CodecPrompt((1,)))
 
 
 def test_a_request_that_fails_in_a_batch_fails_alone(
@@ -392,3 +367,130 @@ def test_time_never_runs_backwards_within_the_bounds_of_the_sway(sway: float | N
     times = flow_times(params, torch.device("cpu"))
     assert times[0] == 0 and abs(times[-1] - 1) < 1e-6
     assert (times.diff() >= 0).all()
+
+
+SIZES = WindowSizes(first=4, chunk=8, left=2, right=2)
+FIRST, SECOND = 7, 15  # codes after which an utterance's windows can run
+
+
+@dataclass
+class Vocoder:
+    """Utterances by name, and which of them each step's pass computes."""
+
+    max_batch_size: int = 8
+    utterances: dict[str, GeneratorRequest] = field(default_factory=dict)
+    has_new_codes: bool = False
+
+    def __post_init__(self) -> None:
+        self.gathering = WindowGathering(SIZES, self.max_batch_size)
+
+    def say(self, name: str, num_codes: int, *, is_last: bool = False) -> None:
+        request = self.utterances.setdefault(
+            name, GeneratorRequest(name, None, 0, len(self.utterances), False, None)
+        )
+        request.codes += [0] * num_codes
+        request.is_last = is_last
+        self.has_new_codes = True
+
+    def step(self) -> str:
+        batch = self.gathering.next_batch(
+            self.utterances.values(), has_new_codes=self.has_new_codes
+        )
+        self.has_new_codes = False
+        for request, window in batch:
+            request.num_done = window.kept_stop
+        assert len({window.num_codes for _, window in batch}) <= 1
+        return "".join(request.request_id for request, _ in batch)
+
+
+@pytest.fixture
+def vocoder() -> Vocoder:
+    return Vocoder()
+
+
+def test_an_utterance_alone_waits_for_nobody(vocoder: Vocoder) -> None:
+    vocoder.say("a", FIRST)
+    assert vocoder.step() == "a"
+    vocoder.say("a", SECOND - FIRST)
+    assert vocoder.step() == "a"
+
+
+def test_a_window_waits_for_one_as_long_that_is_coming(vocoder: Vocoder) -> None:
+    vocoder.say("a", FIRST)
+    vocoder.say("b", FIRST - 1)
+    assert vocoder.step() == ""
+    vocoder.say("b", 1)
+    assert vocoder.step() == "ab"
+
+
+def test_without_new_codes_nothing_waits(vocoder: Vocoder) -> None:
+    vocoder.say("a", FIRST)
+    vocoder.say("b", 1)
+    assert [vocoder.step(), vocoder.step(), vocoder.step()] == ["", "a", ""]
+
+
+def test_one_that_comes_to_a_window_of_another_length_is_not_waited_for(vocoder: Vocoder) -> None:
+    vocoder.say("a", FIRST)
+    assert vocoder.step() == "a"
+    vocoder.say("b", FIRST)
+    assert vocoder.step() == "b"
+
+
+def test_one_whose_codes_are_all_there_is_not_waited_for(vocoder: Vocoder) -> None:
+    vocoder.say("a", FIRST)
+    vocoder.say("b", 1, is_last=True)
+    assert vocoder.step() == "a"
+
+
+def test_a_full_batch_waits_for_nobody_more() -> None:
+    vocoder = Vocoder(max_batch_size=2)
+    for name in "abc":
+        vocoder.say(name, FIRST)
+    vocoder.say("d", 1)
+    assert vocoder.step() == "ab"
+    vocoder.say("d", 1)
+    assert vocoder.step() == ""
+
+
+@pytest.mark.parametrize(("num_codes", "expected"), [(FIRST, 2), (SECOND, 8)])
+def test_nobody_waits_for_long(vocoder: Vocoder, num_codes: int, expected: int) -> None:
+    vocoder.say("a", num_codes)
+    if num_codes == SECOND:
+        assert vocoder.step() == "a"  # its first window
+        vocoder.utterances["b"] = GeneratorRequest("b", None, 0, 1, False, None)
+        vocoder.utterances["b"].num_done = SIZES.first
+        vocoder.utterances["b"].codes = [0] * SIZES.first
+    else:
+        vocoder.say("b", 0)
+    num_waits = 0
+    # The other one goes on for ever, and is never as far.
+    vocoder.has_new_codes = True
+    while vocoder.step() == "":
+        num_waits += 1
+        vocoder.has_new_codes = True
+    assert num_waits == expected
+
+
+Arrival = tuple[int, int, bool]
+
+
+@settings(max_examples=examples(50))
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans())), max_size=30)
+)
+def test_all_that_can_run_has_run_in_the_end(turns: list[list[Arrival]]) -> None:
+    vocoder = Vocoder(max_batch_size=3)
+    for turn in turns:
+        for index, num_codes, is_last in turn:
+            name = "abcdef"[index]
+            if name not in vocoder.utterances or not vocoder.utterances[name].is_last:
+                vocoder.say(name, num_codes, is_last=is_last)
+        vocoder.step()
+        assert all(request.num_waits <= 8 + 6 for request in vocoder.utterances.values())
+    # As nothing comes any more, only the first of these steps may compute nothing.
+    vocoder.step()
+    while vocoder.step():
+        pass
+    for request in vocoder.utterances.values():
+        assert request.next_window(SIZES) is None
+        assert request.is_done or not request.is_last

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import BartConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from engine import (
@@ -24,14 +22,14 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
-from engine.inputs.prompt_tokens import FitCheck, InputLimits
 from engine.interface.engine import NewRequest
 from engine.models.registry import FAMILIES
-from engine.requests.request import Request, RequestGroup
+from engine.requests.request import Request
 from engine.text.tokenizer import load_tokenizer
-from omni.seeded.encoder_decoders import build_bart, build_mllama, build_t5, build_whisper
+from omni.seeded.encoder_decoders import build_bart, build_whisper
 from tests.support.fixed_encoder import FixedEncoder
 
 TEXT = "The rain in spain falls mainly on the"
@@ -80,11 +78,6 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(build_whisper(tmp_path_factory.mktemp("whisper")), FixedEncoder(100, 1000))
 
 
-@pytest.fixture(scope="module")
-def mllama(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family(build_mllama(tmp_path_factory.mktemp("mllama")), FixedEncoder(68, 800))
-
-
 def tone(seconds: float, rate: int = 16_000) -> np.ndarray:
     return np.sin(np.arange(round(seconds * rate)) / 9).astype(np.float32)
 
@@ -103,20 +96,6 @@ def test_a_text_alone_is_the_encoders_and_the_decoder_gets_its_default(
     assert request.num_prompt_tokens == 2
 
 
-def test_token_ids_alone_go_to_the_encoder_as_they_are(bart: Family) -> None:
-    request = bart.request(TokensPrompt((2, 0, 171, 5, 2)))
-    assert request.encoder_input.token_ids == (2, 0, 171, 5, 2)
-    assert request.encoder_input.text is None
-    assert request.token_ids == [2, 0]
-
-
-def test_an_explicit_decoder_prompt_that_begins_rightly_is_kept(bart: Family) -> None:
-    decoder = TokensPrompt((2, 0, 51, 178, 2))
-    request = bart.request(ExplicitEncoderDecoderPrompt(TextPrompt(TEXT), decoder))
-    assert request.encoder_input.token_ids == tuple(bart.tokenizer(TEXT)["input_ids"])
-    assert request.token_ids == [2, 0, 51, 178, 2]
-
-
 @pytest.mark.parametrize("encoder", [TEXT, TextPrompt(TEXT), TokensPrompt((0, 9, 2))])
 @pytest.mark.parametrize("decoder", [None, "the", TextPrompt("the"), TokensPrompt((9, 8))])
 def test_every_pair_of_forms_is_the_same_as_each_alone(
@@ -127,45 +106,6 @@ def test_every_pair_of_forms_is_the_same_as_each_alone(
     ids = {None: [2, 0], TokensPrompt((9, 8)): [2, 9, 8]}
     the = [2, *bart.tokenizer("the")["input_ids"][:-1]]
     assert request.token_ids == ids.get(decoder, the)
-
-
-def test_t5_begins_with_padding(tmp_path: Path) -> None:
-    t5 = Family(build_t5(tmp_path), FixedEncoder(64, 768))
-    request = t5.request(TEXT)
-    assert request.encoder_input.token_ids[-1] == 1
-    assert request.token_ids == [0]
-
-
-def test_audio_becomes_features_and_the_tokens_of_its_wishes(
-    whisper: Family, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.wav"
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16_000)
-        file.writeframes((tone(0.5) * 32767).astype("<i2").tobytes())
-    request = whisper.request(AudioPrompt(path, language="zh", task="translate", timestamps=True))
-    assert request.encoder_input.features["input_features"].shape == (16, 200)
-    assert request.encoder_input.num_tokens == 100
-    begin = whisper.tokenizer.convert_ids_to_tokens(request.token_ids)
-    assert begin == ["<|startoftranscript|>", "<|zh|>", "<|translate|>"]
-
-
-def test_an_image_alone_has_its_token_for_a_prompt(mllama: Family) -> None:
-    image = ImagePrompt(Image.new("RGB", (30, 40), "red"))
-    tokens = mllama.tokenizer.convert_ids_to_tokens(mllama.request(image).token_ids)
-    assert tokens == ["<|image|>", "<|bos|>"]
-    request = mllama.request(ExplicitEncoderDecoderPrompt(image, "<|image|>what is this"))
-    assert request.token_ids == mllama.tokenizer("<|image|>what is this")["input_ids"]
-    assert request.encoder_input.features["pixel_values"].shape == (1, 4, 3, 56, 56)
-
-
-def test_a_text_alone_is_the_decoders_where_the_encoder_sees_images(mllama: Family) -> None:
-    request = mllama.request(TEXT)
-    assert request.encoder_input is None
-    assert request.token_ids == mllama.tokenizer(TEXT)["input_ids"]
-    assert request.spans == ()
 
 
 def test_what_the_checkpoint_never_says_is_suppressed_beside_what_the_user_names(
@@ -200,32 +140,6 @@ def test_decoder_blocks_are_shared_only_where_the_encoders_input_is(bart: Family
     assert blocks(TEXT, params=SamplingParams(max_tokens=9)) == base
     assert not {*blocks("another text")} & {*base}
     assert not {*blocks(TEXT, cache_salt="a")} & {*base}
-
-
-def test_the_output_carries_both_prompts(bart: Family, whisper: Family) -> None:
-    pair = ExplicitEncoderDecoderPrompt(TEXT, TokensPrompt((7, 8)))
-    output = RequestGroup.of("r", [bart.request(pair)]).output()
-    assert output.encoder_prompt == TEXT
-    assert output.encoder_prompt_token_ids == tuple(bart.tokenizer(TEXT)["input_ids"])
-    assert output.prompt_token_ids == (2, 7, 8)
-    speech = whisper.request(AudioPrompt(tone(0.1), language="en"))
-    output = RequestGroup.of("r", [speech]).output()
-    assert output.encoder_prompt is None
-    assert output.encoder_prompt_token_ids is None
-    assert output.prompt_token_ids == tuple(speech.token_ids)
-
-
-def test_every_completion_has_the_same_encoder_input(bart: Family) -> None:
-    first, second = bart.completions(TEXT, SamplingParams(n=2))
-    assert first.encoder_input is second.encoder_input
-    assert first.token_ids == second.token_ids
-    assert first.token_ids is not second.token_ids
-
-
-def test_the_salt_keeps_encoder_inputs_apart(bart: Family) -> None:
-    salts = (None, "", "a")
-    found = {bart.request(TEXT, cache_salt=s).encoder_input.content_hash for s in salts}
-    assert len(found) == 3
 
 
 WRONG = {

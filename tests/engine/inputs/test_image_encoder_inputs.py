@@ -52,37 +52,6 @@ def test_a_file_is_known_by_its_pixels(inputs: ImageEncoderInputs, tmp_path: Pat
     assert salted != hashes[0]
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
-def test_images_of_all_modes_are_taken(mode: str, inputs: ImageEncoderInputs) -> None:
-    made = inputs.make(ImagePrompt(picture(mode=mode)), cache_salt=None)
-    assert made.features["pixel_values"].shape[-3:] == (3, 28, 28)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, "cannot be read: .*No such file"),
-        (b"", "cannot be read"),
-        (b"text", "cannot be read"),
-    ],
-)
-def test_what_is_no_image_is_refused(
-    content: bytes | None, expected: str, inputs: ImageEncoderInputs, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.png"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=expected):
-        inputs.make(ImagePrompt(path), cache_salt=None)
-
-
-def test_an_image_that_was_cut_off_is_refused(inputs: ImageEncoderInputs, tmp_path: Path) -> None:
-    picture().save(tmp_path / "a.png")
-    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-900])
-    with pytest.raises(ValueError, match="cannot be read"):
-        inputs.make(ImagePrompt(tmp_path / "a.png"), cache_salt=None)
-
-
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [

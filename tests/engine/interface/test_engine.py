@@ -1,9 +1,13 @@
-"""The three engines keep one contract."""
+"""The three engines keep one contract; each has one owner and one driver, until it is closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,12 +15,16 @@ import torch
 
 from engine import (
     Engine,
+    EngineConfig,
     LLMEngine,
     Prompt,
     SamplingParams,
 )
+from engine.interface.ownership import Ownership
+from stages import AutoregressiveStage
 from tests.support.idle_engine import drop_all
-from tests.support.three_engines import KINDS, build_engine
+from tests.support.patience import PATIENCE_S
+from tests.support.three_engines import KINDS, LIMITS, TOKENS, build_engine
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -113,3 +121,176 @@ def test_one_that_is_never_added_leaves_nothing_and_an_id_is_taken_once(
     assert engine.live_request_ids == ("a",)
     engine.abort("a")
     engine.check_integrity()
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class Owner:
+    """Anybody."""
+
+
+@pytest.fixture(params=KINDS)
+def fresh(
+    request: pytest.FixtureRequest, seeded: Callable[[str], str]
+) -> tuple[Engine[Any], Prompt]:
+    return build_engine(request.param, seeded)
+
+
+@pytest.fixture
+def engine(seeded: Callable[[str], str]) -> LLMEngine:
+    return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS))
+
+
+def test_a_second_owner_is_refused_until_the_first_one_lets_go() -> None:
+    owned, first, second = Ownership("this thing"), Owner(), Owner()
+    owned.claim(first, "the first")
+    with pytest.raises(RuntimeError, match="this thing belongs to the first already: build"):
+        owned.claim(second, "the second")
+    owned.release(second)
+    assert owned.owner_name == "the first", "only the owner gives it back"
+    owned.release(first)
+    owned.claim(second, "the second")
+    assert owned.owner_name == "the second"
+
+
+def test_an_owner_that_was_dropped_owns_nothing() -> None:
+    owned, owner = Ownership("this thing"), Owner()
+    owned.claim(owner, "the first")
+    del owner
+    gc.collect()
+    assert owned.owner_name is None
+    owned.claim(Owner(), "the second")
+
+
+def test_what_is_closed_has_no_use_any_more() -> None:
+    owned = Ownership("this thing")
+    owned.claim(owner := Owner(), "the first")
+    owned.close()
+    assert owned.is_over and owned.owner_name is None
+    for call in (owned.check, lambda: owned.claim(owner, "the first")):
+        with pytest.raises(RuntimeError, match="this thing is closed: build a new one"):
+            call()
+
+
+def test_of_many_threads_one_claims_it_and_one_is_inside() -> None:
+    owned, owners, start = Ownership("it"), [Owner() for _ in range(8)], threading.Barrier(8)
+
+    def claim(owner: Owner) -> tuple[bool, bool]:
+        start.wait(PATIENCE_S)
+        try:
+            owned.claim(owner, "one")
+            claimed = True
+        except RuntimeError:
+            claimed = False
+        try:
+            entered = owned.enter()
+        except RuntimeError:
+            entered = False
+        start.wait(PATIENCE_S)
+        return claimed, entered
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(claim, owners))
+    assert [sum(column) for column in zip(*results, strict=True)] == [1, 1]
+
+
+def test_a_closed_engine_refuses_requests_and_lets_go_of_those_it_had(
+    fresh: tuple[Engine[Any], Prompt],
+) -> None:
+    engine, prompt = fresh
+    engine.add_request("a", prompt)
+    engine.close()
+    engine.close()
+    assert not engine.has_unfinished_requests
+    engine.check_integrity()
+    calls: list[Callable[[], object]] = [lambda: engine.add_request("b", prompt), engine.step]
+    if isinstance(engine, LLMEngine):
+        llm = engine
+        calls += [lambda: llm.generate(prompt), lambda: list(llm.stream(prompt))]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"this \w+Engine is closed: build a new one"):
+            call()
+    engine.abort("a")
+
+
+@dataclass
+class Held:
+    """A step that has come to the model, and waits."""
+
+    inside: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def held(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    plain, held = engine._runner.execute, Held()
+
+    def execute(output: Any) -> Any:
+        held.inside.set()
+        assert held.go_on.wait(PATIENCE_S)
+        return plain(output)
+
+    monkeypatch.setattr(engine._runner, "execute", execute)
+    yield held
+    held.go_on.set()
+
+
+def test_a_second_thread_is_refused_and_the_first_one_gets_what_it_would_alone(
+    engine: LLMEngine, held: Held
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(engine.generate, TOKENS, GREEDY)
+        assert held.inside.wait(PATIENCE_S)
+        for call in (
+            lambda: engine.add_request("b", TOKENS, GREEDY),
+            engine.step,
+        ):
+            with pytest.raises(RuntimeError, match="in use by another thread: one thread drives"):
+                call()
+        with pytest.raises(ValueError, match="drives the engine alone, but 1 requests are live"):
+            engine.generate(TOKENS, GREEDY)
+        held.go_on.set()
+        (output,) = first.result(PATIENCE_S)
+    assert output.error is None
+    (again,) = engine.generate(TOKENS, GREEDY)
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    engine.check_integrity()
+
+
+def test_an_abort_of_another_thread_waits_for_the_step(engine: LLMEngine, held: Held) -> None:
+    """Such as that of a stream that is dropped, and collected in whatever thread."""
+    engine.add_request("a", TOKENS, GREEDY)
+    with ThreadPoolExecutor(2) as pool:
+        stepping = pool.submit(engine.step)
+        assert held.inside.wait(PATIENCE_S)
+        aborting = pool.submit(engine.abort, "a")
+        held.go_on.set()
+        stepping.result(PATIENCE_S)
+        aborting.result(PATIENCE_S)
+    assert not engine.has_unfinished_requests
+    engine.check_integrity()
+
+
+def test_an_engine_of_one_stage_is_not_given_to_another_nor_driven_beside_it(
+    engine: LLMEngine,
+) -> None:
+    stage = AutoregressiveStage("a", engine)
+    with pytest.raises(RuntimeError, match="this LLMEngine belongs to stage 'a' already"):
+        AutoregressiveStage("b", engine)
+    with pytest.raises(RuntimeError, match="generate drives .* alone, but it belongs to stage 'a'"):
+        engine.generate(TOKENS)
+    stage.close()
+    assert engine.generate(TOKENS, GREEDY)[0].error is None, "its maker has it again"
+    other = AutoregressiveStage("b", engine)
+    del other
+    gc.collect()
+    AutoregressiveStage("c", engine)
+
+
+def test_a_fork_is_known_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    owned, pid = Ownership("this thing"), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    assert owned.is_over
+    with pytest.raises(RuntimeError, match=f"built in process {pid} .* fork {pid + 1}.*'spawn'"):
+        owned.check()

@@ -15,7 +15,7 @@ from transformers import BambaConfig, JambaConfig
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer, JambaSparseMoeBlock
 
-from engine.attention.layer import AttentionStep, StateLayer
+from engine.attention.layer import AttentionStep
 from engine.attention.metadata import StateMetadata
 from engine.layers import (
     Mamba2Config,
@@ -25,8 +25,8 @@ from engine.layers import (
     PackedLayout,
     SparseMoE,
 )
-from engine.layers.mamba import CausalConv, Chunks, SsdInputs, TimeOrder, ssd_scan
-from prefix_cache import MambaSpec, StateTensor
+from engine.layers.mamba2 import SsdInputs, ssd_scan
+from engine.layers.recurrent_mixer import CausalConv, Chunks, TimeOrder
 from tests.support.examples import examples
 
 HIDDEN = 32
@@ -250,48 +250,6 @@ def test_time_order_of_the_example():
     assert order.batch_sizes == (3, 2, 2, 1)
 
 
-def state_layer(num_pages: int) -> tuple[StateLayer, Tensor]:
-    """A layer with one state of two numbers, whose pages all hold NaN, as others left them."""
-    layer = StateLayer("layers.0.mamba", MambaSpec(4, (StateTensor((2,), torch.float32),)))
-    pages = torch.full((num_pages, 2), torch.nan)
-    layer.bind([pages], 0)
-    return layer, pages
-
-
-def state_step(read: list[int], write: list[int], has_state: list[bool] | None) -> AttentionStep:
-    metadata = StateMetadata(
-        query_start_loc=torch.arange(len(read) + 1, dtype=torch.int32),
-        num_decodes=len(read),
-        read_pages=torch.tensor(read),
-        write_pages=torch.tensor(write),
-        has_state=None if has_state is None else torch.tensor(has_state),
-    )
-    return AttentionStep([None], [metadata])
-
-
-def test_a_request_that_begins_reads_zeros_whatever_its_page_held():
-    layer, _ = state_layer(4)
-    (states,) = layer.read(state_step([0, 3], [2, 3], [False, False]))
-    assert torch.equal(states, torch.zeros(2, 2))
-
-
-@pytest.mark.parametrize("has_state", [[True, True], None])
-def test_a_kept_state_is_unchanged_by_the_request_that_continues_it(has_state: list[bool] | None):
-    layer, pages = state_layer(5)
-    pages[1], pages[3] = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    step = state_step([3, 1], [2, 1], has_state)
-    (states,) = layer.read(step)
-    assert states.tolist() == [[3.0, 4.0], [1.0, 2.0]]
-    layer.write(step, states.add_(10))
-    assert pages[1:4].tolist() == [[11.0, 12.0], [13.0, 14.0], [3.0, 4.0]]
-
-
-def test_a_layer_without_memory_says_so():
-    layer = StateLayer("layers.0.mamba", MambaSpec(4, ()))
-    with pytest.raises(RuntimeError, match=r"layers\.0\.mamba has no states yet"):
-        layer.read(state_step([0], [1], [False]))
-
-
 @cache
 def experts() -> tuple[SparseMoE, JambaSparseMoeBlock]:
     with torch.random.fork_rng(devices=[]):
@@ -327,14 +285,6 @@ def test_experts_equal_transformers(num_tokens: int):
     ours, theirs = experts()
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
     torch.testing.assert_close(ours(x), theirs(x[None])[0], atol=1e-6, rtol=1e-5)
-
-
-@torch.inference_mode()
-def test_a_tokens_experts_do_not_depend_on_the_others():
-    ours, _ = experts()
-    x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([ours(row[None]) for row in x])
-    torch.testing.assert_close(ours(x), alone, atol=1e-6, rtol=1e-5)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -95,14 +95,6 @@ def test_dynamic_beyond_the_trained_length_equals_transformers_at_the_longest():
     torch.testing.assert_close(own_sin[:, 0, half:], sin[0, :, half:], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("parameters", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_position_is_rotated_alike_whatever_is_beside_it(parameters: dict[str, Any]):
-    rotary = rotary_for(config_for(parameters), MAX_LEN)
-    alone, _ = rotary(torch.tensor([7]))
-    together, _ = rotary(torch.tensor([90, 7, 0]))
-    assert torch.equal(alone[0], together[1])
-
-
 def test_partial_rotation_leaves_the_other_channels_alone():
     config = PhiConfig(
         hidden_size=64,

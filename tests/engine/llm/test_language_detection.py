@@ -15,11 +15,9 @@ from transformers import WhisperForConditionalGeneration
 from engine import (
     AudioPrompt,
     EngineConfig,
-    ExplicitEncoderDecoderPrompt,
     LLMEngine,
     RequestOutput,
     SamplingParams,
-    TokensPrompt,
 )
 from tests.support.encoder_decoder_requests import Case, Oracle, tone
 
@@ -194,16 +192,6 @@ def test_a_step_that_fails_while_it_detects_changes_nothing(
     engine.check_integrity()
 
 
-def test_penalties_count_the_prompt_that_the_model_chose(folder: str, heard: list[Heard]) -> None:
-    engine = build(folder)
-    engine.add_request("a", unnamed(heard[0]), SAMPLING["penalties"])
-    engine.step()
-    (request,) = engine._output_processor.live("a")
-    assert request.sampling.counts is not None
-    assert set(request.sampling.counts.token_ids) == set(heard[0].prompt)
-    assert not request.sampling.counts.generated.any()
-
-
 def test_nothing_is_put_out_before_the_language_is_known(folder: str, heard: list[Heard]) -> None:
     engine = build(folder)
     engine.add_request("a", unnamed(heard[0]), GREEDY)
@@ -225,15 +213,6 @@ def test_an_abort_before_the_language_is_known_leaves_nothing(
         engine.abort("a")
         assert not engine.has_unfinished_requests
         engine.check_integrity()
-
-
-def test_a_decoder_prompt_of_ones_own_is_not_added_to(
-    folder: str, heard: list[Heard], known: Any
-) -> None:
-    own = (known.decoder_start_token_id, 40, 41)
-    prompt = ExplicitEncoderDecoderPrompt(AudioPrompt(heard[0].samples), TokensPrompt(own))
-    (output,) = build(folder).generate(prompt, GREEDY)
-    assert output.prompt_token_ids == own
 
 
 def test_room_is_counted_for_the_tokens_that_are_still_to_come(

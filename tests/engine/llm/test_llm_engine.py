@@ -113,13 +113,6 @@ def test_max_tokens_zero_runs_the_prompt_only(engine: LLMEngine) -> None:
     assert output.outputs[0].tensors["hidden_states"].shape == (20, 64)
 
 
-def test_a_sequence_stops_at_max_model_len(qwen2_checkpoint: str) -> None:
-    engine = LLMEngine(EngineConfig(model=qwen2_checkpoint, block_size=4, max_model_len=24))
-    output = engine.generate(PROMPT, GREEDY)[0].outputs[0]
-    assert len(output.token_ids) == 4
-    assert output.finish_reason is FinishReason.LENGTH
-
-
 @pytest.mark.parametrize("max_model_len", [1, 2])
 def test_the_shortest_sequences_run(qwen2_checkpoint: str, max_model_len: int) -> None:
     engine = LLMEngine(EngineConfig(model=qwen2_checkpoint, max_model_len=max_model_len))
@@ -139,12 +132,6 @@ def test_metrics_and_stats_count(qwen2_checkpoint: str) -> None:
     assert metrics.queue_s is not None and metrics.first_token_s is not None
     assert metrics.total_s is not None
     assert 0 <= metrics.queue_s <= metrics.first_token_s <= metrics.total_s
-
-
-def test_a_step_without_requests_does_nothing(engine: LLMEngine) -> None:
-    before = engine.stats().num_steps
-    assert engine.step() == []
-    assert engine.stats().num_steps == before
 
 
 def test_caching_can_be_switched_only_while_idle(engine: LLMEngine) -> None:

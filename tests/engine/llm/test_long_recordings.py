@@ -385,14 +385,6 @@ def test_thresholds_of_the_checkpoint_are_set_aside_with_a_warning(
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_longer_than_the_user_s_limit_is_refused(folder: str) -> None:
-    limited = EngineConfig(model=folder, num_blocks=64, media_limits={"max_audio_s": 4.0})
-    engine = LLMEngine(limited)
-    run(engine, [AudioPrompt(melody(4.0, 0))], params(3))
-    with pytest.raises(ValueError, match=r"4\.10 s long, but 4 s .* raise engine.media_limits.max"):
-        engine.add_request("r", AudioPrompt(melody(4.1, 0)), params(3))
-
-
 FIRST, END = 100, 50
 
 

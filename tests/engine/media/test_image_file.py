@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 import tracemalloc
@@ -139,12 +138,6 @@ def test_a_strip_that_would_be_scaled_up_to_gigabytes_is_refused() -> None:
     with pytest.raises(ValueError, match="1 x 201 pixels, and one side may be 200 times the other"):
         open_image(Image.new("RGB", (1, 201)))
     assert open_image(Image.new("RGB", (200, 1))).size == (200, 1)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="cannot be read: it is a named pipe"):
-        open_image(tmp_path / "pipe")
 
 
 WHOLE = [encoded(format) for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]

@@ -16,5 +16,5 @@ def test_damaged_files_are_read_or_refused(name: str) -> None:
     kind, content = WHOLE[name]
     READERS[kind](content)
     draw = random.Random(name)
-    found = list(outcomes(kind, [damaged(content, draw) for _ in range(30)]))
+    found = list(outcomes(kind, [damaged(content, draw) for _ in range(60)]))
     assert not [each for each in found if each[0] not in ("went on", "failed alone")]

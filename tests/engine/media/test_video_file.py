@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
@@ -153,32 +151,3 @@ def test_a_file_that_lost_its_end_is_refused(kind: str, files: dict[str, bytes])
         return
     with pytest.raises(ValueError, match=r"the video (cannot be read|is cut off|is damaged)"):
         chosen(content, list(range(12)))
-
-
-def read_all(content: bytes) -> None:
-    video = source(content)
-    info = probe_video(video, LIMITS)
-    for frame in read_frames(video, info, range(0, info.num_frames, 3), LIMITS):
-        assert frame.ndim == 3 and frame.shape[2] == 3
-    sound = read_soundtrack(video, LIMITS)
-    assert sound is None or np.isfinite(sound[0]).all()
-
-
-WHOLE = {kind: video_file(kind, FRAMES[:6], 8, tone(0.75)) for kind in FORMATS}
-
-
-@given(
-    kind=st.sampled_from(sorted(FORMATS)),
-    keep=st.floats(0, 1),
-    damage=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
-)
-def test_a_damaged_file_is_read_or_refused_by_name(
-    kind: str, keep: float, damage: list[tuple[float, int]]
-) -> None:
-    content = bytearray(WHOLE[kind])
-    for place, value in damage:
-        content[int(place * (len(content) - 1))] = value
-    try:
-        read_all(bytes(content[: round(keep * len(content))]))
-    except ValueError as error:
-        assert "the video" in str(error)

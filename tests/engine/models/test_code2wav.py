@@ -1,4 +1,4 @@
-"""The vocoder gives what transformers gives, in batches too, and encodes a voice once."""
+"""The vocoder gives what transformers gives: in batches, by kernels, by blocks of neighbours."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from packaging.requirements import Requirement
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     DiTAttention,
+    Qwen2_5OmniAntiAliasedActivation1d,
     Qwen2_5OmniDiTRotaryEmbedding,
+    Qwen2_5OmniSnakeBeta,
 )
 
 from engine import GenerationParams
+from engine.models.base import CodeChunk
 from engine.models.model_loader import load_generator, open_checkpoint
-from engine.models.qwen2_5_omni.code2wav import Code2Wav, initial_noise
+from engine.models.qwen2_5_omni.code2wav import (
+    Code2Wav,
+    NativeSnake,
+    initial_noise,
+    neighbour_attention,
+    use_native_snakes,
+)
 from engine.models.qwen2_5_omni.speakers import Speaker, Speakers, load_speakers
+from engine.native import load_kernels
+from tests.support.native_kernels import needs_kernels
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,30 +144,6 @@ def test_every_parameter_means_what_it_means_to_transformers(
     torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
-def test_a_batch_of_several_voices_gives_what_each_gives_alone(
-    vocoder: Code2Wav, reference: VocoderReference, speakers: Speakers
-) -> None:
-    codes = [random_codes(11, seed) for seed in range(3)]
-    names = ["Chelsie", "Ethan", "Chelsie"]
-    batch = make(vocoder, codes, [speakers.get(name) for name in names], FAST)
-    for row, each, name in zip(batch, codes, names, strict=True):
-        torch.testing.assert_close(row, reference.waveform(each, FAST, name), atol=ATOL, rtol=0)
-
-
-def test_sound_depends_on_codes_voice_and_seed(vocoder: Code2Wav, speakers: Speakers) -> None:
-    codes, other_codes = random_codes(12), random_codes(12, seed=1)
-    chelsie, ethan = speakers.get("Chelsie"), speakers.get("Ethan")
-    sound = make(vocoder, [codes], [chelsie], FAST)
-    assert torch.equal(sound, make(vocoder, [codes], [chelsie], FAST))
-    for codes_, voice, seed in (
-        (other_codes, chelsie, 0),
-        (codes, ethan, 0),
-        (codes, chelsie, 1),
-    ):
-        changed = make(vocoder, [codes_], [voice], FAST.model_copy(update={"seed": seed}))
-        assert (changed - sound).abs().max() > 1000 * ATOL
-
-
 def test_a_voice_is_encoded_once(folder: str, speakers: Speakers) -> None:
     vocoder = open_vocoder(folder)
     read: list[int] = []
@@ -211,3 +202,138 @@ def test_a_voice_of_another_width_is_refused(vocoder: Code2Wav, speakers: Speake
     strange = replace(speakers.default, reference_mel=torch.zeros(1, 3, 79))
     with pytest.raises(ValueError, match=r"widths \(16, 79\); the model takes \(16, 80\)"):
         vocoder.check_speaker(strange)
+
+
+def snake(channels: int, **settings: int) -> Qwen2_5OmniAntiAliasedActivation1d:
+    made = Qwen2_5OmniAntiAliasedActivation1d(Qwen2_5OmniSnakeBeta(channels), **settings)
+    generator = torch.Generator().manual_seed(channels)
+    with torch.no_grad():
+        made.act.alpha.normal_(generator=generator)
+        made.act.beta.normal_(generator=generator)
+    return made.requires_grad_(False)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 1), (1, 2, 2), (2, 3, 7), (3, 5, 511), (1, 4, 512), (2, 2, 513), (1, 6, 1500)]
+)
+def test_any_number_of_samples_gives_what_transformers_gives(shape: tuple[int, int, int]) -> None:
+    """A tile has 512 samples: what a filter sees of its neighbours, and beyond the ends, counts."""
+    theirs, samples = snake(shape[1]), normal(*shape)
+    made = NativeSnake(theirs, load_kernels())(samples)
+    torch.testing.assert_close(made, theirs(samples), atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1e-4, 30.0, 1e5])
+def test_small_and_large_samples_are_as_near_to_exact_as_torch_is(size: float) -> None:
+    """Of large arguments a sine is decided by rounding: measured against float64."""
+    theirs, samples = snake(4), size * normal(1, 4, 700)
+    made, by_torch = NativeSnake(theirs, load_kernels())(samples), theirs(samples)
+    exact = theirs.double()(samples.double())
+    assert (made - exact).abs().max() <= 4 * (by_torch - exact).abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(value: float) -> None:
+    """An engine fails such a request: it must not come out as a number."""
+    samples = normal(1, 2, 600)
+    samples[0, 0, 300] = value
+    made = NativeSnake(snake(2), load_kernels())(samples)
+    assert not made[0, 0].isfinite().all()
+    assert made[0, 1].isfinite().all()
+
+
+@needs_kernels
+def test_snakes_of_another_kind_and_of_another_precision_stay_as_they_are() -> None:
+    network = nn.ModuleDict(
+        {
+            "usual": snake(2),
+            "longer": snake(2, up_kernel_size=16, down_kernel_size=16),
+            "in_16_bits": snake(2).bfloat16(),
+            "other": Qwen2_5OmniAntiAliasedActivation1d(nn.SiLU()),
+        }
+    )
+    use_native_snakes(network)
+    replaced = [name for name, module in network.items() if isinstance(module, NativeSnake)]
+    assert replaced == ["usual"]
+
+
+@needs_kernels
+def test_samples_and_parameters_of_wrong_shapes_are_told() -> None:
+    kernels, taps, two = load_kernels(), torch.zeros(12), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"up is \(11,\), expected \(12,\)"):
+        kernels.snake(normal(1, 2, 8), taps[1:].contiguous(), taps, two, two)
+    with pytest.raises(ValueError, match=r"scales is \(1,\), expected \(2,\)"):
+        kernels.snake(normal(1, 2, 8), taps, taps, two, two[:1])
+    with pytest.raises(ValueError, match="samples must be contiguous float32 on a CPU"):
+        kernels.snake(normal(1, 2, 8).double(), taps, taps, two, two)
+
+
+def test_without_kernels_the_vocoder_says_the_same(
+    seeded: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``OMNI_NATIVE=0``, or no compiler: transformers' own modules, and nearly the same sound."""
+    said = []
+    for native in ("0", "1"):
+        monkeypatch.setenv("OMNI_NATIVE", native)
+        model = load_generator(
+            open_checkpoint(seeded("qwen2_5_omni"), part="code2wav", revision=None),
+            torch.device("cpu"),
+        )
+        chunk = CodeChunk(torch.arange(1, 13), 0, model.choose_speaker(None), None)
+        said.append(model.generate([chunk], GenerationParams(num_steps=2))[0])
+    torch.testing.assert_close(said[0], said[1], atol=1e-6, rtol=1e-5)
+
+
+@given(
+    length=st.integers(1, 23),
+    block_size=st.integers(1, 6),
+    backward=st.integers(0, 1),
+    ahead=st.integers(0, 1),
+    batch=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_it_equals_masked_attention(length, block_size, backward, ahead, batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(batch, 2, length, 8, generator=generator) for _ in range(3))
+    block = torch.arange(length) // block_size
+    distance = block[None, :] - block[:, None]
+    seen = (distance >= -backward) & (distance <= ahead)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    found, weights = neighbour_attention(
+        _module(block_size),
+        query,
+        key,
+        value,
+        torch.tensor([backward == 1, True, ahead == 1]),
+        is_causal=False,
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+    assert weights is None
+
+
+@pytest.mark.parametrize("sees", [(False, True, False), (True, True, False), (True, True, True)])
+def test_of_many_blocks_each_is_scored_with_its_neighbours_alone(
+    monkeypatch: pytest.MonkeyPatch, sees: tuple[bool, ...]
+):
+    block_size, scores = 4, F.scaled_dot_product_attention
+    asked: list[tuple[int, int]] = []
+
+    def note(query: torch.Tensor, key: torch.Tensor, *others, **named):
+        asked.append((query.shape[2], key.shape[2]))
+        return scores(query, key, *others, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    rows = torch.randn(1, 2, 40 * block_size - 1, 8)
+    neighbour_attention(_module(block_size), rows, rows, rows, torch.tensor(sees))
+    assert asked == [(block_size, sum(sees) * block_size)]
+
+
+def _module(block_size: int) -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(block_size=block_size))

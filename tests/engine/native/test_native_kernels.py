@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -206,49 +204,6 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
     monkeypatch.setattr(native.kernels, "SOURCES", (changed, *native.kernels.SOURCES[1:]))
     assert compile_kernels() != first
     assert len(list((tmp_path / "native").glob("*/kernels.so"))) == 2
-
-
-@needs_compiler
-@pytest.mark.usefixtures("quick_compiler")
-def test_builds_at_once_end_in_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
-    with ThreadPoolExecutor(3) as pool:
-        libraries = list(pool.map(lambda _: compile_kernels(), range(3)))
-    assert len(set(libraries)) == 1
-    assert list((tmp_path / "native").glob("*/*.so")) == [libraries[0]]
-    NativeKernels(libraries[0])
-
-
-@needs_compiler
-@pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize("harm", ["truncated", "emptied", "removed", "flipped"])
-def test_a_damaged_library_is_built_anew_and_said_to_be(
-    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """A truncated library ends the process by SIGBUS when it is loaded."""
-    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
-    library = compile_kernels()
-    whole = library.read_bytes()
-    if harm == "removed":
-        library.unlink()
-    else:
-        flipped = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
-        library.write_bytes({"truncated": whole[:9000], "emptied": b"", "flipped": flipped}[harm])
-    assert compile_kernels() == library
-    assert library.read_bytes() == whole
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "kernels.so" in record.getMessage()
-    NativeKernels(library)
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="users are known by numbers on POSIX alone")
-def test_kernels_of_another_user_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path))
-    (tmp_path / "native").mkdir()
-    stranger = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: stranger)
-    with pytest.raises(NativeBuildError, match="belongs to another user.*set OMNI_CACHE_DIR"):
-        compile_kernels()
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from engine import (
-    CodecPrompt,
-    EncoderEngine,
-    EngineConfig,
-    GeneratorConfig,
-    GeneratorEngine,
-    LLMEngine,
-    SamplingParams,
-    TokensPrompt,
-)
-from engine.interface.engine import Engine
 from engine.resources.device import _warn_of_slow, on_device, resolve_dtype
+from tests.support.three_engines import KINDS, build_engine
 
 
 def test_a_cuda_device_is_current_inside_and_a_cpu_changes_nothing(
@@ -59,29 +48,9 @@ def test_a_half_type_on_a_cpu_without_its_instructions_warns_once(
     _warn_of_slow.cache_clear()
 
 
-def open_llm(seeded: Callable[[str], str]) -> LLMEngine:
-    engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))
-    engine.add_request("r", TokensPrompt([5, 6, 7]), SamplingParams(max_tokens=2))
-    return engine
-
-
-def open_encoder(seeded: Callable[[str], str]) -> EncoderEngine:
-    engine = EncoderEngine(EngineConfig(model=seeded("bert"), num_blocks=16, device="cpu"))
-    engine.add_request("r", TokensPrompt([5, 6, 7]))
-    return engine
-
-
-def open_generator(seeded: Callable[[str], str]) -> GeneratorEngine:
-    engine = GeneratorEngine(
-        GeneratorConfig(model=seeded("qwen2_5_omni"), part="code2wav", device="cpu")
-    )
-    engine.add_request("r", CodecPrompt([1, 2, 3], speaker=None))
-    return engine
-
-
-@pytest.mark.parametrize("open_engine", [open_llm, open_encoder, open_generator])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_model_runs_inside_its_device(
-    open_engine: Callable[[Callable[[str], str]], Engine[Any]],
+    kind: str,
     seeded: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -101,7 +70,8 @@ def test_every_model_runs_inside_its_device(
         "engine.generator.generator_engine",
     ):
         monkeypatch.setattr(f"{user}.on_device", recorded)
-    engine = open_engine(seeded)
+    engine, prompt = build_engine(kind, seeded)
+    engine.add_request("r", prompt)
     with register_module_forward_pre_hook(lambda *_: runs.append(bool(entered))):
         while engine.has_unfinished_requests:
             assert all(output.error is None for output in engine.step())

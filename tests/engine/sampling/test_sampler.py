@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import SamplingParams
+from engine import (
+    EngineConfig,
+    ExplicitEncoderDecoderPrompt,
+    ImagePrompt,
+    LLMEngine,
+    Prompt,
+    SamplingParams,
+    TokensPrompt,
+)
+from engine import SamplingParams as Params
 from engine.sampling.sampler import Sampler, SamplerOutput, SamplingState
+from tests.support.encoder_decoder_requests import IMAGE, noise_image
 from tests.support.examples import examples
 
 VOCAB = 64
@@ -198,33 +208,6 @@ def test_eos_that_is_ignored_may_come_before_min_tokens():
     assert sample(logits, state(params)).token_ids == [EOS]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_suppressed_tokens_never_come(temperature: float):
-    logits = torch.zeros(50, VOCAB)
-    logits[:, 8:16] = 20.0
-    params = SamplingParams(temperature=temperature, suppress_token_ids=tuple(range(8, 15)))
-    output = sample(logits, *(state(params, seed=row) for row in range(50)))
-    assert output.token_ids == [15] * 50
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_of_a_hundred_chooses_and_of_minus_a_hundred_bans(temperature: float):
-    logits = random_logits(20)
-    liked, banned = int(logits[0].argmin()), int(logits[0].argmax())
-    wanted = SamplingParams(temperature=temperature, logit_bias={liked: 100})
-    unwanted = SamplingParams(temperature=temperature, logit_bias={banned: -100})
-    states = [state(unwanted if row % 2 else wanted, seed=row) for row in range(20)]
-    found = sample(logits[:1].expand(20, -1), *states).token_ids
-    assert found[::2] == [liked] * 10
-    assert banned not in found[1::2]
-
-
-def test_no_bias_brings_back_what_is_suppressed():
-    logits = random_logits(1)
-    params = SamplingParams(temperature=0.0, suppress_token_ids=(5,), logit_bias={5: 100, 6: 50})
-    assert sample(logits, state(params)).token_ids == [6]
-
-
 def test_the_models_own_rule_sees_what_is_biased():
     seen: list[float] = []
 
@@ -315,3 +298,96 @@ def test_ids_that_only_the_tokenizer_knows_are_no_error():
 def test_one_state_per_row_is_needed():
     with pytest.raises(ValueError, match=r"\(2, 64\) for 1 requests"):
         sample(random_logits(2), state(SamplingParams()))
+
+
+def masked(params: SamplingParams, begin: list[int], positions: int) -> list[set[int]]:
+    state = SamplingState(params, (), 0, [2], 10, begin_suppress_token_ids=begin)
+    found = []
+    for _ in range(positions):
+        found.append(set() if state.masked_ids is None else set(state.masked_ids.tolist()))
+        state.append(5)
+    return found
+
+
+def test_begin_suppressed_ids_are_masked_at_the_first_position_only() -> None:
+    assert masked(SamplingParams(), [2, 7], 3) == [{2, 7}, set(), set()]
+
+
+def test_they_come_on_top_of_all_other_masks() -> None:
+    params = SamplingParams(suppress_token_ids=(1,), stop_token_ids=(3,), min_tokens=2)
+    assert masked(params, [7], 4) == [{1, 2, 3, 7}, {1, 2, 3}, {1}, {1}]
+
+
+def test_ids_that_the_head_does_not_know_are_left_out() -> None:
+    assert masked(SamplingParams(), [7, 10, 99], 2) == [{7}, set()]
+
+
+def test_a_position_with_a_mask_is_not_plain_and_the_next_one_is() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    state = SamplingState(greedy, (), 0, [2], 10, begin_suppress_token_ids=[7])
+    assert not state.is_plain
+    state.append(5)
+    assert state.is_plain
+
+
+def test_a_position_with_a_bias_is_not_plain() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={5: 1.0})
+    state = SamplingState(params, (), 0, [2], 10)
+    other = state.with_seed(1)
+    state.append(5)
+    assert not state.is_plain and not other.is_plain
+    assert state.bias is not None and other.bias is state.bias
+
+
+def test_something_must_be_left_for_the_first_position() -> None:
+    with pytest.raises(ValueError, match="no token is left to choose"):
+        masked(SamplingParams(suppress_token_ids=tuple(range(9))), [9], 1)
+
+
+SHOWN = ExplicitEncoderDecoderPrompt(ImagePrompt(noise_image(50, 50, 1)), f"{IMAGE} what is this?")
+PLAIN = TokensPrompt(tuple(range(20, 60)))
+PENALTIES = [{"repetition_penalty": 1.8}, {"presence_penalty": 0.9}, {"frequency_penalty": 0.9}]
+
+
+@pytest.fixture
+def engine(seeded: Callable[[str], str]) -> LLMEngine:
+    config = EngineConfig(model=seeded("mllama"), block_size=4, num_blocks=200, max_num_seqs=4)
+    engine = LLMEngine(config)
+    assert engine.tokenizer is not None
+    placeholder = engine.tokenizer.convert_tokens_to_ids(IMAGE)
+    assert placeholder == engine._runner._model.vocab_size, "one more than the last logit's"
+    return engine
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: next(iter(p)))
+def test_a_penalised_prompt_with_an_image_changes_no_neighbour(
+    engine: LLMEngine, penalty: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the placeholder's own id the next row's first logit would be changed."""
+    params = Params(temperature=0.0, max_tokens=5, ignore_eos=True)
+    penalised = params.model_copy(update=penalty)
+    asked: list[tuple[Prompt, Params]] = [(SHOWN, penalised), (PLAIN, params), (SHOWN, penalised)]
+    alone = [engine.generate(prompt, each)[0].outputs[0].token_ids for prompt, each in asked]
+    engine.reset_prefix_cache()
+    seen: list[int] = []
+    sample = engine._runner._sampler.sample
+
+    def note(logits, states):  # type: ignore[no-untyped-def]
+        seen.extend(i for s in states if s.counts is not None for i in s.counts.token_ids)
+        return sample(logits, states)
+
+    monkeypatch.setattr(engine._runner._sampler, "sample", note)
+    outputs = engine.generate([prompt for prompt, _ in asked], [each for _, each in asked])
+    assert [output.error for output in outputs] == [None] * 3
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    assert seen and max(seen) < engine._runner._model.vocab_size
+
+
+@pytest.mark.parametrize("name", ["suppress_token_ids", "stop_token_ids"])
+def test_an_id_without_a_logit_can_be_neither_suppressed_nor_waited_for(
+    engine: LLMEngine, name: str
+) -> None:
+    last = engine._runner._model.vocab_size - 1
+    for beyond in (last + 1, last + 8):
+        with pytest.raises(ValueError, match=f"{name} holds {beyond}, .* ids 0 to {last}"):
+            engine.generate(PLAIN, Params(**{name: (beyond,)}))

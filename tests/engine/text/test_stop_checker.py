@@ -64,20 +64,6 @@ def test_text_ends_at_the_first_stop_string_whatever_the_borders(text: str, stop
         assert (reason is FinishReason.STOP) == any(s in text for s in stop)
 
 
-@given(text=texts, stop=stops)
-def test_nothing_told_is_ever_taken_back(text: str, stop):
-    completed = completion(stop)
-    told, seen = "", [""]
-    for token_id in single_bytes(text):
-        reason = completed.append(token_id)
-        told += completed.take_delta()
-        seen.append(told)
-        if reason is not None:
-            break
-    completed.finish()
-    assert all(completed.text.startswith(earlier) for earlier in seen)
-
-
 @given(text=st.text("the dog.", min_size=1, max_size=20), stop=stops.filter(bool))
 def test_stops_with_the_token_with_which_transformers_stops(text: str, stop):
     criteria = StopStringCriteria(byte_level(), list(stop))

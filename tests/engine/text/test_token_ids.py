@@ -1,5 +1,4 @@
-"""Tokenizers of strangers end: patterns that go back and try again are run where they can be
-stopped."""
+"""Loading tokenizers, and running doubtful patterns where they can be stopped."""
 
 from __future__ import annotations
 
@@ -12,8 +11,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import (
     AutoTokenizer,
     BatchEncoding,
+    GenerationConfig,
+    LlavaConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
 from engine.text import tokenizer as tokenizer_module
@@ -21,6 +24,7 @@ from engine.text.stop_checker import IncrementalDetokenizer
 from engine.text.tokenizer import (
     PanicsAsErrors,
     doubtful_patterns,
+    eos_token_ids,
     load_tokenizer,
     patterns_of_decoder,
     token_ids,
@@ -210,3 +214,56 @@ def test_a_text_beyond_the_longest_is_for_the_caller_to_refuse(
     ids = token_ids(tokenizer, "hello world, hello dog", add_special_tokens=True, seconds=5.0)
     assert len(ids) > 4
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "bert"])
+def test_a_loaded_tokenizer_is_the_one_of_transformers(name: str, seeded: Callable[[str], str]):
+    folder = seeded(name)
+    tokenizer, expected = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer is not None
+    text = "The harbour wakes — 12 €."
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path):
+    with pytest.raises(ValueError, match="nowhere is no folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_damaged_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{ damaged")
+    with pytest.raises(ValueError, match=rf"{tmp_path.name} cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def generation_config(eos: int | list[int] | None) -> GenerationConfig:
+    return GenerationConfig(eos_token_id=eos)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (Qwen2Config(eos_token_id=7), generation_config([8, 9]), {8, 9}),
+        (Qwen2Config(eos_token_id=7), generation_config(None), {7}),
+        (Qwen2Config(eos_token_id=7), None, {7}),
+        (Qwen2Config(eos_token_id=[7, 6]), None, {7, 6}),
+        (Qwen2Config(eos_token_id=0), None, {0}),
+        (LlavaConfig(text_config=Qwen2Config(eos_token_id=5)), None, {5}),
+    ],
+)
+def test_the_first_source_that_names_eos_is_believed(
+    config: PreTrainedConfig, generation: GenerationConfig | None, expected: set[int]
+):
+    assert eos_token_ids(config, generation, byte_level()) == expected
+
+
+def test_the_tokenizer_names_eos_when_no_config_does():
+    config = Qwen2Config(eos_token_id=None)
+    assert eos_token_ids(config, None, byte_level()) == {byte_level().eos_token_id}
+    assert eos_token_ids(config, None, None) == frozenset()
+    assert eos_token_ids(None, None, None) == frozenset()

@@ -1,4 +1,4 @@
-"""Pages that one request comes back from may be given, in the same step, to one that leaves."""
+"""Swapping that fails costs time alone, and pages may move both ways in one step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,55 @@ import pytest
 
 from engine import EngineConfig, LLMEngine, RequestOutput
 from engine.execution.model_runner import ModelRunner, SampledToken
-from engine.scheduling.scheduler import PageMove, SchedulerOutput
+from engine.scheduling.scheduler_output import PageMove, SchedulerOutput
+from prefix_cache import PagedMemory
 from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same
+
+
+# With two seats one goes, and the other has the step alone.
+@pytest.mark.parametrize(("num_blocks", "seats"), [(12, 4), (16, 4), (20, 4), (12, 2)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_where_copying_always_fails_requests_are_recomputed(
+    qwen2_checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: int,
+    caching: bool,
+    seats: int,
+) -> None:
+    engine = LLMEngine(
+        EngineConfig(
+            model=qwen2_checkpoint,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_num_seqs=seats,
+            max_model_len=40,
+            max_num_batched_tokens=16,
+            preemption="swap",
+            enable_prefix_caching=caching,
+        )
+    )
+
+    tries = []
+
+    def fail(*_: object) -> None:
+        tries.append(True)
+        raise OSError("the host's memory is gone")
+
+    monkeypatch.setattr(PagedMemory, "copy_pages", fail)
+    alone = alone_with(qwen2_checkpoint)
+    asks = {f"r{number}": Ask(number, 8, 0, 25, False, False, 0, None) for number in range(5)}
+    for request_id, ask in asks.items():
+        engine.add_request(request_id, ask.prompt, ask.params)
+    done: dict[str, RequestOutput] = {}
+    for _ in range(300):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    assert engine.stats().num_preemptions > 1
+    assert len(tries) == 1, "once it has failed, nobody is sent there any more"
+    assert done.keys() == asks.keys()
+    for request_id, output in done.items():
+        assert output.error is None, "the fault of a copy is nobody's who ran beside it"
+        assert_same(output, alone.answer(asks[request_id]))
 
 
 @pytest.fixture
