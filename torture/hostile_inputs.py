@@ -234,15 +234,15 @@ def hostile_prompt(random: Random) -> Any:
     return random.choice(
         (
             random.choice(texts),
-            TextPrompt(random.choice(texts), random.choice((True, False, 3)), random.choice(shown)),
+            TextPrompt(random.choice(texts), random.choice((True, False, 3)), random.choice(shown)),  # type: ignore[arg-type]
             ChatPrompt(tuple(messages), random.choice(shown)),
-            ChatPrompt(random.choice((3, None, ("a",), [{}]))),
+            ChatPrompt(random.choice((3, None, ("a",), [{}]))),  # type: ignore[arg-type]
             TokensPrompt(random.choice(ids), random.choice(shown)),
             TokensPrompt(random.choice(ids)),
             EmbedsPrompt(random.choice(wrong_rows)),
             EmbedsPrompt(random.choice(wrong_rows)),
-            AudioPrompt(random.choice(("a.wav", None, rows[0])), random.choice((None, 0, 16000))),
-            ImagePrompt(random.choice(("a.png", None, rows))),
+            AudioPrompt(random.choice(("a.wav", None, rows[0])), random.choice((None, 0, 16000))),  # type: ignore[arg-type]
+            ImagePrompt(random.choice(("a.png", None, rows))),  # type: ignore[arg-type]
             ExplicitEncoderDecoderPrompt(inner, inner),
             SpeechPrompt(rows, rows, is_last=random.random() < 0.5),
             CodecPrompt((1, 2), is_last=random.random() < 0.5),

@@ -23,9 +23,8 @@ from transformers.masking_utils import (
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from engine.attention.backend import AttentionBackend, LayerCall
 from engine.attention.layer import Attention, AttentionStep
-from engine.attention.metadata import Scoring, first_visible
+from engine.attention.metadata import AttentionBackend, LayerCall, Scoring, first_visible
 from engine.attention.reference import ReferenceBackend, visibility_mask
 from engine.attention.registry import get_backend
 from engine.attention.torch_backend import QueryTile, TileMask, TorchBackend, bucket_by_length

@@ -14,7 +14,7 @@ import torch
 from engine import EngineConfig, LLMEngine, SamplingParams
 from engine.attention.registry import get_backend, resolve_backend_name
 from engine.attention.xformers_backend import XformersBackend
-from engine.llm import engine_builder
+from engine.llm import llm_engine
 from tests.support.import_graph import ROOT
 from tests.support.materialised_xformers import MaterialisedXformers
 
@@ -76,7 +76,7 @@ def test_an_engine_asks_again_for_the_heads_of_its_model(
         asked.append(needs[4] if len(needs) > 4 else ())  # type: ignore[arg-type]
         return "torch" if len(needs) > 4 else "xformers"
 
-    monkeypatch.setattr(engine_builder, "resolve_backend_name", resolve)
+    monkeypatch.setattr(llm_engine, "resolve_backend_name", resolve)
     engine = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, device="cpu"))
     head_dims = {layer.spec.head_dim for layer in engine._runner._model.attention_layers}
     assert asked == [(), head_dims]

@@ -8,7 +8,7 @@ import pytest
 
 from engine import EngineConfig, LLMEngine, RequestOutput
 from engine.execution.model_runner import ModelRunner, SampledToken
-from engine.scheduling.scheduler_output import PageMove, SchedulerOutput
+from engine.scheduling.scheduler import PageMove, SchedulerOutput
 from prefix_cache import PagedMemory
 from tests.support.request_stream import BLOCK_SIZE, Ask, alone_with, assert_same
 

@@ -22,9 +22,9 @@ from engine import (
     TokensPrompt,
 )
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.inputs.fit_check import FitCheck, InputLimits
 from engine.inputs.input_processor import InputProcessor
 from engine.inputs.prompt_processor import PlainPromptProcessor, PromptSources
+from engine.inputs.prompt_tokens import FitCheck, InputLimits
 from engine.interface.engine import NewRequest
 from engine.models.registry import FAMILIES
 from engine.requests.request import Request

@@ -25,8 +25,7 @@ from engine.layers import (
     PackedLayout,
     SparseMoE,
 )
-from engine.layers.mamba2 import SsdInputs, ssd_scan
-from engine.layers.recurrent_mixer import CausalConv, Chunks, TimeOrder
+from engine.layers.mamba import CausalConv, Chunks, SsdInputs, TimeOrder, ssd_scan
 from tests.support.examples import examples
 
 HIDDEN = 32

@@ -189,7 +189,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     ),
     "mllama with one key head": partial(build_mllama, num_key_value_heads=1),
     "mllama with one head": partial(
-        build_mllama, num_key_value_heads=1, num_attention_heads=1, hidden_size=16
+        build_mllama, num_key_value_heads=1, num_attention_heads=1, hidden_size=32
     ),
     "mllama with llama3 rope": partial(
         build_mllama,

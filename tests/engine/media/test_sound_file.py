@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from engine import Waveform
 from engine.interface.config import MediaLimits
-from engine.media.audio_samples import SampleReader
 from engine.media.media_source import MediaSource
-from engine.media.sound_file import LongestSound, read_sound
+from engine.media.sound_file import LongestSound, SampleReader, read_sound
 
 
 def read_wav(path: Path, *, longest_s: float) -> tuple[np.ndarray, int]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from engine import EmbedsPrompt, EngineConfig, LLMEngine, SamplingParams, TokensPrompt
+from engine import EmbedsPrompt, EngineConfig, LLMEngine, Prompt, SamplingParams, TokensPrompt
 from omni.seeded.language_models import build_causal_lm
 from prefix_cache import SlidingWindowSpec
 from tests.support.encoder_decoder_reference import assert_greedy_choices
-from tests.support.greedy_reference import GreedyReference, assert_greedy
+from tests.support.greedy_reference import GreedyAnswer, GreedyReference, assert_greedy
 from tests.support.native_kernels import needs_kernels
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -317,7 +317,7 @@ def test_embeddings_and_token_ids_share_a_batch(
     rows = [torch.randn(n, 64, generator=generator) for n in (1, 30, 9)]
     embeds = [(EmbedsPrompt(each), reference.from_embeds(each, NUM_TOKENS)) for each in rows]
     tokens = [(TokensPrompt(ids), reference.from_ids(ids, NUM_TOKENS)) for ids in prompts()[1:5:3]]
-    mixed = [tokens[0], *embeds[:2], tokens[1], embeds[2]]
+    mixed: list[tuple[Prompt, GreedyAnswer]] = [tokens[0], *embeds[:2], tokens[1], embeds[2]]
     engine = engine_of(folder, max_num_batched_tokens=budget, max_num_seqs=8)
     for repetition in range(2):
         outputs = engine.generate([prompt for prompt, _ in mixed], GREEDY)

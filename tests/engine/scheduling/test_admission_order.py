@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.requests.request import Request, RequestStatus
-from engine.scheduling.admission import Admission
 from engine.scheduling.request_queues import WaitingQueue, _Branch
-from engine.scheduling.scheduler_output import SchedulerOutput, StepPlan
+from engine.scheduling.scheduler import Admission, SchedulerOutput, StepPlan
 from prefix_cache import BlockHash
 from tests.support.examples import examples
 from tests.support.scheduler_harness import Harness

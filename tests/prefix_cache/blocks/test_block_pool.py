@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_cache import BlockHash, BlockPool, KVCacheBlock, KVCacheManager, check_pool_integrity
-from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY
-from prefix_cache.blocks.page_arena import EvictionQueue, PageArena
+from prefix_cache.blocks.block_pool import HIGH_PRIORITY, LOW_PRIORITY, EvictionQueue, PageArena
 from tests.support.tiny_kv_cache import cached_ids, hashes_of, mixed_config
 
 
